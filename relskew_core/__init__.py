@@ -63,7 +63,7 @@ if _typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Import a part that needs more than its one dependency when it is first asked for."""
+        """Import a part of the package that needs optional dependencies when it is first used."""
         from importlib import import_module
 
         if name in ("conventions", "distributed", "draw", "export", "huggingface", "layers", "papers"):

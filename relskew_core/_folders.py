@@ -1,4 +1,4 @@
-"""Where ``backends`` and ``export`` are missing, say so before an import from them fails for a reason hard to guess."""
+"""Reports a missing ``backends`` or ``export`` folder before an import from it fails with an obscure error."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +7,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _backends_are_ours() -> bool:
-    """Whether ``backends`` is in the package, as itself or by a link, or an editable install maps it."""
+    """Whether ``backends`` is in the package, directly, by a link, or mapped by an editable install."""
     if (_HERE / "backends").is_dir():
         return True
     found = find_spec("relskew_core.backends")

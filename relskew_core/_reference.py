@@ -1,4 +1,4 @@
-"""What is right: the attention block in float64, straight from its definition, and how close everything else must come.
+"""The reference: the attention block in float64, directly from its definition, and the tolerances of everything else.
 
 Written with NumPy and nothing of the library but the spec, so that it can judge the rest. Only what needs NumPy anyway
 imports it: ``export/`` and the command line.
@@ -24,7 +24,7 @@ _TABLES = {"rel_k": "rel_keys", "rel_v": "rel_values"}  # and the field of the s
 
 
 class Reference(NamedTuple):
-    """The result, all keys and values (the past included), and the size of the largest logit."""
+    """The result, all keys and values (including the past), and the size of the largest logit."""
 
     out: F64
     keys: F64
@@ -43,7 +43,7 @@ def reference_block(
     segments: Array | None = None,
     queries: Array | None = None,
 ) -> Reference:
-    """Return the block's output ``(batch, length, E)``, for the query numbers ``queries`` only if given.
+    """Return the block's output ``(batch, length, E)``, only for the query numbers ``queries`` if given.
 
     ``segments (batch, keys)`` are those of all keys, the past included; of self-attention, whose queries are the last.
     Raises ``ValueError`` where one of these queries sees past the table's reach.
@@ -112,7 +112,7 @@ def reference_attention(
 
 
 def _visible(spec: BlockSpec, position: int, keys: NDArray[np.int_]) -> NDArray[np.bool_]:
-    """Return which keys the query at a position sees."""
+    """Return the keys that the query at a position sees."""
     visible = np.ones(keys.shape, bool)
     if spec.causal:
         visible &= keys <= position
@@ -128,7 +128,7 @@ def _visible(spec: BlockSpec, position: int, keys: NDArray[np.int_]) -> NDArray[
 
 
 def _rows(spec: BlockSpec, relative: NDArray[np.int_]) -> tuple[NDArray[np.int_], NDArray[np.bool_]]:
-    """Return the table's row for each relative position, and whether it counts: not so past a table's zeros."""
+    """Return the table's row for each relative position, and whether it counts: beyond ``"zero"`` tables none does."""
     left, right = spec.span.left, spec.span.right
     inside = (relative >= -left) & (relative <= right)
     if spec.span.beyond == "error" and not inside.all() and (spec.has_tables or spec.rel_bias):
@@ -139,7 +139,7 @@ def _rows(spec: BlockSpec, relative: NDArray[np.int_]) -> tuple[NDArray[np.int_]
 def _looked_up(
     tables: Mapping[str, Array], spec: BlockSpec, name: str, rows: NDArray[np.int_], counts: NDArray[np.bool_]
 ) -> F64 | float:
-    """Return a table's rows, ``(H or 1, rows, D)``; 0 without such a table."""
+    """Return a table's rows, ``(H or 1, rows, D)``; 0 without a table."""
     if not getattr(spec, _TABLES[name]):
         return 0.0
     table = np.asarray(tables[name], np.float64)
@@ -153,7 +153,7 @@ def _bias(
     rows: NDArray[np.int_],
     counts: NDArray[np.bool_],
 ) -> F64 | float:
-    """Return what is added to the logits of relative positions, ``(H or 1, positions)``; 0 without a bias."""
+    """Return the bias of the logits by relative position, ``(H or 1, positions)``; 0 without a bias."""
     if not spec.rel_bias:
         return 0.0
     if spec.rel_bias == "alibi":
@@ -169,7 +169,7 @@ def _bias(
 
 
 def _t5_bucket(spec: BlockSpec, r: int) -> int:
-    """Return T5's bucket of a relative position, its logarithms as powers of whole numbers."""
+    """Return T5's bucket of a relative position, with its logarithms as powers of whole numbers."""
     assert spec.num_buckets is not None
     assert spec.max_distance is not None
     side = spec.num_buckets if spec.causal else spec.num_buckets // 2

@@ -1,1 +1,1 @@
-"""What an array library is to us: its namespace, checks that name their argument, the softmax."""
+"""The interface to array libraries: namespaces, checks that name their argument, and the softmax."""

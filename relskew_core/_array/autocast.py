@@ -1,4 +1,4 @@
-"""torch's autocast regions: which dtype the arrays of a call are computed in."""
+"""torch's autocast regions: the dtype in which the arrays of a call are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core._array.namespace import is_torch
 
 
 def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Cast what floats to the dtype of the autocast region that a call is in, as torch's own attention does."""
+    """Cast floating arrays to the dtype of the surrounding autocast region, as torch's attention does."""
     torch = sys.modules.get("torch")
     if torch is None:
         return arrays
@@ -23,7 +23,7 @@ def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def undisturbed(x: Any) -> AbstractContextManager[Any]:
-    """Return what keeps the region from rounding what is widened: sums are taken in float32 there, too."""
+    """Return a context in which the region does not round widened arrays, so that sums stay in float32."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or not _casts(torch, x.device.type):
         return nullcontext()

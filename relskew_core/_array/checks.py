@@ -1,4 +1,4 @@
-"""Argument checks: every error names the argument, what came and what was expected."""
+"""Argument checks: every error names the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from types import NoneType
 from typing import Any
 
 LONGEST = 60
-"""Characters of a value that an error repeats."""
+"""The most characters of a value that an error repeats."""
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 LAYOUT = "arrays are (..., heads, length, width) here: did you mean q.swapaxes(-2, -3), and k and v likewise?"
-"""What is said where shapes look like ``(..., length, heads, width)``, the layout of JAX and of flash-attention."""
+"""The hint for shapes that look like ``(..., length, heads, width)``, the layout of JAX and of flash-attention."""
 
 
 def layout_hint(likely: bool) -> str:
-    """Return what to add to an error where the axes of heads and length are likely to be changed over."""
+    """Return the end of an error if the axes of heads and length are likely exchanged."""
     return f"; {LAYOUT}" if likely else ""
 
 
@@ -67,12 +67,12 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
 
 
 def is_symbol(size: Any) -> bool:
-    """Whether a size is one of the symbols of ``jax.export``, whose value is unknown."""
+    """Whether a size is a symbol of ``jax.export``, whose value is unknown."""
     return type(size).__module__.startswith("jax.")
 
 
 def check_known_sizes(name: str, array: Any) -> None:
-    """Refuse a symbol for a size that loops and tables go by: any but those of leading axes."""
+    """Refuse symbols for sizes that loops and tables depend on, which are all but those of leading axes."""
     if any(is_symbol(size) for size in array.shape[-3:]):
         raise ValueError(
             f"`{name}` must have numbers for its heads, length and width, and symbols of jax.export for its leading "
@@ -82,7 +82,7 @@ def check_known_sizes(name: str, array: Any) -> None:
 
 
 def check_offset(name: str, value: Any) -> int:
-    """Return ``value`` as an ``int`` that still can be counted from in 64 bits."""
+    """Return ``value`` as an ``int`` from which positions can still be counted in 64 bits."""
     offset = check_int(name, value)
     if not -(2**61) <= offset <= 2**61:
         raise ValueError(f"`{name}` must be an int of at most 2**61 either way, got {offset}")
@@ -119,7 +119,7 @@ def check_real(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of some library and not a number, in a way that torch.compile traces."""
+    """Whether a value is an array of some library and not a number; torch.compile can trace this."""
     return not isinstance(value, (int, float, str, list, tuple, NoneType)) and hasattr(value, "dtype")
 
 
@@ -136,13 +136,13 @@ def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of an array, none of anything else: a module of arrays has a function of that name."""
+    """Return the shape of an array, ``None`` for anything else; array modules have a function with this name."""
     shape = getattr(value, "shape", ())
     return () if callable(shape) else tuple(shape)
 
 
 def describe(value: Any) -> str:
-    """Name what came, in one line: an array by type, dtype and shape, anything else by type and value."""
+    """Describe a value in one line: an array by type, dtype and shape, anything else by type and value."""
     shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__
     if shape is not None and dtype is not None and not callable(shape):  # array modules have functions with these names
         return f"{kind} of dtype {dtype} and shape {tuple(shape)}"
@@ -157,6 +157,6 @@ def _in_short(value: Any) -> str:
 
 
 def _is_short(container: Collection[Any]) -> bool:
-    """Whether the contents of a container fit into a message: a pair of ints, but not a matrix in lists."""
+    """Whether the contents of a container fit into a message, as a pair of ints does and a matrix in lists does not."""
     few = len(container) <= 4 and not isinstance(container, dict)
     return few and all(isinstance(each, (int, float, str, NoneType)) for each in container)

@@ -1,10 +1,10 @@
-"""How what is public goes: with a warning first, and in the version that the warning named."""
+"""Deprecation: a public name first warns, and is removed in the version that the warning names."""
 
 import warnings
 
 
 def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
-    """Warn who called the caller; ``tests/project/test_deprecations.py`` reads the versions, so write them out.
+    """Warn the caller's caller; ``tests/project/test_deprecations.py`` reads the versions, so write them out.
 
     Parameters
     ----------

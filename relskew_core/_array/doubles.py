@@ -1,4 +1,4 @@
-"""Numbers computed in double precision, as an array of a library that may have none."""
+"""Arrays of numbers that are computed in double precision, for libraries that may not support it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the package that need more than its one dependency: the extra that installs it, and the line to type."""
+"""Optional dependencies: the extra that installs each, and the command to type."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ def install_line(*extras: str) -> str:
 
 
 def compile_line() -> str:
-    """Return the command that compiles the kernels; pip would take a wheel again that it made without a compiler."""
+    """Return the command that compiles the kernels; pip would reuse a wheel that it built without a compiler."""
     source = "--no-binary relskew-core relskew-core" if RELEASED else "."
     return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 def where_to_run() -> str:
-    """Return what an error adds to a command: where to run it."""
+    """Return the end of an error: where to run the command."""
     return "" if RELEASED else " in a clone of relskew"
 
 
 def to_install(extra: str) -> str:
-    """Return what an error says: the command, and where to run it."""
+    """Return the end of an error: the command, and where to run it."""
     return install_line(extra) + where_to_run()
 
 
 def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error of an import within a ``part``, with what to install; a broken package is raised as it is."""
+    """Return the error for a failed import within a ``part``, with the install command; others are raised unchanged."""
     package = (error.name or "").partition(".")[0]
     if package == "relskew_core":
         raise error

@@ -1,4 +1,4 @@
-"""Numbers looked up along the last axis, the same for all heads, and the adjoint.
+"""Gathering along the last axis with the same indices for all heads, and the adjoint.
 
 What belongs to all heads is moved as one row: one look-up instead of one for each head.
 """
@@ -48,7 +48,7 @@ def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
 
 
 def within(index: Array, width: int, *, xp: Namespace) -> Array:
-    """Return columns with those outside of ``width`` ones moved to the nearest that is there.
+    """Return columns clipped to the ``width`` columns that exist.
 
     array-api-compat's ``clip`` looks at types in a way that torch 2.8 cannot compile.
     """

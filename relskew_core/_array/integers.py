@@ -1,4 +1,4 @@
-"""Integers as wide as a library makes them unasked: 64 bits, or 32 where JAX has no others."""
+"""Integers of a library's default width: 64 bits, or 32 in JAX without ``jax_enable_x64``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def integer(xp: Namespace) -> Any:
-    """Return the dtype; small and unsigned integers, of which calls take sums and differences, would wrap."""
+    """Return the default integer dtype; sums and differences of smaller or unsigned integers would wrap."""
     if xp.__name__.endswith("torch"):  # its compiler would trace an array
         return xp.int64
     if xp.__name__ == "jax.numpy":  # JAX would compile a program for an array
@@ -23,12 +23,12 @@ def integers(start: int, stop: int, *, device: object, xp: Namespace) -> Array:
 
 
 def bits_of(dtype: Any, *, xp: Namespace) -> int:
-    """Return how many bits that dtype has."""
+    """Return the number of bits of that dtype."""
     return 32 if dtype == xp.int32 else 64
 
 
 def widest(x: Array, *, xp: Namespace) -> Array:
-    """Return integers in that dtype; unsigned ones that are greater than all of its integers become the greatest."""
+    """Return integers in that dtype; unsigned ones that exceed its maximum become the maximum."""
     dtype = integer(xp)
     if x.dtype == dtype:
         return x
@@ -40,7 +40,7 @@ def widest(x: Array, *, xp: Namespace) -> Array:
 
 
 def shifted(x: Array, by: int, *, xp: Namespace) -> Array:
-    """Return ``x + by`` for an int of any size, the least or the greatest integer where the sum would wrap."""
+    """Return ``x + by`` for an int of any size, clipped to the dtype's range instead of wrapping."""
     if by == 0:
         return x
     end = 2 ** (bits_of(x.dtype, xp=xp) - 1)

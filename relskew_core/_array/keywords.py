@@ -1,4 +1,4 @@
-"""Arguments that a function does not have, answered with what is meant: other libraries have other names for them."""
+"""Errors for unknown arguments that suggest the right one: other libraries have other names for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = {
     "s_aux": "sinks", "scaling": "scale", "segment_ids": "segments", "sliding_window": "window", "sm_scale": "scale",
     "soft_cap": "softcap", "softmax_scale": "scale", "table": "rel_k", "value": "v", "window_size": "window",
 }  # fmt: skip
-"""What torch, JAX, flash-attention and transformers call an argument, and what it is called here."""
+"""The names of arguments in torch, JAX, flash-attention and transformers, and their names here."""
 
 MORE = {
     "alibi_slopes": ", and `alibi_bias` makes it of slopes",
@@ -31,11 +31,11 @@ MORE = {
     "need_weights": ": `attention_weights` returns the weights",
     "output_attentions": ": `attention_weights` returns the weights",
 }
-"""What else there is to know about some of them."""
+"""Further hints for some of them."""
 
 
 def refuse_unknown(function: str, name: str, known: Collection[str], hint: str = "") -> NoReturn:
-    """Say what an argument is called that a function has under another name, if it has it at all."""
+    """Raise an error that names the argument that is meant, if the function has it under another name."""
     ours = ELSEWHERE.get(name)
     close = get_close_matches(name, known, 1)
     if ours in known:
@@ -52,7 +52,7 @@ def explains(function: F) -> F: ...
 @overload
 def explains(*, hint: str) -> Callable[[F], F]: ...
 def explains(function: Any = None, *, hint: str = "") -> Any:
-    """Have a function answer to unknown arguments, and, if there is a ``hint``, to more of them than it has places."""
+    """Let a function explain unknown arguments and, if there is a ``hint``, too many positional ones."""
     if function is None:
         return functools.partial(explains, hint=hint)
     wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters

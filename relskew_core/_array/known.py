@@ -1,4 +1,4 @@
-"""Values that may be looked at: in host memory and not traced."""
+"""Values that are known at no cost: in host memory and not traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core._array.typing import Array
 
 
 def varies(x: Any) -> bool:
-    """Whether ``torch.compile`` traces a float whose value is another in every call."""
+    """Whether ``torch.compile`` traces a float because its value differs between calls."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.compiler.is_compiling() or not isinstance(x, float):
         return False
@@ -18,13 +18,13 @@ def varies(x: Any) -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch exports a program."""
+    """Whether torch is exporting a program."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_exporting()
 
 
 def exported(*sizes: Any) -> bool:
-    """Whether torch exports a program that is for other sizes as well: nothing may be decided by those at hand.
+    """Whether torch exports a program for other sizes, too, so that nothing may depend on the present ones.
 
     ``torch.compile`` guards what was decided, and a program of ``torch.export`` says it; ONNX forgets it.
     """
@@ -32,7 +32,7 @@ def exported(*sizes: Any) -> bool:
 
 
 def holds(comparison: Any) -> bool:
-    """Whether sizes compare so. For sizes that depend on data, a torch program checks it at run time."""
+    """Whether a comparison of sizes holds. For sizes that depend on data, the torch program checks it at run time."""
     if not (exporting() and type(comparison).__name__ == "SymBool"):
         return bool(comparison)
     torch = sys.modules["torch"]
@@ -43,14 +43,14 @@ def holds(comparison: Any) -> bool:
 
 
 def same_length(n: Any, m: Any) -> bool:
-    """Whether two lengths are one, in every call that an exported program is for."""
+    """Whether two lengths are equal in every call of an exported program."""
     if not exported(n, m):
         return bool(n == m)
     return bool(sys.modules["torch"].fx.experimental.symbolic_shapes.statically_known_true(n == m))
 
 
 def known_values(x: Array) -> Any:
-    """Return an array's numbers in lists as deep as its axes, ``None`` where reading them would cost something."""
+    """Return an array's numbers as nested lists, ``None`` if reading them is not free."""
     if is_torch(x):
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # otherwise it is a fake tensor

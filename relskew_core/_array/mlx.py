@@ -1,4 +1,4 @@
-"""MLX as a namespace of the standard: its own module, but for what it leaves out or does in lower precision.
+"""MLX as a namespace of the array API: its module, except for functions that it lacks or computes less precisely.
 
 Its arrays are in the host's memory, which its devices share, and no function takes a device.
 """
@@ -39,13 +39,13 @@ def zeros(shape: tuple[int, ...], *, device: Any = None, **options: Any) -> Arra
 
 
 def after(x: Array, done: list[Array]) -> Array:
-    """Return an array that is computed once all of ``done`` is, as MLX's ``depends`` does, which has no ``vmap``."""
+    """Return an array that is computed after all of ``done``, like MLX's ``depends``, but with ``vmap``."""
     ends = [mx.isnan(mx.sum(each[..., :1, :1])) for each in done]
     return x + mx.astype(mx.any(mx.stack(ends)) & False, x.dtype)
 
 
 def exp(x: Array) -> Array:
-    """Return exponentials: in float64 MLX's are those of float32, which a step of Halley's makes precise."""
+    """Return exponentials; in float64, a step of Halley's method corrects MLX's float32 results."""
     found = mx.exp(x)
     if x.dtype != mx.float64:
         return found

@@ -1,4 +1,4 @@
-"""The array library of a call, found once, in the public function."""
+"""The array library of a call, determined once, in the public function."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LIBRARIES = {
     "jaxlib": ("JAX", "jnp.asarray"), "mlx": ("MLX", "mx.asarray"), "numpy": ("NumPy", "np.asarray"),
     "torch": ("torch", "torch.as_tensor"),
 }  # fmt: skip
-"""Libraries by the first part of their arrays' module: what people call them, and what makes an array of another's."""
+"""Libraries by the first part of their arrays' module: their usual name, and a function that converts arrays."""
 
 
 def namespace_of_arrays(
     arrays: Mapping[str, Array], optional: Mapping[str, Array | None] | None = None, *, floating: bool = True
 ) -> Namespace:
-    """Return the namespace of the arrays, refusing what does not share library, device and (floating) dtype.
+    """Return the namespace of the arrays, which must share the library, the device and a floating dtype.
 
     The first array is the reference; errors name the argument that differs from it. ``optional`` ones may be ``None``.
     """
@@ -41,7 +41,7 @@ def namespace_of_arrays(
 
 
 def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
-    """Refuse an ``array`` of another library or on another device than ``first``."""
+    """Refuse an ``array`` from a different library or device than ``first``."""
     if _namespace(name, array) is not xp:
         library = type(first).__module__.partition(".")[0]
         known, make = LIBRARIES.get(library, (library, None))
@@ -55,7 +55,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
 
 
 def is_floating(array: Array, *, xp: Namespace) -> bool:
-    """Whether the dtype is a real floating one that the library itself computes with."""
+    """Whether a dtype is real, floating, and computed by the library itself."""
     try:
         return bool(xp.isdtype(array.dtype, "real floating"))
     except TypeError:  # NumPy does not support ml_dtypes' bfloat16 and would compute with it in float32
@@ -70,7 +70,7 @@ def namespace_of(library: Any) -> Namespace:
 
 
 def device(array: Array) -> Any:
-    """Return the device of an array, ``None`` while JAX traces, and of arrays that it splits over several.
+    """Return the device of an array, ``None`` if JAX traces it or it is split over several devices.
 
     A library whose arrays have none, such as MLX, has them on the host.
     """
@@ -84,18 +84,18 @@ def device(array: Array) -> Any:
 
 
 def on_cpu(array: Array) -> bool:
-    """Whether an array is known to be in the host's memory; JAX's tracers are on no device."""
+    """Whether an array is known to be in host memory; JAX's tracers have no device."""
     return "cpu" in str(device(array)).lower()
 
 
 def is_torch(array: Array) -> bool:
-    """Whether an array is torch's, in a way that torch.compile traces; it warns of array_api_compat's caches."""
+    """Whether an array is torch's; torch.compile can trace this, and warns about array_api_compat's caches."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 def is_compiling() -> bool:
-    """Whether torch traces what is done here, which what is remembered from call to call must not be part of."""
+    """Whether torch traces this code, which must then not use what is remembered between calls."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
@@ -123,7 +123,7 @@ def _namespace(name: str, array: Array) -> Namespace:
 
 
 def _conforming(array: Array) -> Namespace:
-    """Return the array's namespace: NumPy itself from 2.1 on, whose wrapper would import all of it, F2PY too.
+    """Return the array's namespace: from NumPy 2.1 on NumPy itself, because the wrapper would import all of it.
 
     An array of JAX is asked itself: array_api_compat makes another one, which JAX compiles a program for.
     """

@@ -1,4 +1,4 @@
-"""Arrays without influence, on which the results must nevertheless depend for autograd."""
+"""Arrays without effect on the results, which must still depend on them for autograd."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def nothing(shape: tuple[int, ...], of: Iterable[Array | None], *, value: float = 0, xp: Namespace) -> Array:
-    """Return an array of one value, of the dtype and on the device of the first array, that depends on all of them."""
+    """Return an array with one value that depends on all arrays, with the dtype and device of the first."""
     arrays = [x for x in of if x is not None]
     made = xp.full(shape, value, dtype=arrays[0].dtype, device=device(arrays[0]))
     return depending(made, arrays, xp=xp)
 
 
 def depending(x: Array, others: Iterable[Any], *, xp: Namespace) -> Array:
-    """Return an array whose numbers stay as they are, and that depends on those of the others that can be learned.
+    """Return an array unchanged, but depending on those of the other arrays that can be learned.
 
     torch goes by what is computed, and takes sums of none of their entries for it; other libraries go by arguments.
     """

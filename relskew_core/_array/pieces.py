@@ -1,4 +1,4 @@
-"""Results that were computed piece by piece."""
+"""Results that are computed piece by piece."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def in_turn(arrays: Any, names: tuple[str, ...], done: list[Array], *, xp: Namespace) -> Any:
-    """Return arrays those of which that are named wait until others are done, where a library computes late.
+    """Return arrays, the named ones of which wait until others are computed, in libraries that compute lazily.
 
     MLX would compute many pieces side by side, and keep what each needs.
     """

@@ -1,4 +1,4 @@
-"""The precision that sums are made in, and the one that results are returned in."""
+"""The precision in which sums are accumulated, and that of the results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def wide(dtype: Any, *, xp: Namespace) -> Any:
-    """Return the dtype that arrays of a dtype are summed in: nothing may be accumulated in float16 or bfloat16."""
+    """Return the dtype in which arrays are summed: float16 and bfloat16 are never accumulated."""
     half = any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
     return xp.float32 if half else dtype
 
 
 def widened(arrays: Iterable[Array | None], dtype: Any, *, xp: Namespace) -> list[Any]:
-    """Return arrays in the dtype that those of ``dtype`` are summed in; what is of another one is left as it is."""
+    """Return the arrays of ``dtype`` in the dtype in which they are summed; others are unchanged."""
     return [x if x is None or x.dtype != dtype else cast(x, wide(dtype, xp=xp), xp=xp) for x in arrays]
 
 
 def cast(x: Array, dtype: Any, *, xp: Namespace) -> Array:
-    """Return an array in a dtype: as it is where that is its own."""
+    """Return an array in a dtype, without a copy if it has that dtype."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Seeds as arrays of one integer of 31 bits: ints, integer arrays, and keys of JAX."""
+"""Seeds as arrays with one 31-bit integer, from ints, integer arrays, and keys of JAX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
 
 
 def known_seed(seed: Any) -> int:
-    """Return a seed as an int: an int, or the words of a key of JAX, so that ``jax.random.key(5)`` is 5."""
+    """Return a seed as an int, from an int or the words of a JAX key, so that ``jax.random.key(5)`` is 5."""
     if not _is_key(seed):
         return check_int("seed", seed)
     jax = sys.modules["jax"]
@@ -39,7 +39,7 @@ def known_seed(seed: Any) -> int:
 
 
 def _is_key(seed: Any) -> bool:
-    """Whether something is a key of JAX, of the new kind or of the old one."""
+    """Whether a value is a key of JAX, of the new or the old kind."""
     jax = sys.modules.get("jax")
     # torch does not compile this check for tensors
     if jax is None or is_torch(seed) or not isinstance(seed, jax.Array):

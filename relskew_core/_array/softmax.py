@@ -42,7 +42,7 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
 
 
 def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
-    """Return which share of a row's sum a part of it is, ``exp(part - whole)`` of log-sum-exps; nothing of nothing."""
+    """Return the share of a part in a row's sum, ``exp(part - whole)`` of log-sum-exps; 0 if both are empty."""
     difference = part - xp.where(whole == -math.inf, 0.0, whole)
     native = getattr(xp, "softmax", None)
     if native is None:

@@ -1,4 +1,4 @@
-"""Names for types that belong to no one array library."""
+"""Names for types that no array library defines."""
 
 from __future__ import annotations
 

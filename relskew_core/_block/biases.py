@@ -1,4 +1,4 @@
-"""The bias of a block's call: the numbers of its relative positions, of what the block has for them."""
+"""The bias of a block's call, with a number for each relative position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_bias(
     buckets: Array | None = None,
     xp: Namespace,
 ) -> dict[str, Any]:
-    """Return the arguments of attention that a block's weights make: its tables, and the numbers of its bias.
+    """Return the arguments of attention that a block's weights determine: its tables and its bias.
 
     ``seen`` are the others of the call. ``slopes (H,)`` are ALiBi's for the heads that ``q`` has, which are all by
     default, and ``buckets`` those of T5.
@@ -53,7 +53,7 @@ def with_bias(
 
 
 def _reach(n: int, m: int, *, offset: Any = None, positions: Any = None, **_: Any) -> tuple[int, int]:
-    """Return how far back and ahead a call's queries may look.
+    """Return how far back and ahead the queries of a call may look.
 
     An offset or positions that something traces are taken to be among as many places as there are keys. Further ones
     get NaN, as beyond the end of any table.
@@ -68,7 +68,7 @@ def _reach(n: int, m: int, *, offset: Any = None, positions: Any = None, **_: An
 
 
 def _bounds(x: Any, first: Any, last: Any) -> tuple[Any, Any]:
-    """Return the least and the greatest of a number, a list or an array; two others where its values are not known."""
+    """Return the minimum and maximum of a number, list or array; the given bounds if its values are unknown."""
     values = known_values(x) if is_array(x) else x
     if values is None:
         return first, last

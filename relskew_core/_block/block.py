@@ -114,7 +114,7 @@ def apply_block(
     attend: Callable[..., Array],
     xp: Namespace,
 ) -> tuple[Array, Cache | None]:
-    """Return what a block computes, and its cache afterwards.
+    """Return the output of a block, and the cache after it.
 
     ``project(name, x)`` applies a projection. How many heads there are is read off what it returns: a process that
     holds a part of the heads has fewer than the spec.
@@ -132,7 +132,7 @@ def project_heads(
     cache: Cache | None,
     xp: Namespace,
 ) -> tuple[Array, Array, Array, dict[str, Any], Cache | None]:
-    """Return the heads of a block's queries, keys and values, who sees whom, and its cache afterwards."""
+    """Return the heads of a block's queries, keys and values, the visibility, and the cache after the call."""
     source = x if memory is None else memory
     q, k, v = (
         _split_heads(name, project(name, of), spec.head_dim, xp=xp)
@@ -150,7 +150,7 @@ def project_heads(
 
 
 def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
-    """Refuse inputs that are not of a block's kind and width."""
+    """Refuse inputs that do not fit a block's kind and width."""
     if spec.cross and memory is None:
         raise ValueError("`memory` must be given because `spec.cross` is True, got None")
     if not spec.cross and memory is not None:
@@ -164,7 +164,7 @@ def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
 
 
 def _split_heads(name: str, x: Array, head_dim: int, *, xp: Namespace) -> Array:
-    """Split into heads what a projection returned: (..., L, H · D) -> (..., H, L, D)."""
+    """Split the result of a projection into heads: (..., L, H · D) -> (..., H, L, D)."""
     heads, rest = divmod(x.shape[-1], head_dim)
     if rest:
         raise ValueError(f"`{name}` must return heads of width {head_dim}, got {describe(x)}")
@@ -190,5 +190,5 @@ def _linear(weights: Mapping[str, Array], name: str, x: Array, *, xp: Namespace)
 
 
 def weights_alone(q: Array, k: Array, v: Array, *, rel_v: Any = None, impl: Any = None, **others: Any) -> Array:
-    """Return the weights of a call of attention, of which values are no part."""
+    """Return the arguments of a call of attention that its weights depend on; the values are not among them."""
     return attention_weights(q, k, **others)

@@ -11,11 +11,11 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 
 PAST = ("past[0]", "past[1]")
-"""Keys and values, as errors name them."""
+"""The names of keys and values in errors."""
 
 
 class Cache(Protocol):
-    """Keys and values that new ones follow."""
+    """The keys and values that precede new ones."""
 
     def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
         """Return all keys, all values, the cache of the next call, and the positions for attention."""
@@ -23,7 +23,7 @@ class Cache(Protocol):
 
 
 class Growing(NamedTuple):
-    """All keys and values so far, ``(..., Hkv, P, D)``; every call appends its own."""
+    """All keys and values so far, ``(..., Hkv, P, D)``; every call appends to them."""
 
     keys: Array
     values: Array
@@ -48,7 +48,7 @@ class Growing(NamedTuple):
 
 
 def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
-    """Append new keys and values to the last ones, a tuple of keys, values and how many are there; forget as many."""
+    """Append new keys and values to the last ones, given with their number, and drop as many old ones."""
     keep, n = cache.keys.shape[-2], k.shape[-2]
     for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
         check_cached(name, old, keep, new)
@@ -73,7 +73,7 @@ def check_cached(name: str, value: Any, length: int, new: Array) -> None:
 def check_room(
     spec: BlockSpec, batch: int | tuple[int, ...], length: int | None, keep: int | None
 ) -> tuple[tuple[int, ...], int | None, int | None]:
-    """Return the leading axes of an empty cache, and how many positions it has room for or keeps, if it is so asked."""
+    """Return the leading axes of an empty cache, and the positions that it has room for or keeps, if given."""
     if spec.cross or not spec.causal:
         raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
     if length is not None and keep is not None:

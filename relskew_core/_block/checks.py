@@ -1,4 +1,4 @@
-"""What the fields of a block have to be to each other."""
+"""Checks between the fields of a block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Put: TypeAlias = Callable[[str, Any], None]
 BUCKETS = ("num_buckets", "max_distance")
 
 ENDLESS = 2**31
-"""Positions of a span that has no end: more than any input has."""
+"""The positions of a span without an end: more than any input has."""
 
 
 def check_blocks(spec: Any, put: Put) -> None:
-    """Refuse blocks that go with nothing else that is given."""
+    """Refuse blocks together with arguments that they exclude."""
     size, before = spec.block_size, spec.blocks_before
     if before is not None:
         put("blocks_before", check_int("blocks_before", before, minimum=0))
@@ -36,7 +36,7 @@ def check_blocks(spec: Any, put: Put) -> None:
 
 
 def check_future(spec: Any) -> None:
-    """Refuse tables that end at the query itself where it sees its future too, which nothing is said of."""
+    """Refuse tables that end at the query if it sees its future, for which they have no rows."""
     span, window = spec.span, spec.window
     if span.left > span.right == 0 and not (spec.causal or spec.cross) and (window is None or window[1] is None):
         raise ValueError(
@@ -47,7 +47,7 @@ def check_future(spec: Any) -> None:
 
 
 def check_bias(spec: Any, put: Put) -> None:
-    """Refuse a bias that is none, and sizes of T5's that are given without it or left out with it."""
+    """Refuse an unknown bias, and sizes of T5's bias that are given without it or missing with it."""
     kind = spec.rel_bias
     if not (isinstance(kind, bool) or kind in ("alibi", "t5")):
         raise ValueError(f"`rel_bias` must be True, False, 'alibi' or 't5', got {describe(kind)}")

@@ -1,4 +1,4 @@
-"""What hides keys in a call of a module: masks, padding, segments, and the places that a cache has yet to fill."""
+"""The hidden keys in a call of a module: masks, padding, segments, and the unfilled positions of a cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import check_mask
 
 X = TypeVar("X")
-"""The arrays that a module is called with, and that come out."""
+"""The input and output arrays of a module."""
 
 Past = TypeVar("Past", bound=tuple[Any, ...])
-"""The cache that a module is called with, and that comes out."""
+"""The input and output cache of a module."""
 
 
 class Seen(TypedDict, total=False):
@@ -30,7 +30,7 @@ class Seen(TypedDict, total=False):
 
 
 def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
-    """Return which keys are padding, if it is that."""
+    """Return which keys are padding, from a valid padding mask."""
     shape = (*k.shape[:-3], k.shape[-2])
     if getattr(padding, "dtype", None) != xp.bool or tuple(padding.shape) != shape:
         raise ValueError(
@@ -41,7 +41,7 @@ def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
 
 
 def without_keys(hidden: Array | None, mask: Array | None, q: Array, k: Array, *, xp: Namespace) -> Array | None:
-    """Return a mask that hides some keys (..., Lk) from all heads and queries, besides what ``mask`` hides."""
+    """Return a mask that hides these keys (..., Lk) from all heads and queries, in addition to ``mask``."""
     if hidden is None:
         return mask
     seen = ~hidden[..., None, None, :]

@@ -1,4 +1,4 @@
-"""What the modules of flax, equinox and MLX are: what came is checked, and the block applied."""
+"""The shared part of the modules of flax, equinox and MLX: they check their inputs and apply the block."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from relskew_core._functions.attention import relative_attention
 
 
 class ModuleBlock:
-    """What these modules do alike: caches, and the call of the block."""
+    """The caches and the call of the block, which these modules share."""
 
     xp: ClassVar[Namespace]
     caches: ClassVar[tuple[type[Any], type[Any]]]
-    """Of one length, and sliding."""
+    """The fixed and the sliding cache."""
 
     spec: BlockSpec
     settings: Settings
@@ -141,7 +141,7 @@ class ModuleBlock:
     def _attention(
         self, function: Callable[..., Array], past: Any, mask: Array | None, padding: Array | None, **given: Any
     ) -> tuple[Any, Callable[..., Array]]:
-        """Return the cache of a call, and what attends as the call says."""
+        """Return the cache of a call, and a function that attends with its options."""
         xp = self.xp
         options = {name: value for name, value in given.items() if value is not None}
         if past is not None:
@@ -165,11 +165,11 @@ class ModuleBlock:
         raise NotImplementedError
 
     def _tables(self) -> dict[str, Array]:
-        """Return the tables and sinks that there are."""
+        """Return the tables and sinks of the module."""
         raise NotImplementedError
 
     def _like(self) -> Array:
-        """Return a weight of the dtype that the module has."""
+        """Return any weight, which has the module's dtype."""
         for table in self._tables().values():
             return table
         weight = getattr(self.k_proj, "kernel", None)

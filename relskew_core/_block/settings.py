@@ -1,4 +1,4 @@
-"""The options of a module that its spec does not have."""
+"""The options of a module that are not part of its spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core._block.spec import check_spec
 
 
 class Settings(NamedTuple):
-    """A module's options that are no arrays."""
+    """The options of a module that are not arrays."""
 
     dropout: float
     impl: Impl

@@ -1,4 +1,4 @@
-"""What an attention block is: its sizes, what its queries see, and the shapes of its weights."""
+"""The description of an attention block: its sizes, its visibility, and the shapes of its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core._positions.span import Span, check_span_given
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 TABLES = ("rel_k", "rel_v", "rel_bias")
 ATTENDED = (*TABLES, "sinks")
-"""The weights that attention itself meets, under the names of its arguments."""
+"""The weights that attention itself uses, by the names of its arguments."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -208,7 +208,7 @@ class BlockSpec:
 
     @property
     def has_tables(self) -> bool:
-        """Whether there is a table by relative position: without one, ALiBi's bias or none is for every length."""
+        """Whether there is a table by relative position. Without one, any bias is ALiBi's and fits every length."""
         return self.rel_keys or self.rel_values or self.rel_bias in (True, "t5")
 
     def buckets(self) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ def endless(*, causal: bool = False, cross: bool = False, **_: Any) -> Span:
 
 
 class CallSpec(BlockSpec):
-    """A block each call of which says what its queries see: the future may be hidden there."""
+    """A block whose visibility is given with each call, which may hide the future."""
 
     __slots__ = ()
     _says_what_is_seen = False

@@ -1,4 +1,4 @@
-"""The weights of a block as they are before training."""
+"""The initial weights of a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core._array.typing import Array
 from relskew_core._block.spec import BlockSpec, check_spec
 
 PIECE = 2**20
-"""Bytes drawn at a time: of 2^28 at once, a matrix of width 8192, Python's generator gives none."""
+"""Bytes drawn at a time: Python's generator does not return the 2^28 of a matrix of width 8192 at once."""
 
 
 @explains
@@ -81,7 +81,7 @@ def starts_at_zero(key: str) -> bool:
 
 
 def uniform_bound(spec: BlockSpec, key: str) -> float:
-    """Return how far from zero the weights of a projection or table are drawn."""
+    """Return the bound of the uniform distribution of a projection or table."""
     return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
 
 

@@ -1,1 +1,1 @@
-"""What a person calls."""
+"""The public functions."""

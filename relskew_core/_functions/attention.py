@@ -180,7 +180,7 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
 
 
 def attend(call: Problem, impl: Impl) -> tuple[Array, Array | None]:
-    """Return the output and, if asked for, the log-sum-exp of a checked call, in the caller's form."""
+    """Return the output and, if requested, the log-sum-exp of a checked call, in the caller's form."""
     path = backends.path("attention", call, impl)
     with undisturbed(call.given.q):
         out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
@@ -197,7 +197,7 @@ class _Cotangent:
 
 @dataclass(eq=False)
 class Backward(Arguments, _Cotangent):  # the fields of the last base class come first
-    """What a caller gives to be differentiated."""
+    """The arguments of a call of the gradient."""
 
     _: KW_ONLY
     out: Array | None = None
@@ -283,7 +283,7 @@ def relative_attention_vjp(given: Backward) -> Gradients:
 
 
 def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
-    """Check a call and return its gradients, those of a part of a larger call too."""
+    """Check a call and return its gradients, also for a part of a larger call."""
     call = problem(given.autocast(), part=part)
     cotangents = _cotangents(given, call)
     path = backends.path("attention_vjp", call, given.impl)

@@ -1,4 +1,4 @@
-"""Grids of any number of axes: what relative positions along each of them add to the logits.
+"""Grids with any number of axes: the contributions of relative positions along each axis to the logits.
 
 A grid is laid out row by row, as ``(…, n_0, n_1, …, D)`` flattened to ``(…, n_0 · n_1 · …, D)``. Every axis has its own
 relative position and is skewed by itself. Only the sum over the axes has an entry for every query and key.
@@ -24,7 +24,7 @@ from relskew_core._positions.table import Table
 def axis_logits(
     q: Array, tables: Sequence[Array | None], spans: Sequence[Span], grids: Grids, *, xp: Namespace
 ) -> Array:
-    """Return what tables add for every query and key, ``(…, H, queries, keys)``; one of them at least is there."""
+    """Return the sum of the tables' logits for every query and key, ``(…, H, queries, keys)``; there is a table."""
     count = len(grids.queries)
     cells = xp.reshape(q, (*q.shape[:-2], *grids.queries, q.shape[-1]))
     total = None
@@ -43,7 +43,7 @@ def axis_logits(
 
 
 def axis_bias(bias: Array, spans: Sequence[Span], grids: Grids, *, xp: Namespace) -> Array:
-    """Return a bias of all axes together by query and key, ``(…, R_0, R_1, …)`` to ``(…, queries, keys)``."""
+    """Return a bias over all axes together by query and key, ``(…, R_0, R_1, …)`` to ``(…, queries, keys)``."""
     count = len(grids.queries)
     lead = tuple(bias.shape[:-count])
     for axis in grids.axes:  # the axis is the first of the remaining ones; its two new axes are appended
@@ -106,12 +106,12 @@ def _refuse_flat(name: str, bias: Array, spans: Any, grids: Grids) -> None:
 
 
 def _hidden_beyond(span: Span, seen: Surroundings) -> Span:
-    """Return a span for the numbers that are computed: beyond one that reaches what is seen, nothing is seen."""
+    """Return a span for the products: beyond the table, every pair is hidden."""
     return span if seen.all or span.beyond != "error" else Span(span.left, span.right, "zero")
 
 
 def _along(x: Array, table: Array, span: Span, grids: Grids, axis: int, *, xp: Namespace) -> Array:
-    """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` are the others."""
+    """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` are the other axes."""
     n, m, q_step, k_step = grids.queries[axis], grids.keys[axis], grids.q_step[axis], grids.k_step[axis]
     if table.ndim == 3:  # by head: the other axes share the heads
         table = table[(slice(None), *(None,) * (len(grids.queries) - 1), ...)]

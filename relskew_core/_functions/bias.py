@@ -1,4 +1,4 @@
-"""A bias by relative position as a matrix, for attention that takes nothing but a matrix.
+"""A bias by relative position as a matrix, for attention that only accepts a matrix.
 
 ``relative_attention`` takes the bias itself as ``rel_bias`` and reads it inside its loop over chunks.
 """
@@ -94,7 +94,7 @@ def toeplitz(
 def check_span(
     name: str, rows: int, span: Span | None, *, causal: bool = False, n_keys: int | None = None, span_name: str = "span"
 ) -> Span:
-    """Return the span of ``rows`` rows, refusing one of another size."""
+    """Return the span of ``rows`` rows, refusing one of a different size."""
     if span is None:
         return default_span(name, rows, causal=causal, n_keys=n_keys, span_name=span_name)
     if not isinstance(span, Span):

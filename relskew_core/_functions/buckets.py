@@ -1,4 +1,4 @@
-"""Buckets of relative positions: which row of a table with few rows belongs to each of many.
+"""Buckets of relative positions, which map many positions to the few rows of a table.
 
 ``rel_bias`` and ``rel_k`` of ``relative_attention`` are those rows, taken once a call and not once a pair.
 """
@@ -77,7 +77,7 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
 
 
 def _t5_starts(side: int, max_distance: int) -> list[int]:
-    """Return the first distance of every bucket of a side, ascending."""
+    """Return the first distance of every bucket on one side, ascending."""
     exact = side // 2
     wide = side - exact
     # Bucket exact + b begins at the first distance with (distance / exact)^wide >= (max_distance / exact)^b.
@@ -150,7 +150,7 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
 
 
 def _deberta_starts(size: int, max_distance: int) -> list[int]:
-    """Return the first distance of every bucket of a side, ascending, up to the last one that has a row."""
+    """Return the first distance of every bucket on one side, ascending, up to the last one that has a row."""
     half, last = size // 2, max_distance - 1
     wide = half - 1
     # Bucket half + b + 1 begins at the first distance with (distance / half)^wide > (last / half)^b, below last^2.

@@ -1,4 +1,4 @@
-"""Biases that are a formula of the distance: ALiBi's lines and tensor2tensor's logarithm."""
+"""Biases that are a formula of the distance: ALiBi's linear one and tensor2tensor's logarithm."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _made(rows: Iterable[list[float]], xp: Any, like: Array | None, dtype: Any) 
 
 
 def check_endless(span: Span) -> None:
-    """Refuse a span that continues with other numbers than the formula."""
+    """Refuse a span whose positions beyond its ends would not follow the formula."""
     if span.beyond != "error":
         further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"
         raise ValueError(

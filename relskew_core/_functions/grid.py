@@ -1,4 +1,4 @@
-"""Queries and keys on a grid: tables of heights and widths, and biases of both together; and of any number of axes."""
+"""Queries and keys on a grid: tables by height and by width, joint biases, and grids with any number of axes."""
 
 from __future__ import annotations
 

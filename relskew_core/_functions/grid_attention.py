@@ -1,4 +1,4 @@
-"""Attention over a grid: of two axes, with tables of heights and widths, and of any number of axes."""
+"""Attention over grids: with two axes, and with any number of axes."""
 
 from __future__ import annotations
 

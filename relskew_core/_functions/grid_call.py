@@ -1,4 +1,4 @@
-"""A call of attention over a grid, in chunks: logits are made for some rows of queries, and the keys that they see."""
+"""A call of attention over a grid, in chunks: some rows of queries with the rows of keys that they see."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SCRATCH_BYTES = 8 * 2**20
 
 
 def matters(window: Any, *arrays: Any) -> bool:
-    """Whether a call depends on where its grids lie."""
+    """Whether a call depends on the positions of its grids."""
     return window is not None or any(x is not None for x in arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class GridCall:
-    """What positions add to the logits, made for some rows of the queries' grid and the rows of keys that they see."""
+    """The positional part of the logits, for some rows of the queries' grid and the rows of keys that they see."""
 
     grids: Grids
     tables: tuple[Array | None, ...]
@@ -125,7 +125,7 @@ class GridCall:
         return (out, lse) if return_lse else out
 
     def of_rows(self, x: Array, axis: int, rows: tuple[int, int] | None, *, xp: Namespace) -> Array:
-        """Return the keys outside the grid and those of some rows of its first axis, on an axis of ``x``."""
+        """Return the keys outside the grid and those in some rows of its first axis, along an axis of ``x``."""
         if rows is None:
             return x
         width, before = self.grids.n_keys // self.grids.keys[0], self.prefix[1]
@@ -134,14 +134,14 @@ class GridCall:
         return inside if not before else xp.concat([x[(..., slice(0, before), *behind)], inside], axis=axis)
 
     def seen_before(self, visible: Array, *, xp: Namespace) -> Array:
-        """Return which keys are seen with those outside the grid before them, which always are."""
+        """Return a mask with the keys outside the grid, which are always visible, before those on it."""
         if not self.prefix[1]:
             return visible
         always = xp.ones((visible.shape[0], self.prefix[1]), dtype=visible.dtype, device=device(visible))
         return xp.concat([always, visible], axis=-1)
 
     def inside(self, q: Array, factor: Any, rows: tuple[int, int, int, int], *, xp: Namespace) -> Array | None:
-        """Return the part of some rows of queries, by the keys of some rows."""
+        """Return the part for the queries on some rows of the grid, by the keys of some rows."""
         top, bottom, first, last = rows
         spans, bias_spans = self.spans
         grids = self.grids.cut(top, bottom, first, last)
@@ -156,13 +156,13 @@ class GridCall:
         return self._with_prefix(total, 0, None, grids.n_keys, xp=xp)
 
     def outside(self, *, xp: Namespace) -> Array | None:
-        """Return the part of the queries that are outside the grid, by all keys."""
+        """Return the part for the queries outside the grid, by all keys."""
         return self._with_prefix(None, 2, 1, self.grids.n_keys, xp=xp)
 
     def _with_prefix(
         self, grid: Array | None, at_prefix: int, at_grid: int | None, cells: int, *, xp: Namespace
     ) -> Array | None:
-        """Put the columns of the keys outside the grid before the grid's."""
+        """Put the columns of the keys outside the grid before those on it."""
         if (grid is None and self.prefix_bias is None) or (not self.prefix[1] and at_grid is None):
             return grid
         like: Any = grid if self.prefix_bias is None else self.prefix_bias
@@ -182,7 +182,7 @@ class GridCall:
         )
 
     def _without_heads(self, none: bool) -> tuple[Array | None, Array | None]:
-        """Return the biases; where arrays have no heads, one of one head loses its axis."""
+        """Return the biases; if the arrays have no heads axis, a bias with one head loses it."""
         axes = len(self.grids.queries)
         found = ((self.rel_bias, axes + 1), (self.prefix_bias, 2))
         rel_bias, prefix_bias = (x[0, ...] if none and x is not None and x.ndim == rank else x for x, rank in found)
@@ -210,7 +210,7 @@ def _check_factor(name: str, x: Any, q: Array, *, xp: Namespace) -> float | Arra
 
 
 def _both(mask: Array | None, visible: Array | None, *, xp: Namespace) -> Array | None:
-    """Return a mask that hides what is not visible too."""
+    """Return a mask that also hides keys outside the pattern."""
     if mask is None or visible is None:
         return visible if mask is None else mask
     mask, visible = same_rank(mask, visible)
@@ -218,7 +218,7 @@ def _both(mask: Array | None, visible: Array | None, *, xp: Namespace) -> Array 
 
 
 def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array | None:
-    """Add a mask to a bias; a boolean one becomes minus infinity."""
+    """Add a mask to a bias; hidden entries of a boolean mask become minus infinity."""
     if bias is None or mask is None:
         return mask if bias is None else bias
     bias, mask = same_rank(bias, mask)
@@ -230,7 +230,7 @@ def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array 
 def _chunks(
     q: Array, grids: Grids, seen: Surroundings, before: int, chunk_size: int | None
 ) -> Iterable[tuple[int, int]]:
-    """Return which rows of the first axis are worked on together, as ranges."""
+    """Return the rows of the first axis that are processed together, as ranges."""
     height, inner = grids.queries[0], math.prod(grids.queries[1:])
     if exported(*grids.queries, *grids.keys, *q.shape):  # a program has the same number of chunks for all sizes
         return [(0, height)]

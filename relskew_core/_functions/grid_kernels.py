@@ -1,4 +1,4 @@
-"""Attention over grids as one call of the compiled kernels, for grids of any number of axes.
+"""Attention over grids as one call of the compiled kernels, for any number of axes.
 
 Tables of the axes go there as they are. A bias of all axes together is one of consecutive positions: those of the
 cells, counted as if each row of the grid went on until no difference of two cells is that of two others.
@@ -24,12 +24,12 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.span import Span
 
 SMALL = 2**17
-"""Numbers of a bias by query and key that cost less than to look up: those of windows, which all of them share."""
+"""Up to this many entries, a bias by query and key costs less than look-ups: the windows of a batch share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridPair:
-    """The sides of both grids, where the queries' begins, and how many queries and keys are before them."""
+    """The sides of both grids, where the grid of queries begins, and the number of queries and keys before them."""
 
     sides: tuple[Side, ...]
     offset: tuple[int, ...]
@@ -42,13 +42,13 @@ class GridPair:
         return cls(tuple(Side(*side) for side in sides), grids.offset, prefix)
 
     def window(self, axis: int, x: Array, span: Span, *, xp: Namespace) -> Array:
-        """Return the entries of a last axis that the cells along a side ask for."""
+        """Return the entries of a last axis that the cells along a side use."""
         side = self.sides[axis]
         low = -((side.queries - 1) * side.query_step + self.offset[axis])
         return bias_between(x, span, low, low + side.rows - 1, xp=xp)
 
     def axis_tables(self, tables: Sequence[Array | None], spans: Sequence[Span], q: Array, *, xp: Namespace) -> Array:
-        """Return the tables (R, D) or (H, R, D) of all axes as (1 or H, Σ R, D), each as long as the grids ask for.
+        """Return the tables (R, D) or (H, R, D) of all axes as (1 or H, Σ R, D), each with the rows that the grids use.
 
         An axis that has none has zeros.
         """
@@ -64,7 +64,7 @@ class GridPair:
     def numbers(
         self, bias: Array | None, spans: Sequence[Span], of_prefix: Array | None, *, xp: Namespace
     ) -> tuple[Array, Span]:
-        """Return a bias (H, R, R', …) or (R, R', …) as numbers of consecutive positions, with those of the prefix.
+        """Return a bias (H, R, R', …) or (R, R', …) as numbers of consecutive positions, including the prefix's.
 
         The first and the last number are for queries before the grid and for keys before it, the last but one for both.
         """
@@ -85,7 +85,7 @@ class GridPair:
         return row, Span(left, row.shape[-1] - 1 - left, "clip")
 
     def positions(self, span: Span, like: Array, *, cells: bool, xp: Namespace) -> tuple[Array, Array]:
-        """Return where queries and keys are in such numbers; all cells at one place where there is none for them."""
+        """Return the positions of queries and keys in these numbers; without a bias, all cells share one position."""
         found = []
         for which in ("queries", "keys"):
             total = xp.zeros((1,), dtype=xp.int32, device=device(like))
@@ -106,7 +106,7 @@ class GridPair:
 
     @property
     def _steps(self) -> list[int]:
-        """How far neighbours along each axis are apart in the numbers of all axes."""
+        """The distances of neighbours along each axis in the combined numbering of all axes."""
         return [math.prod(side.rows for side in self.sides[axis + 1 :]) for axis in range(len(self.sides))]
 
 
@@ -126,7 +126,7 @@ def attend(
     rel_scale: float | Array,
     xp: Namespace,
 ) -> tuple[Array, Array] | None:
-    """Return the output and the log-sum-exp, ``None`` if the compiled kernels do not serve the call."""
+    """Return the output and the log-sum-exp, ``None`` if the compiled kernels do not support the call."""
     written = (
         0
         if bias is None or tables

@@ -1,4 +1,4 @@
-"""Two grids: where their cells lie, how far neighbours are apart, and which keys a query sees along each axis."""
+"""Two grids: their positions, the distances of neighbours, and the visible keys along each axis."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Sides = tuple[int, ...]
 """A number for each axis."""
 
 OF_TWO = (("table_h", "table_w"), ("span_h", "span_w"))
-"""What the arguments of functions of two axes are called."""
+"""The names of the arguments of functions with two axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """The grids of queries and keys, where they lie, and how far neighbours are apart."""
+    """The grids of queries and keys, their positions, and the distances of neighbours."""
 
     queries: Sides
     keys: Sides
@@ -40,7 +40,7 @@ class Grids:
         cls, q_grid: Any, k_grid: Any, offset: Any, q_step: Any = None, k_step: Any = None,
         *, axes: int | None = None, matters: bool = True, biased: bool = False,
     ) -> Grids:  # fmt: skip
-        """Return the grids of a call, each number checked; ``axes``: how many there have to be, if that is known.
+        """Return the grids of a call, with every number checked; ``axes`` is the required number of axes, if known.
 
         ``matters``: the call depends on where they lie. ``biased``: it has a bias, which supports no steps.
         """
@@ -77,7 +77,7 @@ class Grids:
 
     @property
     def n_queries(self) -> int:
-        """How many queries are on the grid."""
+        """The number of queries on the grid."""
         return math.prod(self.queries)
 
     @property
@@ -103,14 +103,14 @@ class Grids:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Who sees whom along each axis: a window around the query, or a neighborhood that shifts at borders."""
+    """Visibility along each axis: a window around the query, or a neighborhood that shifts at borders."""
 
     window: tuple[tuple[int | None, int | None], ...] | None = None
     neighborhood: Sides | None = None
 
     @classmethod
     def of(cls, window: Any, neighborhood: Any, grids: Grids) -> Surroundings:
-        """Return what a call says, checked."""
+        """Return the checked visibility of a call."""
         count = len(grids.queries)
         if window is not None and neighborhood is not None:
             raise ValueError(f"`neighborhood` must be None with `window`, got {describe(neighborhood)}")
@@ -140,7 +140,7 @@ class Surroundings:
         return (None, None) if self.window is None else self.window[axis]
 
     def positions(self, grids: Grids, axis: int) -> tuple[int, int]:
-        """Return the least and the greatest relative position along an axis in a neighborhood, at a border too."""
+        """Return the minimum and maximum relative position along an axis of a neighborhood, including at borders."""
         assert self.neighborhood is not None
         size, low = self.neighborhood[axis], grids.offset[axis]
         if exported(*grids.queries, *grids.keys):
@@ -156,7 +156,7 @@ class Surroundings:
         return min(max(query - size // 2, 0), m - size)
 
     def rows(self, grids: Grids, top: int, bottom: int) -> tuple[int, int]:
-        """Return which key rows of the first axis the query rows ``top … bottom - 1`` see, as a range; one at least."""
+        """Return the key rows of the first axis that the query rows ``top … bottom - 1`` see, as a range."""
         m, step = grids.keys[0], grids.k_step[0]
         low, high = (grids.offset[0] + row * grids.q_step[0] for row in (top, bottom - 1))
         if self.neighborhood is not None:
@@ -167,7 +167,7 @@ class Surroundings:
         return first, max(first + 1, last)
 
     def visible(self, grids: Grids, rows: tuple[int, int, int, int], *, device: Any, xp: Namespace) -> Array:
-        """Return which keys are seen, ``(queries, keys)``, of rows ``top, bottom, first, last`` of the first axis."""
+        """Return the visible keys, ``(queries, keys)``, of the rows ``top, bottom, first, last`` of the first axis."""
         top, bottom, first, last = rows
         count, conditions = len(grids.queries), []
         for axis in grids.axes:
@@ -198,7 +198,7 @@ class Surroundings:
 
 
 def extent(count: int, step: int) -> int:
-    """Return how many rows of a table a row of ``count`` cells is long."""
+    """Return the number of rows of a table for a side of ``count`` cells."""
     return (count - 1) * step + 1
 
 
@@ -212,7 +212,7 @@ def check_sides(name: str, value: Any, axes: int | None, *, minimum: int | None 
 
 
 def check_axes(name: str, value: Any, grids: Grids, *, needed: bool = False) -> None:
-    """Refuse what is not a sequence with a member for each axis; ``None`` is one unless it is ``needed``."""
+    """Refuse anything but a sequence with a member for each axis; ``None`` is allowed unless ``needed``."""
     if (needed or value is not None) and (not isinstance(value, (tuple, list)) or len(value) != len(grids.queries)):
         raise TypeError(
             f"`{name}` must be a sequence with one entry for each of the {len(grids.queries)} axes, got "

@@ -1,4 +1,4 @@
-"""Windows: calls over small grids with a bias alone, as calls with a mask that are checked once for all that are alike.
+"""Windows: calls on small grids with only a bias become calls with a mask, which are checked once for all equal calls.
 
 A window of 7 × 7 is worth some microseconds of arithmetic, and the checks of its grids a hundred. As in
 ``relskew_core._functions.prepared``, what they find is remembered under types, shapes, dtypes, devices and options.
@@ -32,14 +32,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 GRIDS = ("q_grid", "k_grid")
 OPTIONS = ("scale", "return_lse")
-"""What such calls have beside their arrays; all else is for the usual way."""
+"""The arguments of such calls besides arrays; other calls take the usual path."""
 
 _known: dict[Hashable, Windows | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What is known of calls of a kind."""
+    """The remembered facts about equal calls."""
 
     # the entry of the bias for each pair; an `array` because libraries may bind theirs to a device or trace
     index: array[int]
@@ -50,7 +50,7 @@ class Windows:
 
     @classmethod
     def of(cls, arrays: Sequence[Array], grids: Grids) -> Windows | None:
-        """Return what a call says that has passed every check, ``None`` if its kind is not one of these."""
+        """Return these facts for a checked call, ``None`` if it is not of this kind."""
         q, k, v, bias = arrays
         kernels, count, xp = backends.prepared(type(q)), len(grids.queries), namespace_of_arrays({"q": q})
         if wide(q.dtype, xp=xp) != q.dtype:  # sums in these dtypes are accumulated in a wider one
@@ -70,7 +70,7 @@ class Windows:
 
 
 def index_of(grids: Grids, spans: Sequence[Span]) -> array[int]:
-    """Return which number of a bias each query has for each key. No library makes it: JAX may be tracing."""
+    """Return the index of the bias for each query and key, made in Python because JAX may be tracing."""
     rows = [[0]]
     for n, m, offset, span in zip(grids.queries, grids.keys, grids.offset, spans, strict=True):
         rows = [
@@ -82,7 +82,7 @@ def index_of(grids: Grids, spans: Sequence[Span]) -> array[int]:
 
 
 def first(function: F) -> F:
-    """Look at calls of a function as they are written, before anything is made of their arguments."""
+    """Make a function try its raw arguments first, before anything is computed from them."""
 
     @functools.wraps(function)
     def call(*arrays: Any, **given: Any) -> Any:
@@ -103,7 +103,7 @@ def first(function: F) -> F:
 
 
 def kind_of(arrays: tuple[Any, ...], given: Mapping[str, Any]) -> Hashable | None:
-    """Return what calls have in common that are checked alike, ``None`` for those of which nothing is remembered."""
+    """Return the key of equal calls, ``None`` for calls that are not remembered."""
     bias = given.get("rel_bias")
     if len(arrays) != 3 or bias is None or is_compiling():
         return None

@@ -211,7 +211,7 @@ def _logits(
 
 
 def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility, *, xp: Namespace) -> Array:
-    """Return ``q_i · e_r`` for ``r = low … high``, zeros for those that no query may see."""
+    """Return ``q_i · e_r`` for ``r = low … high``, zeros for positions that no query may see."""
     lowest, highest = visibility.left, visibility.right
     if exported(low, high):
         product = table.covering(low, high, xp=xp).product(q, low, high, xp=xp)
@@ -302,7 +302,7 @@ def relative_values(
 
 
 def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespace) -> Array:
-    """Return ``Σ_j w_ij · e_r``, where the last query's first key is at ``r = low``."""
+    """Return ``Σ_j w_ij · e_r``, where the last query and the first key have the relative position ``low``."""
     n, m = weights.shape[-2:]
     high = low + n + m - 2
     if exported(n, m):

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: those of each item are in pages of a pool, as caches of serving engines are."""
+"""Attention over paged keys and values, which are in pages of a shared pool, as in the caches of serving engines."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _by_item(
     *,
     xp: Namespace,
 ) -> tuple[Array, Array]:
-    """Attend to one item after the other: its pages alone are brought together, from the first that is seen on."""
+    """Attend item by item: only an item's pages are concatenated, from the first visible one on."""
     size, n, left = k_pages.shape[1], q.shape[-2], (options["window"] or (None, None))[0]
     parts = []
     for item, (pages, count) in enumerate(zip(table, counts, strict=True)):
@@ -171,7 +171,7 @@ def _by_item(
 
 
 def _of_pages(x: Array, pages: list[int], count: int, *, xp: Namespace) -> Array:
-    """Return the first ``count`` keys of some pages, ``(Hkv, count, D)``: a view where the pages follow each other."""
+    """Return the first ``count`` keys of some pages, ``(Hkv, count, D)``: a view if the pages are consecutive."""
     if pages and pages == list(range(pages[0], pages[0] + len(pages))):
         found = x[pages[0] : pages[0] + len(pages), ...]
     else:
@@ -191,7 +191,7 @@ def _at_once(
     *,
     xp: Namespace,
 ) -> tuple[Array, Array]:
-    """Attend to the pages of all items, gathered; what is behind an item's last key is hidden, and zero."""
+    """Attend to the gathered pages of all items; entries after an item's last key are hidden, and zero."""
     rows, each = page_table.shape
     table, counts = (xp.astype(x, integer(xp)) for x in (page_table, lengths))
     places = xp.reshape(within(table, k_pages.shape[0], xp=xp), (-1,))
@@ -207,7 +207,7 @@ def _at_once(
 
 
 def _integers(name: str, value: Any, q: Array, rank: int, *, xp: Namespace) -> Any:
-    """Return integers in lists, or as the array that they are where their values are not known."""
+    """Return integers as nested lists, or as an array if their values are unknown."""
     wanted = f"`{name}` must be integers of shape {'(B, n)' if rank == 2 else '(B,)'} with B = {q.shape[0]}"
     if isinstance(value, (list, tuple)):
         rows = [list(row) if isinstance(row, (list, tuple)) else row for row in value]

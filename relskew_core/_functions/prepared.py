@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels: checked once for all that are alike, and from then on passed to the kernels directly.
+"""Calls of the compiled kernels: checked once for all equal calls, and from then on passed to the kernels directly.
 
 The arithmetic of one token takes some microseconds, and its checks ten times as many. Their results depend only on
 types, shapes, dtypes, devices and options, which are therefore the keys of the cache; arrays never are. A call that
@@ -20,19 +20,19 @@ from relskew_core._kernel.problem import Problem, form
 from relskew_core._positions.span import Span
 
 MOST = 256
-"""Kinds of calls that are remembered; then all are forgotten, which costs each its checks once more."""
+"""The most kinds of calls that are remembered; beyond that all are forgotten and checked again."""
 
 PLAIN = frozenset((NoneType, bool, int, float, str))
-"""Types of options that are what they seem: no array, and nothing that changes."""
+"""Types of options that cannot hide an array or change."""
 
 Values = tuple[Any, ...]
-"""Of a call, as it is written: those by place, those by name, and what stands for the absent."""
+"""A call as written: positional arguments, keyword arguments, and placeholders for missing ones."""
 
 ABSENT: Values = (None,)
 """An array, an option or an offset."""
 
 Kind = tuple[tuple[Any, ...], Values]
-"""What calls have in common that are checked alike, and the values of one."""
+"""The key of equal calls, and the values of one call."""
 
 REQUIRED = {"q", "k", "v"}
 DEFAULTS = {field.name: field.default for field in fields(Arguments)}
@@ -87,7 +87,7 @@ class Alike:
 
 
 def first(function: Callable[..., Any], arguments: Callable[..., Arguments]) -> Callable[..., Any]:
-    """Look at calls of a function as they are written, before anything is made of their arguments.
+    """Make a function try its raw arguments first, before anything is computed from them.
 
     The function gets the arguments, and what is to be remembered of the call once it has passed every check.
     """
@@ -102,7 +102,7 @@ def first(function: Callable[..., Any], arguments: Callable[..., Arguments]) -> 
 
 
 def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
-    """Return what calls have in common that are checked alike, and the values of this one.
+    """Return the key of equal calls, and the values of this one.
 
     ``None`` for a call that cannot be prepared. One query may have any number of keys and any position: decoding is
     calls of one kind.
@@ -148,7 +148,7 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
 
 
 def attend(kind: tuple[Any, ...], values: Values) -> Any:
-    """Return the results of a call whose kind is known, ``None`` if it is not known or not for the kernels."""
+    """Return the results of a call of a known kind, ``None`` if it is unknown or not for the kernels."""
     checked = _checked.get(kind)
     if checked is None:
         return None
@@ -157,7 +157,7 @@ def attend(kind: tuple[Any, ...], values: Values) -> Any:
 
 
 def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
-    """Remember a call that has passed every check, and return its results; ``None`` if kernels do not serve it."""
+    """Remember a checked call, and return its results; ``None`` if the kernels do not support it."""
     checked = Checked.of(call, given)
     if checked is None:
         return None
@@ -170,7 +170,7 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of calls of a kind."""
+    """The remembered facts about equal calls."""
 
     kernels: Any  # of a library
     problem: Problem  # holds no arrays
@@ -181,7 +181,7 @@ class Checked:
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
-        """Return what a call that has passed every check says about its kind, ``None`` if kernels do not serve it."""
+        """Return these facts for a checked call, ``None`` if the kernels do not support it."""
         if given.impl != "auto" or given.seed is not None:
             return None
         kernels, x = backends.prepared(type(call.given.q)), call.given
@@ -200,7 +200,7 @@ class Checked:
         return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, span.rows if guessed else 0)
 
     def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
-        """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way.
+        """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual path.
 
         The arrays are the caller's, or ``formed`` as the kernels want them.
         """

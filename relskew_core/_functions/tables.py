@@ -1,4 +1,4 @@
-"""Tables that are made or changed: sinusoids of relative positions, and tables of another number of rows."""
+"""Making and resizing tables: sinusoids of relative positions, and interpolation to another number of rows."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def sinusoidal_table(
 
 
 def sinusoid_rates(dim: int, *, direction: Direction, base: float) -> list[float]:
-    """Return how fast the angles of each pair of columns grow with the relative position."""
+    """Return the rates at which the angles of each pair of columns grow with the relative position."""
     sign = -1 if direction == "past" else 1
     return [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
 
 
 def sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dtype: Any) -> Array:
-    """Return what :func:`sinusoidal_table` does by the library's own sines: of as many rows as a program is run for."""
+    """Return the result of :func:`sinusoidal_table` by the library's sine, for a number of rows that may change."""
     row = from_doubles([rates], xp=xp, dtype=xp.float64)
     angles = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))[:, None] * row
     parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)
@@ -170,7 +170,7 @@ def resize_table(
 
 
 def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list[list[float]]:
-    """Return which old rows make up each new one."""
+    """Return the old rows that make up each new one, and their weights."""
     matrix = []
     for row in range(new):
         place = row * (old - 1) / max(new - 1, 1) if align_corners else (row + 0.5) * old / new - 0.5
@@ -188,7 +188,7 @@ def _linear(t: float) -> dict[int, float]:
 
 
 def _cubic(t: float, a: float = -0.75) -> dict[int, float]:
-    """Return the cubic convolution's weights of the four nearest rows (Keys 1981)."""
+    """Return the weights of cubic convolution for the four nearest rows (Keys 1981)."""
 
     def near(x: float) -> float:
         return ((a + 2) * x - (a + 3)) * x * x + 1

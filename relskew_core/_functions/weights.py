@@ -1,4 +1,4 @@
-"""The weights of attention themselves, for pictures and inspection."""
+"""The attention weights themselves, for pictures and inspection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relskew_core._kernel.problem import Problem, problem
 from relskew_core._positions.skew import pad_last
 
 UNUSED = ("v", "rel_v", "dropout", "seed", "impl")
-"""Arguments of attention that its weights do not depend on, or that change them at random."""
+"""Arguments of attention that do not affect its weights, or change them at random."""
 
 _Looked = make_dataclass(
     "_Looked", [(field.name, field.type, field) for field in fields(Arguments) if field.name not in UNUSED], eq=False

@@ -1,1 +1,1 @@
-"""One call, checked, and the portable loop over its chunks."""
+"""A checked call, and the portable loop over its chunks."""

@@ -1,4 +1,4 @@
-"""The portable backward kernel: the forward's chunks once more, and every gradient by the skew's adjoint.
+"""The portable backward kernel: the forward pass's chunks again, and every gradient by the skew's adjoint.
 
 Nothing but the inputs is kept from the forward pass: all keys of a chunk are at hand, so its weights are computed anew.
 With ``P`` the weights, ``dP = dO · (V + EV)`` and ``Δ`` its mean by weight, ``dS = P ∘ (dP - Δ)``; then the product
@@ -32,7 +32,7 @@ from relskew_core._positions.skew import pad_last
 
 
 class Cotangents(NamedTuple):
-    """What comes back to a call: gradients of its results, and the results themselves where the caller kept them.
+    """The gradients of a call's results, and the results themselves if the caller kept them.
 
     Results are taken at their word: over a part of the keys those of the whole give this part's gradients.
     """
@@ -43,7 +43,7 @@ class Cotangents(NamedTuple):
     d_lse: Array | None = None
 
     def delta(self, weights: Array, d_weights: Array, queries: slice, *, xp: Namespace) -> Array:
-        """Return the mean by weight of the weights' gradients, less the gradient of the log-sum-exp."""
+        """Return the weighted mean of the weights' gradients, minus the gradient of the log-sum-exp."""
         if self.out is None:
             delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
         else:

@@ -1,4 +1,4 @@
-"""Arguments of a number for each head, or of one for all: factors, taken in before a kernel, and sinks, after it.
+"""Arguments with a number for each head, or one for all: factors, applied before a kernel, and sinks, after it.
 
 A factor that ``torch.compile`` traces as a number that varies is taken in the same way: a kernel's operator would have
 it compile anew for each one.
@@ -22,7 +22,7 @@ from relskew_core._kernel.chunk import is_empty
 
 
 def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespace) -> Array:
-    """Return an array of a number for each head, or also of ``one`` for all."""
+    """Return an array with a number for each head, or also with ``one`` for all."""
     check_companion(name, x, "q", q, xp=xp)
     n_heads = q.shape[-3] if q.ndim > 2 else 1
     if tuple(x.shape) != (n_heads,) and not (one and x.ndim == 0):
@@ -39,7 +39,7 @@ def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespa
 
 @dataclass(frozen=True, slots=True)
 class HeadScales:
-    """Factors of the two products, with which queries and ``key_table`` are multiplied before the call."""
+    """Factors of the two products, applied to the queries and to ``key_table`` before the call."""
 
     scale: Array | float | None  # the factor of q
     rel_scale: Array | float | None  # the factor of the products with rel_k and key_table
@@ -48,7 +48,7 @@ class HeadScales:
 
     @classmethod
     def of(cls, given: Arguments, *, xp: Namespace) -> HeadScales | None:
-        """Return the factors of a call that are arrays or vary, ``None`` if both are numbers that are known."""
+        """Return the factors of a call that are arrays or vary, ``None`` if both are known numbers."""
         scale, rel_scale = (cls._factor(name, getattr(given, name), given.q, xp=xp) for name in ("scale", "rel_scale"))
         if scale is None and rel_scale is None:
             return None
@@ -86,7 +86,7 @@ class HeadScales:
         return x if factor is None else x * by_head(factor, x)
 
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
-        """Return the gradients of a call from those of the call that it was made into."""
+        """Return the gradients of a call from those of the call with factors applied."""
         changed: dict[str, Array | None] = {"q": self._times(found.q, self.scale)}
         of_scale: list[tuple[Array, Array]] = [(found.q, given.q)]
         of_rel_scale: list[tuple[Array, Array]] = []
@@ -111,7 +111,7 @@ class HeadScales:
         return cast(self.xp.sum(wide, axis=0), table.dtype, xp=self.xp)
 
     def _summed(self, pairs: list[tuple[Array, Array]], like: Array | float | None) -> Array | None:
-        """Sum the products of pairs (..., H, L, D), by head where there is a number for each."""
+        """Sum the products of pairs (..., H, L, D), by head if there is a number for each."""
         if like is None or isinstance(like, (int, float)):
             return None
         [total] = widened([self.xp.zeros_like(like)], like.dtype, xp=self.xp)
@@ -123,19 +123,19 @@ class HeadScales:
 
 
 def _with_heads(table: Array, factor: Array | float) -> Array:
-    """Return a table (R, D) that every head multiplies by a different factor as a table by head."""
+    """Return a table (R, D) as a table by head, because each head multiplies it by a different factor."""
     return table if isinstance(factor, (int, float)) or factor.ndim == 0 or table.ndim > 2 else table[None, ...]
 
 
 def by_head(factor: Array | float, x: Array) -> Array | float:
-    """Return a factor as it multiplies an array (..., H, L, D) or (L, D)."""
+    """Return a factor in a shape that multiplies an array (..., H, L, D) or (L, D)."""
     if isinstance(factor, (int, float)) or factor.ndim == 0:
         return factor
     return of_rank(factor[:, None, None], x.ndim) if x.ndim > 2 else factor[:, None]
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:
-    """Add to every row's softmax one more logit that has no value: (..., H, L, Dv) and (..., H, L), sinks (H,).
+    """Add one logit without a value to every row's softmax: (..., H, L, Dv) and (..., H, L), sinks (H,).
 
     A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
     """
@@ -149,7 +149,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[
 
 
 def sinks_gradient(sinks: Array, d_out: Array, out: Array, lse: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
-    """Return the gradient of the sinks (H,), from the results that count them."""
+    """Return the gradient of the sinks (H,), from results that count them."""
     dtype = lse.dtype
     products = cast(d_out, dtype, xp=xp) * cast(out, dtype, xp=xp)
     delta = xp.sum(products, axis=-1)

@@ -1,4 +1,4 @@
-"""Queries and keys at arbitrary positions: relative positions are looked up, pair by pair, where others are skewed.
+"""Queries and keys at arbitrary positions: relative positions are looked up pair by pair instead of skewed.
 
 ``r = p_k - p_q`` says which column of ``q · table`` a pair reads. No row of a table is copied for a pair, and a chunk's
 look-ups are as large as its logits.
@@ -19,12 +19,12 @@ from relskew_core._positions.span import Span
 
 
 def of_queries(labels: Array, chunk: Chunk) -> Array:
-    """Return the chunk's part of integers of queries, with axes for heads, queries and keys."""
+    """Return the queries' integers of a chunk, with axes for heads, queries and keys."""
     return labels[..., None, chunk.start : chunk.stop, None]
 
 
 def of_keys(labels: Array, chunk: Chunk) -> Array:
-    """Return the chunk's part of integers of keys, with axes for heads, queries and keys."""
+    """Return the keys' integers of a chunk, with axes for heads, queries and keys."""
     return labels[..., None, None, chunk.first : chunk.end]
 
 
@@ -47,7 +47,7 @@ class LookUpChunk(Chunk):
         return scatter_add(s, self.index, self.width, xp=xp)
 
     def poisoned(self, logits: Array, *, xp: Namespace) -> Array:
-        """Put NaN where a table should have reached, which only positions that are not known lead to."""
+        """Put NaN at pairs beyond a table with ``beyond="error"``, which only unknown positions can cause."""
         return logits if self.unreached is None else xp.where(self.unreached, math.nan, logits)
 
     def mirrored(self, start: int, stop: int, *, xp: Namespace) -> LookUpChunk:
@@ -63,7 +63,7 @@ class LookUpChunk(Chunk):
 
 
 def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace) -> Chunk:
-    """Return the chunk as it is, or with its look-ups where it needs them."""
+    """Return the chunk, with look-ups if it needs them."""
     if not options.visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
         return chunk
     queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)

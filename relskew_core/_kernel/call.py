@@ -1,4 +1,4 @@
-"""One call of relative attention, declared once: what a caller gives, and what the kernels get of it.
+"""A call of relative attention, declared once: the caller's arguments, and the operands of the kernels.
 
 Everything else is derived from the fields of these classes: signatures of functions and of torch's operators,
 gradients, what a native path does not support, the ONNX translation, the tests' matrix.
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Arguments:
-    """What a caller gives; :func:`relskew_core.relative_attention` documents it."""
+    """The arguments of a call; :func:`relskew_core.relative_attention` documents them."""
 
     q: Array
     k: Array
@@ -83,7 +83,7 @@ GROUPS = {
 
 
 class Kind(Enum):
-    """What an array of a call is, which says what its axes are."""
+    """The kind of an array of a call, which determines its axes."""
 
     SEQUENCE = "queries, keys or values"  # (..., H, L, D), with the leading axes of the call
     TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
@@ -95,7 +95,7 @@ class Kind(Enum):
 
 
 class Operands(NamedTuple):
-    """The arrays of a call as kernels get them, with a heads axis; tables of a ragged batch have one for each item."""
+    """The arrays of a call for the kernels, with a heads axis; in ragged batches, tables have an axis for items."""
 
     q: Annotated[Array, Kind.SEQUENCE]  # (..., H, Lq, D)
     k: Annotated[Array, Kind.SEQUENCE]  # (..., Hkv, Lk, D)
@@ -114,7 +114,7 @@ class Operands(NamedTuple):
 
     @property
     def axis_tables(self) -> Array | None:
-        """The tables along the axes of grids, which :class:`GridOperands` alone have."""
+        """The tables along the axes of grids, which only :class:`GridOperands` has."""
         return None
 
 
@@ -125,18 +125,18 @@ KINDS["axis_tables"] = Kind.AXES
 
 
 def names_of(*kinds: Kind) -> list[str]:
-    """Return the names of the arrays that are of one of the kinds."""
+    """Return the names of the arrays of some kinds."""
     return [name for name, kind in KINDS.items() if kind in kinds]
 
 
 TABLES = names_of(Kind.TABLE, Kind.BIAS)
-"""The arrays that have a row for each relative position, and so a span."""
+"""The arrays with a row for each relative position, which have a span."""
 
 DIFFERENTIABLE = names_of(Kind.SEQUENCE, Kind.TABLE, Kind.BIAS, Kind.MASK)
-"""The arrays that have gradients: arguments under the same names."""
+"""The arrays that have gradients: arguments of the same names."""
 
 BY_HEAD = ("sinks", "scale", "rel_scale")
-"""Arguments of a number for each head, which no kernel gets: what is before it or after it takes them in."""
+"""Arguments with a number for each head, which are applied before or after a kernel."""
 
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ else:
 
 
 def checked(check: Callable[..., Any], **limits: Any) -> Any:
-    """Declare an option that may be ``None``, and how the argument of its name is checked."""
+    """Declare an option that may be ``None``, and the check of the argument of its name."""
     return field(default=None, metadata={"check": functools.partial(check, **limits)})
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of what larger call this one is a part: attention over some of the keys, queries or heads of a whole.
+    """The place of this call in a larger one: attention over some of the keys, queries or heads.
 
     What a seed drops is drawn by the whole's places.
     """
@@ -185,7 +185,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is not an array. Not every native path has to support a field with a default."""
+    """The options of a call that are not arrays. Native paths need not support fields with a default."""
 
     span: Span
     visibility: Visibility
@@ -198,12 +198,12 @@ class Options:
     part: Part = Part()
 
     def positions(self) -> tuple[int, int]:
-        """Return the lowest and highest visible relative position; ``(0, 0)`` where nothing is seen."""
+        """Return the lowest and highest visible relative position; ``(0, 0)`` if no key is visible."""
         return self.visibility.positions() or (0, 0)
 
 
 class Side(NamedTuple):
-    """One side of the grid of queries and of that of keys, and how far neighbours are apart, in rows of its table."""
+    """One side of the grids of queries and of keys, and the distance of neighbours in rows of its table."""
 
     queries: int
     keys: int
@@ -212,19 +212,19 @@ class Side(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many relative positions there are."""
+        """The number of relative positions."""
         return (self.queries - 1) * self.query_step + (self.keys - 1) * self.key_step + 1
 
 
 @dataclass(frozen=True, slots=True)
 class GridOptions(Options):
-    """The options of a call with :class:`GridOperands`: of the last queries and keys, row by row, the sides."""
+    """The options of a call with :class:`GridOperands`: the sides of the grids; their cells come last, row by row."""
 
     sides: tuple[Side, ...] = ()
 
 
 def shape_of_rows(x: Operands) -> tuple[int, ...]:
-    """Return the shape of what has a number for each query, such as the log-sum-exp: (..., H, Lq)."""
+    """Return the shape of arrays with one number for each query, such as the log-sum-exp: (..., H, Lq)."""
     return tuple(x.q.shape)[:-1]
 
 
@@ -234,14 +234,14 @@ def shape_of_out(x: Operands) -> tuple[int, ...]:
 
 
 def operands_of(arrays: Sequence[Array | None]) -> Operands:
-    """Return arrays, in their order, as the operands of a call, or of a call of grids, by their number."""
+    """Return arrays, in order, as the operands of a call or of a call on grids, depending on their number."""
     return (Operands if len(arrays) == len(Operands._fields) else GridOperands)(*arrays)
 
 
 CHECKS: dict[str, Callable[..., Any]] = {
     option.name: option.metadata["check"] for option in fields(Options) if "check" in option.metadata
 }
-"""How the options are checked that are passed on as they are, by name."""
+"""The checks of the options that are passed on unchanged, by name."""
 
 _DEFAULTS = {
     kind: {option.name: option.default for option in fields(kind) if option.compare and option.default is not MISSING}
@@ -250,7 +250,7 @@ _DEFAULTS = {
 
 
 def has_tables(operands: Operands) -> bool:
-    """Whether a call has anything that goes by relative positions."""
+    """Whether a call has a table or bias by relative position."""
     return any(getattr(operands, name) is not None for name in TABLES)
 
 
@@ -270,7 +270,7 @@ def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list
 def takes(
     arguments: Callable[P, Given], before: Callable[[Callable[..., Any], Callable[..., Any]], Any] | None = None
 ) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
-    """Give a function of declared arguments their signature.
+    """Give a function that accepts declared arguments their signature.
 
     ``before`` makes of both what is called instead, and gets the arguments as they are written.
     """

@@ -1,4 +1,4 @@
-"""A call cut into chunks of queries: the keys that each may see, and the window of the tables that they use."""
+"""A call cut into chunks of queries, each with its range of keys and its window of the tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from relskew_core._positions.labels import Documents
 from relskew_core._positions.skew import skew_from, unskew_from
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
-"""Budget of one logits buffer: near the caches on a CPU, large enough to fill an accelerator elsewhere."""
+"""The budget of one logits buffer: about the size of a CPU's caches, and large enough to fill an accelerator."""
 
 SMALLEST = 16
-"""Queries of a chunk at least, whatever the budget: fewer would cost more calls than they save memory."""
+"""The fewest queries of a chunk: smaller chunks cost more calls than they save memory."""
 
 UNKNOWN_BATCH = 8
-"""What the budget takes a leading axis for whose size is not known."""
+"""The assumed size of a leading axis whose size is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
 
 
 def is_empty(*sizes: Any) -> bool:
-    """Whether nothing is in an array of such sizes, as far as they are known while a program is made for others too."""
+    """Whether an array of these sizes is empty; unknown sizes of an exported program count as not empty."""
     return not exported(*sizes) and 0 in sizes  # JAX's symbols are never 0
 
 
 def documents_of(operands: Operands) -> Documents | None:
-    """Return which keys the segments let queries see, if there are segments whose values are available."""
+    """Return the keys that the segments let queries see, if there are segments with known values."""
     if operands.q_segments is None or operands.k_segments is None:
         return None
     return Documents.of((operands.q_segments, operands.k_segments))
 
 
 def keys_seen(options: Options, documents: Documents | None = None) -> int:
-    """Return how many keys a query sees at most, and one at least."""
+    """Return the most keys that a query sees, and at least one."""
     low, high = options.positions()
     keys = min(options.visibility.n_keys, high - low + 1)
     return max(1, keys if documents is None else min(keys, documents.longest))
@@ -120,7 +120,7 @@ def keys_seen(options: Options, documents: Documents | None = None) -> int:
 def chunk_size(
     operands: Operands, options: Options, documents: Documents | None = None, *, cpu: bool | None = None
 ) -> int:
-    """Return how many queries the scratch budget allows; ``cpu`` says where, where the arrays do not."""
+    """Return how many queries fit the scratch budget; ``cpu`` is used if the arrays have no device."""
     q = operands.q
     lead, bits = (
         math.prod(UNKNOWN_BATCH if is_symbol(n) else n for n in q.shape[:-2]),
@@ -133,7 +133,7 @@ def chunk_size(
 
 
 def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:
-    """Cut the relative layout to the positions that some query sees, and say which.
+    """Cut the relative layout to the positions that some query sees, and return these.
 
     Rows of a table that no query may see are never multiplied, not even by zero.
     """

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a hash of the seed and of the position of a weight, never stored and nowhere in order.
+"""Dropout of weights: a hash of the seed and of the position of a weight, which is never stored and needs no order.
 
 Every weight is drawn on its own, by item, head, query position and key, so that neither chunks nor threads nor a fused
 kernel change what a seed drops. A query's and a key's hashes are joined and mixed once more by the finalizer of
@@ -18,14 +18,14 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.ragged import RaggedVisibility
 
 QUERY, KEY, HEAD = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-"""Odd factors that tell the places apart before they are mixed (the primes of xxHash)."""
+"""Odd factors that separate the positions before mixing (the primes of xxHash)."""
 
 FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
 """The factors of MurmurHash3's finalizer."""
 
 
 def kept(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
-    """Return what to multiply a chunk's weights by, (..., H, n, m): 0, or 1 over the share that is kept."""
+    """Return the factors of a chunk's weights, (..., H, n, m): 0, or 1 over the share that is kept."""
     q = operands.q
     rows, columns = hashes(operands, options, chunk, xp=xp)
     zero = xp.zeros((), dtype=q.dtype, device=device(q))
@@ -35,7 +35,7 @@ def kept(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -
 
 
 def threshold(dropout: float) -> int:
-    """Return below which of the evenly spread integers of 32 bits a weight is dropped."""
+    """Return the threshold of uniform 32-bit integers below which a weight is dropped."""
     return min(round(dropout * 2**32), 2**32 - 1) - 2**31
 
 
@@ -80,7 +80,7 @@ def _heads(q: Array, part: Part, *, xp: Namespace) -> Array:
 
 
 def narrowed(x: Array, *, xp: Namespace) -> Array:
-    """Return integers in 32 bits, the higher ones left out."""
+    """Return the lower 32 bits of integers."""
     if x.dtype == xp.int32:
         return x
     low = xp.bitwise_and(x, 2**32 - 1)
@@ -88,22 +88,22 @@ def narrowed(x: Array, *, xp: Namespace) -> Array:
 
 
 def signed(number: Any) -> Any:
-    """Return an int modulo 2**32, as the signed integer of these bits."""
+    """Return an int modulo 2**32 as the signed integer with the same bits."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def mixed(x: Array, *, xp: Namespace) -> Array:
-    """Mix the bits of integers of 32 bits: every bit that goes in changes half of those that come out."""
+    """Mix the bits of 32-bit integers: every input bit changes half of the output bits."""
     x = stirred(x, xp=xp)
     return xp.bitwise_xor(x, _shifted(x, 16, xp=xp))
 
 
 def stirred(x: Array, *, xp: Namespace) -> Array:
-    """Mix the bits but for the last step, which the higher half, all that a threshold looks at, does without."""
+    """Mix the bits without the last step, which the upper half, the only one that is compared, does not need."""
     x = xp.bitwise_xor(x, _shifted(x, 16, xp=xp)) * signed(FIRST)
     return xp.bitwise_xor(x, _shifted(x, 13, xp=xp)) * signed(SECOND)
 
 
 def _shifted(x: Array, bits: int, *, xp: Namespace) -> Array:
-    """Shift to the right, with zeros from the left."""
+    """Shift right, filling with zeros."""
     return xp.bitwise_and(xp.bitwise_right_shift(x, bits), 2 ** (32 - bits) - 1)

@@ -25,7 +25,7 @@ from relskew_core._positions.table import Table
 
 
 def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
     outs: list[Array] = []
@@ -46,7 +46,7 @@ def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[A
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of a call, extended once to all relative positions that its chunks touch."""
+    """The tables of a call, extended once to all relative positions that its chunks use."""
 
     rel_k: Table | None
     rel_v: Table | None
@@ -55,7 +55,7 @@ class Tables:
 
     @classmethod
     def of(cls, operands: Operands, options: Options, laid: Sequence[Chunk], *, xp: Namespace) -> Tables:
-        """Transpose the tables into columns and extend them where that is cheap."""
+        """Transpose the tables into columns, and extend them if that is cheap."""
         laid = [chunk for chunk in laid if chunk.first < chunk.end]
         low, high = min([chunk.low for chunk in laid] or [0]), max([chunk.high for chunk in laid] or [0])
 
@@ -120,7 +120,7 @@ def capped(logits: Array, options: Options, *, xp: Namespace) -> Array:
 
 
 def capped_gradient(d_logits: Array, capped: Array, options: Options, *, xp: Namespace) -> Array:
-    """Return the adjoint of :func:`capped`, from its result; nothing of what is hidden, finite or not."""
+    """Return the adjoint of :func:`capped` from its result; zero for hidden entries, finite or not."""
     if options.softcap is None:
         return d_logits
     ratio = capped * (1 / options.softcap)
@@ -143,7 +143,7 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
 
 
 def seen_of(x: Array, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
-    """Return a chunk's keys or values, zeros for those that none of its queries may see."""
+    """Return a chunk's keys or values, with zeros for keys that none of its queries may see."""
     x = x[..., chunk.first : chunk.end, :]
     if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is visible
         return x
@@ -160,7 +160,7 @@ def chunk_weights(
     lse: bool,
     xp: Namespace,
 ) -> tuple[Array, Array | None]:
-    """Return the softmax over the keys that may be seen and, if asked for, the log-sum-exp."""
+    """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
     logits = hide(logits, operands.mask, visible, chunk, xp=xp)
     return softmax(logits, dead_rows=has_dead_rows(operands, options), lse=lse, xp=xp)
 
@@ -174,7 +174,7 @@ def has_dead_rows(operands: Operands, options: Options) -> bool:
 def _relative_terms(
     operands: Operands, options: Options, tables: Tables, chunk: Chunk, scaled_q: Array, *, xp: Namespace
 ) -> Array | None:
-    """Return everything that depends on the relative position, in relative layout (..., n, width)."""
+    """Return all terms that depend on the relative position, in relative layout (..., n, width)."""
     bias = None if tables.rel_bias is None else tables.rel_bias.spread(chunk.low, chunk.high, xp=xp)
     if tables.rel_k is None:
         if bias is None:
@@ -194,7 +194,7 @@ def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_
 
 
 def hide(logits: Array, mask: Array | None, visible: Array | None, chunk: Chunk, *, xp: Namespace) -> Array:
-    """Add an additive mask, and put ``-inf`` where a query may not see."""
+    """Add an additive mask, and put ``-inf`` at hidden keys."""
     if mask is not None:
         mask = mask[(..., *chunk.of_mask(mask))]
         if xp.isdtype(mask.dtype, "bool"):

@@ -18,7 +18,7 @@ from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 
 SMALLEST = 16
-"""Keys of a block at least: a few columns in vain cost less than many small products."""
+"""The fewest keys of a block: some wasted columns cost less than many small products."""
 
 
 def mirrored(table: Array, span: Span, *, xp: Namespace) -> Table:
@@ -27,7 +27,7 @@ def mirrored(table: Array, span: Span, *, xp: Namespace) -> Table:
 
 
 def blocks(chunk: Chunk, options: Options, *, xp: Namespace) -> Iterator[Chunk]:
-    """Cut a chunk's keys into blocks, each a chunk whose queries are the keys, and whose keys the chunk's queries."""
+    """Cut a chunk's keys into blocks, each a chunk with the roles of queries and keys exchanged."""
     n, offset = chunk.stop - chunk.start, options.visibility.offset
     size = max(SMALLEST, n // 2)
     for start in range(chunk.first, chunk.end, size):
@@ -55,7 +55,7 @@ def key_side_logits(k: Array, table: Table, chunk: Chunk, options: Options, head
 
 
 def by_query_head(x: Array, heads: int, *, xp: Namespace) -> Array:
-    """Repeat what belongs to key heads for the query heads of their groups: (..., Hkv, a, b) to (..., H, a, b)."""
+    """Repeat entries of key heads for the query heads of their groups: (..., Hkv, a, b) to (..., H, a, b)."""
     *lead, groups, a, b = x.shape
     if heads == groups:
         return x

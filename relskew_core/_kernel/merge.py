@@ -13,7 +13,7 @@ from relskew_core._kernel.chunk import is_empty
 
 
 def merged(outs: Sequence[Array], lses: Sequence[Array], *, xp: Namespace) -> tuple[Array, Array]:
-    """Return output (..., Lq, Dv) and log-sum-exp (..., Lq) of all; zeros and ``-inf`` where no part sees a key."""
+    """Return the merged output (..., Lq, Dv) and log-sum-exp (..., Lq); zeros and ``-inf`` if no key is visible."""
     if is_empty(*lses[0].shape):  # not every library reduces empty axes
         return reduce(operator.add, outs), reduce(operator.add, lses)
     shares, lse = softmax(xp.stack(lses, axis=-1), dead_rows=True, lse=True, xp=xp)

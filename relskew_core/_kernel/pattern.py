@@ -1,4 +1,4 @@
-"""Which keys the options of a call let a query see, at any position."""
+"""The visible keys of a query, as the options of a call define them, at any position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core._positions.visibility import FURTHEST, Visibility
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a query may see of the keys, checked, at any position."""
+    """The checked visibility of keys, at any position."""
 
     left: int | None = None
     right: int | None = None
@@ -31,7 +31,7 @@ class Pattern:
     def of(
         self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, name: str = "q", xp: Namespace
     ) -> Visibility:
-        """Return the pattern of a call, whose offset is one for all or one for each item of the batch.
+        """Return the pattern of a call with one offset for all items or one for each.
 
         Without an offset there must be as many queries as keys.
         """
@@ -52,7 +52,7 @@ class Pattern:
         return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
 
     def _sides(self, furthest: int) -> tuple[int | None, int | None, int | None, int | None]:
-        """Return the sides and the blocks with no number that is larger than positions can be apart."""
+        """Return the sides and the blocks, with numbers limited to the largest distance between positions."""
         left, right = (None if side is None or side > furthest else side for side in (self.left, self.right))
         if self.block_size is None:
             return left, right, None, None
@@ -62,7 +62,7 @@ class Pattern:
 
 
 def check_pattern(given: Arguments) -> Pattern:
-    """Return what ``causal``, ``window``, ``block_size`` and ``blocks_before`` say together."""
+    """Return the combined visibility of ``causal``, ``window``, ``block_size`` and ``blocks_before``."""
     causal = check_bool("causal", given.causal)
     left, right = check_window("window", given.window) or (None, None)
     block_size, before = given.block_size, given.blocks_before

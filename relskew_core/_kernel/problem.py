@@ -44,7 +44,7 @@ WHOLE = Part()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A checked call: what the kernels get, and what the caller gets back."""
+    """A checked call: the operands of the kernels, and the form of the caller's results."""
 
     given: Operands  # in the caller's dtype
     options: Options
@@ -57,7 +57,7 @@ class Problem:
     _wide: list[Operands] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def result(self, x: Array, *, dtype: Any = None) -> Array:
-        """Bring an array of a kernel into the caller's form."""
+        """Convert a result of a kernel to the caller's form."""
         x = x if self.heads else x[0, ...]
         return cast(x, self.dtype if dtype is None else dtype, xp=self.xp)
 
@@ -68,11 +68,11 @@ class Problem:
 
     @property
     def is_final(self) -> bool:
-        """Whether the caller gets what a kernel gives, which may then be rounded by the kernel."""
+        """Whether a kernel's output is the caller's result, which the kernel may then round."""
         return self.sinks is None and not self.options.part.of_more
 
     def operands(self, *, half: bool = False) -> Operands:
-        """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision.
+        """Return the arrays in the dtype of the accumulation, or unchanged for kernels that accept half precision.
 
         They are widened once for all who ask: who looks whether a path serves, and the path itself.
         """
@@ -83,12 +83,12 @@ class Problem:
         return self._wide[0]
 
     def operand(self, x: Array, *, half: bool) -> Array:
-        """Bring an array of the caller's, shaped as the queries, into the kernels' form."""
+        """Convert an array of the caller, shaped like the queries, to the kernels' form."""
         x = x if self.heads else x[None, ...]
         return x if half else cast(x, self.wide, xp=self.xp)
 
     def gradients(self, gradients: Gradients, arguments: Arguments) -> Gradients:
-        """Bring the kernels' gradients into the shapes and dtypes of the caller's arrays."""
+        """Convert the kernels' gradients to the shapes and dtypes of the caller's arrays."""
         given = arguments if self.scales is None else self.scales.applied(arguments)
 
         def own(name: str, x: Array | None) -> Array | None:
@@ -168,7 +168,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
 
 
 def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
-    """Return an argument in the form of an operand: with an axis for heads, a mask with one for queries."""
+    """Return an argument as an operand: with a heads axis, and for masks with a query axis."""
     if x is None:
         return None
     if KINDS[name] is Kind.SEQUENCE:
@@ -179,7 +179,7 @@ def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
 
 
 def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, Any]:
-    """Return positions and the offset; where the positions are consecutive, the offset that is equivalent."""
+    """Return the positions and the offset; consecutive positions become the equivalent offset."""
     if given.positions is None:
         by_value = exporting() and (is_array(given.offset) or isinstance(given.offset, (list, tuple)))
         return (_positions_of(given, xp=xp), 0) if by_value else (None, given.offset)
@@ -200,7 +200,7 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
 
 
 def _positions_of(given: Arguments, *, xp: Namespace) -> Pair:
-    """Return where the offsets of a program for torch.export put queries and keys: no operator takes offsets."""
+    """Return the offsets of a program for torch.export as positions, because operators do not support offsets."""
     offsets, _ = ragged_offsets(given.offset, given.q, xp=xp)
     queries, keys = (integers(0, x.shape[-2], device=device(given.q), xp=xp) for x in (given.q, given.k))
     return queries + offsets[..., None], keys

@@ -1,4 +1,4 @@
-"""Whether the shapes of a call's arrays fit each other, its tables and its masks."""
+"""Checks of the shapes of a call's arrays, tables and masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core._positions.span import Span
 
 
 def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span_name: str = "span") -> Span:
-    """Return the span of a table that comes without one: causal, or full for an odd number of rows."""
+    """Return the default span of a table: causal, or full for an odd number of rows."""
     if causal:
         if n_keys is not None and not exported(rows, n_keys) and rows == 2 * n_keys - 1 > 1:
             raise ValueError(
@@ -32,7 +32,7 @@ def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span
 
 
 def default_offset(n_queries: Any, n_keys: Any) -> int:
-    """Return the offset of a call that gives none: 0 where there are as many queries as keys, or none of either."""
+    """Return the default offset of a call: 0 if there are as many queries as keys, or none of either."""
     if same_length(n_queries, n_keys) or (not exported(n_queries, n_keys) and 0 in (n_queries, n_keys)):
         return 0
     raise ValueError(
@@ -42,7 +42,7 @@ def default_offset(n_queries: Any, n_keys: Any) -> int:
 
 
 def check_layout(tables: dict[str, Array | None], q: Array, n_keys: Any, *, causal: bool) -> None:
-    """Refuse a table without a span, shared by the heads, that fits an axis of lengths where the heads have to be."""
+    """Refuse a shared table without a span that fits an axis of lengths only if heads and lengths are exchanged."""
     if q.ndim < 3 or exported(*q.shape, n_keys) or not (1 < q.shape[-2] < q.shape[-3] and n_keys < q.shape[-3]):
         return
     fits = q.shape[-3] if causal else 2 * q.shape[-3] - 1
@@ -58,7 +58,7 @@ def check_layout(tables: dict[str, Array | None], q: Array, n_keys: Any, *, caus
 def check_tables(
     tables: dict[str, Array | None], span: Span | None, q: Array, *, causal: bool, n_keys: Any = None
 ) -> Span:
-    """Check the tables' shapes against the span, and return the span, chosen by the first table if it is ``None``."""
+    """Check the tables' shapes against the span, and return it; by default the first table determines it."""
     if span is not None and not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span or None, got {describe(span)}")
     n_heads = q.shape[-3] if q.ndim > 2 else 1
@@ -120,7 +120,7 @@ def check_widths(given: Arguments) -> None:
 
 
 def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
-    """Return a mask of at least two axes, refusing what is neither boolean nor additive or does not broadcast."""
+    """Return a mask with at least two axes; it must be boolean or additive, and broadcast."""
     check_companion("mask", mask, "q", q, xp=xp)
     mask = settled(mask, q.dtype, xp=xp)
     if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):

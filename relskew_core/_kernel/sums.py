@@ -1,4 +1,4 @@
-"""The gradients of a call while its chunks go by."""
+"""The gradients of a call, accumulated over its chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core._positions.skew import pad_last
 
 
 class RunningSum:
-    """A sum of pieces along axis -2 whose starts never decrease: only the part that still grows is kept open."""
+    """A sum of pieces along axis -2 whose starts never decrease, of which only the growing part is kept open."""
 
     def __init__(self, like: Array, xp: Namespace) -> None:
         self._like, self._xp = like, xp
@@ -48,7 +48,7 @@ class RunningSum:
         self.growing = self.growing + piece
 
     def total(self) -> Array:
-        """Return the sum, with the shape of the array that it is the gradient of."""
+        """Return the sum, with the shape of the array whose gradient it is."""
         pieces = [*self._done, *([] if self.growing is None else [self.growing])]
         rows = sum(piece.shape[-2] for piece in pieces)
         pieces.append(self._zeros(self._like.shape[-2] - rows))
@@ -57,7 +57,7 @@ class RunningSum:
 
 @dataclass
 class GradientSums:
-    """The gradients while the chunks go by."""
+    """The gradients, accumulated over the chunks."""
 
     operands: Operands
     tables: Tables
@@ -72,7 +72,7 @@ class GradientSums:
         self._mask: list[Array] = []
 
     def add_queries(self, d_q: Array, d_rel_q: Array | None, chunk: Chunk) -> None:
-        """Add a chunk's gradients of ``q`` and of the queries of ``rel_k``, which may be ``q`` themselves."""
+        """Add a chunk's gradients of ``q`` and of the queries of ``rel_k``, which may be the same array."""
         if self.operands.rel_q is None:
             self._q.append(d_q if d_rel_q is None else d_q + d_rel_q)
             return
@@ -81,7 +81,7 @@ class GradientSums:
         self._rel_q.append(nothing if d_rel_q is None else d_rel_q)
 
     def add_nothing(self, chunk: Chunk) -> None:
-        """Add a chunk that sees no key: zeros for all that goes query by query."""
+        """Add a chunk that sees no key: zeros for the gradients of its queries."""
         for pieces, like in ((self._q, self.operands.q), (self._rel_q, self.operands.rel_q)):
             if like is not None:
                 pieces.append(self.xp.zeros_like(like[..., chunk.start : chunk.stop, :]))
@@ -90,7 +90,7 @@ class GradientSums:
             self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
 
     def done(self) -> list[Array]:
-        """Return what the gradients of the last chunk have become a part of."""
+        """Return the sums that contain the gradients of the last chunk."""
         latest = [*self._q[-1:], *self._mask[-1:], *self._columns.values()]
         return [*latest, *(x for x in (self.k.growing, self.v.growing) if x is not None)]
 
@@ -128,7 +128,7 @@ class GradientSums:
             self._mask.append(piece)
 
     def gradients(self) -> Gradients:
-        """Return everything, summed and whole."""
+        """Return all gradients, summed."""
         xp, operands = self.xp, self.operands
 
         def table(name: str) -> Array | None:

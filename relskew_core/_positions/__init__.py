@@ -1,1 +1,1 @@
-"""Who sees whom, and which row of a table belongs to it."""
+"""Visibility, and the row of a table for each pair."""

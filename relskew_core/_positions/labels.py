@@ -44,7 +44,7 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
 
 
 def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
-    """Return the integers of ``length`` queries or keys, of any number where it is ``None``."""
+    """Return the integers of ``length`` queries or keys, of any number if it is ``None``."""
     check_companion(name, x, "q", q, xp=xp)
     if not xp.isdtype(x.dtype, "integral"):
         raise TypeError(f"`{name}` must be of integers, got {describe(x)}")
@@ -67,7 +67,7 @@ def check_place(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
 
 
 def known_items(x: Array) -> list[list[int]] | None:
-    """Return the integers of every item, ``None`` where they cannot be read at no cost."""
+    """Return the integers of every item, ``None`` if reading them is not free."""
     values = known_values(x)
     if values is None or x.ndim == 1:
         return None if values is None else [values]
@@ -78,7 +78,7 @@ def known_items(x: Array) -> list[list[int]] | None:
 
 
 def consecutive_offsets(positions: Pair) -> list[int] | None:
-    """Return each item's offset if all queries and keys are consecutive, ``None`` if not or if that is unknown."""
+    """Return each item's offset if all queries and keys are consecutive, ``None`` if not or if unknown."""
     queries, keys = (known_items(x) for x in positions)
     if queries is None or keys is None or not all(map(_consecutive, chain(queries, keys))):
         return None
@@ -86,7 +86,7 @@ def consecutive_offsets(positions: Pair) -> list[int] | None:
 
 
 def _by_item(queries: list[list[int]], keys: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-    """Return the integers of each item's queries and keys; those that all items share come with every item, if any."""
+    """Return the integers of each item's queries and keys; shared ones are returned with every item."""
     count = len(keys) if len(queries) == 1 else len(queries)
     return list(zip(*(rows * count if len(rows) == 1 else rows for rows in (queries, keys)), strict=True))
 
@@ -96,7 +96,7 @@ def _consecutive(row: list[int]) -> bool:
 
 
 def check_reach_of(name: str, span: Span, visibility: Visibility, positions: Pair) -> None:
-    """Refuse a table with ``beyond="error"`` that is too short for what some query sees, where that is known."""
+    """Refuse a table with ``beyond="error"`` that is too short for a visible pair, if the positions are known."""
     queries, keys = (known_items(x) for x in positions)
     if span.beyond != "error" or queries is None or keys is None:
         return
@@ -108,7 +108,7 @@ def check_reach_of(name: str, span: Span, visibility: Visibility, positions: Pai
 
 
 def _seen_positions(visibility: Visibility, queries: Iterable[int], keys: Iterable[int]) -> tuple[int, int] | None:
-    """Return the lowest and the highest relative position that some query of an item sees, ``None`` if none does."""
+    """Return the lowest and the highest visible relative position of an item, ``None`` if no key is visible."""
     ordered = sorted(set(keys))
     lows, highs = [], []
     for position in set(queries):
@@ -122,14 +122,14 @@ def _seen_positions(visibility: Visibility, queries: Iterable[int], keys: Iterab
 
 
 class Documents:
-    """The range of keys that each query's segment reaches over, in some item of the batch."""
+    """The range of keys in the segment of each query, over all items of the batch."""
 
     def __init__(self, firsts: list[int], ends: list[int]) -> None:
         self._firsts, self._ends = firsts, ends
 
     @classmethod
     def of(cls, segments: Pair) -> Documents | None:
-        """Read the ranges off the segments of queries and of keys, ``None`` where they are not known."""
+        """Derive the ranges from the segments of queries and keys, ``None`` if they are unknown."""
         queries, keys = (known_items(x) for x in segments)
         if queries is None or keys is None:
             return None
@@ -148,12 +148,12 @@ class Documents:
 
     @property
     def longest(self) -> int:
-        """How many keys a query sees at most."""
+        """The most keys that a query sees."""
         return max(end - first for first, end in zip(self._firsts, self._ends, strict=True))
 
 
 def _ranges(queries: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
-    """Return for every query the first key of its segment and one past the last; past all keys if there is none."""
+    """Return, for every query, the first key of its segment and the end after the last; past all keys if none."""
     first: dict[int, int] = {}
     end: dict[int, int] = {}
     place = 0

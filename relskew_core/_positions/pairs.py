@@ -1,4 +1,4 @@
-"""Attention between two parts of a sequence, as a separate call: integers only.
+"""Attention between two parts of a sequence as a separate call, in integers only.
 
 The positions of a part follow one another in steps. So the pairs of two parts are a Toeplitz problem like the whole, at
 distance zero, with other rows of the tables: any kernel serves them, at any place in the sequence.
@@ -15,7 +15,7 @@ from relskew_core._positions.span import Beyond, Span
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The positions ``start + step · i`` of ``count`` entries that lie side by side from ``place`` on."""
+    """The positions ``start + step · i`` of ``count`` entries that are adjacent from ``place`` on."""
 
     start: int
     step: int
@@ -24,7 +24,7 @@ class Run:
 
     @property
     def here(self) -> slice:
-        """Where the entries lie."""
+        """The indices of the entries."""
         return slice(self.place, self.place + self.count)
 
     @property
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of two runs that see each other: a separate call, in steps instead of positions."""
+    """The visible pairs of two runs: a separate call, in steps instead of positions."""
 
     offset: int
     causal: bool
@@ -69,7 +69,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A part of a table: every ``step``-th row from ``start`` on, between rows for the positions beyond it."""
+    """A part of a table: every ``step``-th row from ``start`` on, with rows for the positions beyond around it."""
 
     before: int  # the number of rows for positions before the first row of the table
     start: int
@@ -80,7 +80,7 @@ class Rows:
 
     @classmethod
     def of(cls, zero: int, step: int, low: int, high: int, span: Span) -> Rows:
-        """Return the rows for ``low … high``, in steps from row ``zero``; never more rows than those.
+        """Return the rows for ``low … high``, in steps from row ``zero``; never more rows than positions.
 
         What repeats an edge of the table is one row, which is repeated in its turn.
         """
@@ -97,7 +97,7 @@ class Rows:
 
     @property
     def here(self) -> slice:
-        """The rows of the table that are rows of the part."""
+        """The rows of the table that belong to the part."""
         return slice(self.start, self.start + self.step * (self.count - 1) + 1, self.step) if self.count else slice(0)
 
     def of_table(self, table: Any, beyond: Beyond, *, xp: Any) -> Any:

@@ -25,7 +25,7 @@ from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
 
 FURTHEST = {64: 2**61, 32: 2**30 + 2**29}
-"""Of offsets, by the bits of integers: beyond any window, and near enough for positions to be counted from."""
+"""The limit of offsets, by the bits of integers: beyond any window, and small enough to count positions from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class RaggedVisibility(Visibility):
     known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, if they are known
 
     def each(self) -> list[Visibility]:
-        """Return the patterns that occur, one for each different offset that is known."""
+        """Return the patterns of all different offsets that are known."""
         return [
             Visibility(self.n_queries, self.n_keys, offset, *self.sides) for offset in sorted(set(self.known or ()))
         ]
@@ -70,7 +70,7 @@ class RaggedVisibility(Visibility):
         return True
 
     def occurs(self, positions: Array, *, xp: Namespace) -> Array:
-        """Return which relative positions (..., W) lie between a query and a key that it may see."""
+        """Return which relative positions (..., W) occur between a query and a visible key."""
         low, high = self.offset_by_item[..., None], self.offset_by_item[..., None] + (self.n_queries - 1)
         # The queries that have a key there have the positions `low` to `high`.
         low, high = xp.maximum(low, -positions), xp.minimum(high, self.n_keys - 1 - positions)
@@ -90,7 +90,7 @@ class RaggedVisibility(Visibility):
 
 @dataclass(frozen=True, slots=True)
 class RaggedTables:
-    """The windows of a batch's tables: column ``c`` of item ``b`` holds ``r = c - n_queries - offsets[b]``."""
+    """The windows of a batch's tables: column ``c`` of item ``b`` is for ``r = c - n_queries - offsets[b]``."""
 
     visibility: RaggedVisibility
     span: Span  # of the tables
@@ -98,7 +98,7 @@ class RaggedTables:
 
     @property
     def window_span(self) -> Span:
-        """The positions, at offset 0, of the rows of a window: one more than occur, for the skew."""
+        """The positions, at offset 0, of a window's rows: one more than occur, for the skew."""
         return Span(self.visibility.n_queries, max(0, self.visibility.n_keys - 1), "zero")
 
     def _positions(self) -> Array:
@@ -147,7 +147,7 @@ class RaggedTables:
 
 
 def is_ragged(offset: Any) -> bool:
-    """Whether an offset is one for each item, a sequence or an array with axes, or one whose value is not known yet."""
+    """Whether there is one offset for each item: a sequence, an array with axes, or an array with an unknown value."""
     if not is_array(offset):
         return isinstance(offset, (list, tuple))
     if offset.ndim:
@@ -160,7 +160,7 @@ def is_ragged(offset: Any) -> bool:
 
 
 def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
-    """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
+    """Check offsets by item; return them as an array of the call's library, and their values if known."""
     lead = tuple(q.shape[:-3])
     expected = f"`offset` must be an int, or one for each item of the leading axes of `{name}`, {lead}"
     wide = integer(xp)
@@ -185,7 +185,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
-    """Return an array's values where they can be read at no cost."""
+    """Return an array's values if reading them is free."""
     standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 does not trace `hasattr` of tensors
     if standard and on_cpu(offset):
         return tuple(int(value) for value in xp.reshape(offset, (-1,)))
@@ -194,7 +194,7 @@ def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
 
 
 def _numbers(nested: Any) -> Iterator[int]:
-    """Return the numbers of lists in lists."""
+    """Return the numbers in nested lists."""
     if isinstance(nested, list):
         for inner in nested:
             yield from _numbers(inner)

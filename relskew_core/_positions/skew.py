@@ -1,4 +1,4 @@
-"""Layout: the skew, its adjoint, and the general form of both, which starts from any column.
+"""The skew, its adjoint, and the general form of both, which may begin at any column.
 
 Row ``i`` of the relative layout is read one column earlier than row ``i - 1``. In memory that is a constant step, so
 the absolute layout is a *view*: drop some entries of the flattened rows and cut the rest into rows one entry shorter.
@@ -121,7 +121,7 @@ def skew_from(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace
 
 
 def unskew_from(s: Array, *, width: int, first: int, xp: Namespace) -> Array:
-    """Return the adjoint of :func:`skew_from`, shape (..., n, width); ``s`` is zero wherever that is undefined."""
+    """Return the adjoint of :func:`skew_from`, shape (..., n, width); undefined entries of ``s`` are zero."""
     *lead, n, n_keys = s.shape
     if n == 1:
         return pad_last(s, first, width - first - n_keys, xp=xp)

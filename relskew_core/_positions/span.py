@@ -1,4 +1,4 @@
-"""Which relative positions the rows of a table are for."""
+"""The relative positions of the rows of a table."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ class Span:
 
 
 def check_span_given(span: Any) -> None:
-    """Refuse what is no span, where none can be chosen."""
+    """Refuse a value that is not a span, for functions without a default."""
     if not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span, got {describe(span)}")

@@ -1,4 +1,4 @@
-"""The rows of a table for a run of relative positions, past its ends too.
+"""The rows of a table for a run of relative positions, including positions past its ends.
 
 Tables are held transposed, one *column* per relative position, so that one plan of integers extends a table and the
 product of queries with it alike, and folds back what belongs to it.
@@ -22,7 +22,7 @@ from relskew_core._positions.span import Beyond
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Where the columns ``first … last`` come from: zeros, a repeated edge, ``start … stop - 1``, an edge, zeros."""
+    """The sources of the columns ``first … last``: zeros, a repeated edge, ``start … stop - 1``, an edge, zeros."""
 
     zeros_before: int
     edge_before: int
@@ -33,7 +33,7 @@ class Extension:
 
     @classmethod
     def of(cls, left: int, rows: int, beyond: Beyond, first: int, last: int) -> Extension:
-        """Plan the positions ``first … last`` of a table whose column ``c`` holds ``c - left``."""
+        """Plan the positions ``first … last`` of a table whose column ``c`` is for ``c - left``."""
         low, high = first + left, last + left
         if high < 0:  # all positions are before the table
             return cls._beyond(0, beyond, last - first + 1)
@@ -52,7 +52,7 @@ class Extension:
         return cls(count, 0, edge, edge, 0, 0)
 
     def widen(self, core: Array, *, axis: int = -1, xp: Namespace) -> Array:
-        """Extend ``stop - start`` columns, or rows along ``axis=-2``, to all that were planned; a view if they are."""
+        """Extend ``stop - start`` columns, or rows along ``axis=-2``, to all planned ones; a view if none are added."""
 
         def run(length: int) -> tuple[int, ...]:
             return (*core.shape[:-1], length) if axis == -1 else (*core.shape[:-2], length, core.shape[-1])
@@ -73,7 +73,7 @@ class Extension:
         return joined([piece for piece in pieces if piece is not None], axis=axis, xp=xp)
 
     def place(self, core: Array, rows: int, *, xp: Namespace) -> Array:
-        """Put (..., stop - start) columns where they belong among ``rows``, zeros elsewhere."""
+        """Put (..., stop - start) columns at their places among ``rows``, zeros elsewhere."""
         return pad_last(core, self.start, rows - self.stop, xp=xp)
 
     def fold(self, wide: Array, *, xp: Namespace) -> Array:
@@ -92,7 +92,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table by columns, shape (..., D, rows); column ``c`` holds the relative position ``c - left``."""
+    """A table by columns, shape (..., D, rows); column ``c`` is for the relative position ``c - left``."""
 
     columns: Array
     left: int
@@ -105,7 +105,7 @@ class Table:
         return Extension.of(self.left, self.columns.shape[-1], self.beyond, first, last)
 
     def covering(self, first: int, last: int, *, xp: Namespace) -> Table:
-        """Return a table whose chunks are views: extended once to ``first … last``, unless it is much shorter.
+        """Return a table whose chunks are views, extended once to ``first … last`` unless it is much shorter.
 
         Of a short table it costs less to multiply what is there and to extend the products.
         """
@@ -120,7 +120,7 @@ class Table:
         return Table(columns, -first, "zero", extension, self.columns.shape[-1])
 
     def _looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:
-        """Return a table of ``first … last`` that no number of rows decides about: NaN past one that has to reach."""
+        """Return a table of ``first … last`` for any number of rows: NaN past the end with ``beyond="error"``."""
         rows = self.columns.shape[-1]
         places = integers(first + self.left, last + 1 + self.left, device=device(self.columns), xp=xp)
         columns = xp.take(self.columns, within(places, rows, xp=xp), axis=-1)
@@ -135,7 +135,7 @@ class Table:
         return Table(columns, -first, "zero")
 
     def gradient(self, columns: Array, *, xp: Namespace) -> Array:
-        """Turn the gradient of the columns into the gradient of the caller's table, (..., rows, D)."""
+        """Convert the gradient of the columns to that of the caller's table, (..., rows, D)."""
         if self.extension is not None:
             core = self.extension.fold(columns, xp=xp)
             columns = self.extension.place(core, self.rows, xp=xp)
@@ -163,7 +163,7 @@ class Table:
 
 
 def weighed(columns: Array, weights: Array, *, xp: Namespace) -> Array:
-    """Return columns (D, c) or (H, D, c), zeros for those that have no weight of (..., H, n, c): they may hold NaN."""
+    """Return columns (D, c) or (H, D, c), zeros for those without a weight in (..., H, n, c): they may contain NaN."""
     kept = (weights.ndim - 1,) if columns.ndim == 2 else (weights.ndim - 3, weights.ndim - 1)
     some = xp.any(weights != 0, axis=tuple(axis for axis in range(weights.ndim) if axis not in kept))
     return xp.where(some[..., None, :], columns, 0.0)

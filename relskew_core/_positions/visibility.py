@@ -1,4 +1,4 @@
-"""Which keys a query may see: causal, window and local blocks, in integers only."""
+"""The visible keys of a query: causal, window and local blocks, in integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 
 FURTHEST = 2**62
-"""Further than any offset is from any key, and than integers of 64 bits can be counted from."""
+"""Beyond every distance of an offset and a key, and beyond counting in 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Visibility:
         return self.n_keys - 1 if last is None else min(self.n_keys - 1, last)
 
     def bounds(self, position: int) -> tuple[int | None, int | None]:
-        """Return the first and the last position that a query may see, ``None`` where nothing bounds them."""
+        """Return the first and the last position that a query may see, ``None`` for unbounded sides."""
         first = None if self.left is None else position - self.left
         last = None if self.right is None else position + self.right
         if self.block_size is None:
@@ -52,26 +52,26 @@ class Visibility:
 
     @property
     def sides(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """What bounds a query's keys, independent of its position."""
+        """The bounds of a query's visible keys, independent of its position."""
         return self.left, self.right, self.block_size, self.blocks_before
 
     @property
     def whole_blocks_before(self) -> int:
-        """How many blocks before its own a query sees."""
+        """How many blocks before its block a query sees."""
         return 1 if self.blocks_before is None else self.blocks_before
 
     def first_of_blocks(self, position: int) -> int:
-        """Return the first position of the furthest block that a query at ``position`` sees."""
+        """Return the first position of the furthest visible block of a query at ``position``."""
         assert self.block_size is not None
         return (position // self.block_size - self.whole_blocks_before) * self.block_size
 
     def last_of_block(self, position: int) -> int:
-        """Return the last position of the block of ``position``."""
+        """Return the last position of the block that contains ``position``."""
         assert self.block_size is not None
         return (position // self.block_size + 1) * self.block_size - 1
 
     def sees(self, queries: Array, keys: Array, *, xp: Namespace) -> Array | None:
-        """Compare positions that broadcast: which keys the queries may see, ``None`` if all of them."""
+        """Compare positions that broadcast: return the visible keys, ``None`` if all are visible."""
         queries, keys = same_rank(queries, keys)
         conditions = []
         if self.right is not None:
@@ -86,7 +86,7 @@ class Visibility:
         return reduce(xp.logical_and, conditions) if conditions else None
 
     def within(self, start: int, stop: int, first: int, end: int) -> Visibility:
-        """Return the pattern without what hides none of the keys ``first … end - 1`` from the queries."""
+        """Return the pattern without bounds that hide none of the keys ``first … end - 1`` from the queries."""
         if self.by_value:
             return self
         low, high = start + self.offset, stop - 1 + self.offset
@@ -99,7 +99,7 @@ class Visibility:
         return Visibility(self.n_queries, self.n_keys, self.offset, left, right, *local)
 
     def bounded(self) -> Visibility:
-        """Return the pattern without what hides nothing: no number is larger than the positions are."""
+        """Return the pattern without bounds that hide nothing, so that no number exceeds the positions."""
         return self.within(0, self.n_queries, 0, self.n_keys)
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class Visibility:
         return first, max(first, self.last_key(stop - 1 + self.offset) + 1)
 
     def positions(self) -> tuple[int, int] | None:
-        """Return the lowest and highest relative position that some query may see, ``None`` if none sees a key."""
+        """Return the lowest and highest visible relative position, ``None`` if no key is visible."""
         if self.by_value:
             return self._positions_by_value()
         low, high = self.offset, self.offset + self.n_queries - 1  # positions of the queries that see a key
@@ -131,7 +131,7 @@ class Visibility:
         return min(self.first_key(p) - p for p in back), max(self.last_key(p) - p for p in ahead)
 
     def _positions_by_value(self) -> tuple[int, int]:
-        """Return what the pattern leaves of all relative positions that integers have."""
+        """Return the visible part of all relative positions that integers can have."""
         low = -FURTHEST if self.left is None else -self.left
         high = FURTHEST if self.right is None else self.right
         if self.block_size is not None:

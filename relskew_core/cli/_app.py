@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the other files, imported when it is asked for."""
+"""The commands and their options; each imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
 
 
 def _help_of(command: Any, argv: list[str]) -> str:
-    """Return the line that prints the help of the command that was asked for."""
+    """Return the line that prints the help of the current command."""
     words = ["relskew"]
     for word in argv:
         command = getattr(command, "commands", {}).get(word)

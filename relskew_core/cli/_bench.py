@@ -36,20 +36,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of this machine by other tasks in the last minute; ``None`` where the system has no figure."""
+    """The load of this machine by other tasks in the last minute; ``None`` if the system does not report it."""
 
     waiting: float | None
     cores: int
 
     @classmethod
     def now(cls) -> Load:
-        """Look before anything is measured, which is a load itself."""
+        """Read the load before anything is measured, because measuring is a load itself."""
         waiting = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         return cls(waiting, os.cpu_count() or 1)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a core or more than half of them were taken."""
+        """Whether at least one core, or more than half of them, was busy."""
         return self.waiting is not None and self.waiting > max(1.0, self.cores / 2)
 
 

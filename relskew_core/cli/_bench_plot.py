@@ -1,4 +1,4 @@
-"""What ``relskew bench`` measured, as a plot: time and memory of relskew and the published algorithms by length."""
+"""The measurements of ``relskew bench`` as a plot: time and memory by length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a path that is no picture's, and a machine without matplotlib, before anything is measured."""
+    """Refuse an unknown file type, or a machine without matplotlib, before anything is measured."""
     try:
         check_ending(path)
     except ValueError as error:
@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(entries: list[Entry], path: Path) -> Path:
-    """Draw the measurements into a file, whole or not at all."""
+    """Draw the measurements into a file, completely or not at all."""
     check_plot(path)
     rows = []
     for kind in dict.fromkeys(entry.kind for entry in entries):
@@ -44,7 +44,7 @@ def save_plot(entries: list[Entry], path: Path) -> Path:
 
 
 def _lines(entries: list[Entry], value: Callable[[Entry], float | None]) -> Sequence[Line]:
-    """Return a line for each method and machine, through what was measured of it."""
+    """Return a line for each method and machine, through its measurements."""
     machines = list(dict.fromkeys((entry.library, entry.device) for entry in entries))
     lines: dict[tuple[bool, int], Line] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The cases of ``relskew verify``: one block each, with inputs that every library gets alike."""
+"""The cases of ``relskew verify``: one block each, with the same inputs for every library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BlockFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A block and how it is called: ``steps`` are the lengths decoded one after the other with a cache."""
+    """A block and its call: ``steps`` are the lengths that are decoded one after the other with a cache."""
 
     name: str
     spec: BlockSpec
@@ -46,7 +46,7 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class CaseInputs:
-    """What a case gives to every library: float64 numbers that the dtype holds exactly, and the right answer."""
+    """The inputs of a case for every library, float64 numbers that the dtype holds exactly, and the right answer."""
 
     weights: dict[str, F64]
     x: F64
@@ -98,7 +98,7 @@ def relative_error(got: list[F64], expected: list[F64]) -> float:
 
 
 def rounded(values: F64, dtype: str) -> F64:
-    """Round float64 numbers to what ``dtype`` holds."""
+    """Round float64 numbers to ``dtype``."""
     if dtype != "bfloat16":
         return values.astype(dtype).astype(np.float64)
     bits = values.astype(np.float32).view(np.uint32)

@@ -1,4 +1,4 @@
-"""Where a command writes: results on stdout, progress on stderr and only to a person."""
+"""The output of a command: results on stdout, and progress on stderr if it is a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIPE_WIDTH = 120
 
 
 def output() -> Console:
-    """Return the console of results: the terminal's width, or 120 columns into a pipe or a log.
+    """Return the console of results, with the terminal's width, or 120 columns for a pipe or a log.
 
     No markup: ``.[onnx]`` is a pip requirement, not a style.
     """
@@ -61,7 +61,7 @@ Rows = Sequence[tuple[Sequence[str | Text], bool]]
 def show_table(
     title: str, columns: Mapping[str, bool], rows: Rows, console: Console, *, spare: Sequence[str] = ()
 ) -> None:
-    """Print a table that fits the terminal; ``columns`` says which are numbers, on the right.
+    """Print a table that fits the terminal; ``columns`` says which contain numbers, which are aligned right.
 
     Where it is too wide, it loses its lines, then the columns ``spare``, one after the other, which are named below it.
     """
@@ -92,7 +92,7 @@ def count(number: int, noun: str) -> str:
 
 
 def as_bytes(size: float | None) -> str:
-    """Return a size for people, in binary units."""
+    """Return a size in binary units."""
     if size is None:
         return "–"
     for unit in ("B", "KiB", "MiB"):
@@ -103,7 +103,7 @@ def as_bytes(size: float | None) -> str:
 
 
 def as_time(seconds: float | None) -> str:
-    """Return a duration for people."""
+    """Return a duration in a suitable unit."""
     if seconds is None:
         return "–"
     return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds:.2f} s"

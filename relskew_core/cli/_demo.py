@@ -1,4 +1,4 @@
-"""``relskew demo``: the same block on every library here, what the skew does to a melody, and its ONNX graph."""
+"""``relskew demo``: a block on every installed library, the effect of the skew on a melody, and its ONNX graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relskew_core.cli._stripes import picture, shown
 
 
 def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bool, console: Console) -> int:
-    """Run the demo and return its exit status: 1 if a gate failed anywhere."""
+    """Run the demo and return its exit status: 1 if any check failed."""
     tune = melody(tune_name)
     if png is not None:
         if png.suffix.lower() != ".png":

@@ -1,4 +1,4 @@
-"""``relskew draw``: the rows of tables, masks, the skew, and weights; as a file, or in the terminal."""
+"""``relskew draw``: the rows of tables, masks, the skew, and weights, as a file or in the terminal."""
 
 from __future__ import annotations
 

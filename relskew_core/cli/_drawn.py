@@ -1,4 +1,4 @@
-"""A picture in the terminal: numbers in colour where they fit, else two rows a line.
+"""A picture in the terminal: coloured numbers if they fit, else two rows per line.
 
 These are half blocks in colour, or shades that need none.
 """
@@ -17,21 +17,21 @@ from relskew_core.draw._picture import Cell, Panel, Picture
 
 BETWEEN = 3
 NUMBERS = 16
-"""More columns are drawn without their numbers."""
+"""Wider pictures are drawn without numbers."""
 
 SHADES = "·░▒▓█"
 EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: the limits between shades
 
 
 class Spot(NamedTuple):
-    """A cell of a grid: its colour as ``#rrggbb``, and its emphasis, 0 … 1, where there are no colours."""
+    """A cell of a grid: its colour as ``#rrggbb``, and its emphasis, 0 … 1, for terminals without colours."""
 
     colour: str
     strength: float
 
 
 def show(picture: Picture, console: Console) -> None:
-    """Print a picture, its panels side by side where there is room."""
+    """Print a picture, with its panels side by side if there is room."""
     blocks = [_block(panel, console) for panel in picture.panels]
     width = max(len(line) for block in blocks for line in block.plain.splitlines()) + BETWEEN
     across = max(1, min(picture.across, (console.width + BETWEEN) // width))
@@ -76,7 +76,7 @@ def _number(panel: Panel, cell: Cell, wide: int, colour: bool) -> tuple[str, str
 
 
 def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
-    """Return two rows a line, and where they are too wide the strongest of several cells for each place."""
+    """Return two rows per line; if they are too wide, each place shows the strongest of several cells."""
     step = -(-len(panel.columns) // max(1, room))
     rows = [
         [
@@ -104,7 +104,7 @@ def _spot(panel: Panel, cell: Cell) -> Spot | None:
 
 
 def _shade(upper: Spot | None, lower: Spot | None) -> str:
-    """Return the shade of the stronger of two rows: so a stripe stays whole."""
+    """Return the shade of the stronger of two rows, so that a stripe is not interrupted."""
     strengths = [spot.strength for spot in (upper, lower) if spot is not None]
     return SHADES[sum(max(strengths) >= edge for edge in EDGES)] if strengths else " "
 

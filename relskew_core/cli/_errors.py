@@ -1,4 +1,4 @@
-"""What a command may raise, and the one line it becomes."""
+"""The exceptions of commands, each reported in one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from relskew_core._array.extras import to_install
 
 
 class CliError(Exception):
-    """Something the person at the keyboard can put right; its message is the whole story."""
+    """An error that the user can fix; its message is complete."""
 
 
 def need(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional ``module``, or say what it is for and how to install the ``extra`` that has it."""
+    """Import an optional ``module``, or raise an error with its purpose and the ``extra`` that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -21,7 +21,7 @@ def need(module: str, extra: str, purpose: str) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception in one line, without the class where the message says enough."""
+    """Return an exception in one line, without the class if the message says enough."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     message = " ".join(str(error).split())

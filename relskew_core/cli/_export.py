@@ -1,4 +1,4 @@
-"""``relskew export`` and ``relskew validate``: a block as an ONNX file, and the file against float64."""
+"""``relskew export`` and ``relskew validate``: write a block as an ONNX file, and compare the file with float64."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ ADVICE = {
     "decoding": "pieces with a cache differ from the whole: export again with this version",
     "optimiser off": "the runtime's optimiser changes the numbers: update it, or turn its optimiser off",
 }
-"""What a person can do about a check that failed."""
+"""Advice for a check that failed."""
 
 ADVICE_BFLOAT16 = (
     "onnxruntime computes in bfloat16 on CUDA only: validate there with --device cuda, or with --runtime reference"
 )
-"""What a person can do about a model in bfloat16, anywhere."""
+"""Advice for a model in bfloat16, anywhere."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file of a model, and the one of its weights if they are not inside."""
+    """Return the file of a model, and that of its weights if they are separate."""
     from relskew_core.export._publish import weights_of
 
     return [path, *weights_of(path)]
 
 
 def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list[str]) -> dict[str, Any]:
-    """Return what was written, as ``--json`` prints it; ``validate`` is the command that checks it."""
+    """Return the results of an export as ``--json`` prints them; ``validate`` is the command that checks the file."""
     from relskew_core.export._whole.exported import ExportReport, described
 
     graph = described(model, path.name, lambda name, axis: "the heads and widths of the block")
@@ -62,7 +62,7 @@ def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list
 
 
 def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:
-    """Print what was written, and how to go on."""
+    """Print the results of an export, and the next command."""
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     _, *beside = files = files_of(path)
     grid = Table.grid(padding=(0, 2))
@@ -118,7 +118,7 @@ def _signature(value: Any) -> str:
 
 
 def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
-    """Return how many queries a graph for a device attends with at a time: what docs/export.md measures as fastest."""
+    """Return the chunk size of a graph for a device: the fastest one in docs/export.md."""
     if device not in (None, *DEVICES):
         raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
     return CPU_CHUNK if device == "cpu" and spec.block_size is None else None
@@ -144,7 +144,7 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
 
 
 def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:
-    """Read what ``export`` wrote into the model's metadata: the spec, whether it has projections, and the dtype."""
+    """Read the metadata that ``export`` writes: the spec, whether it has projections, and the dtype."""
     onnx = need("onnx", "onnx", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
@@ -172,7 +172,7 @@ def show_report(report: Any, console: Console) -> None:
 
 
 def advice(report: Any, dtype: str | None = None) -> list[str]:
-    """Return what to do about the failures, the cause before its consequences; nothing if there are none."""
+    """Return advice for the failures, the cause before its consequences; nothing if there are none."""
     failed = {check.name for check in report.failures}
     if "weights" in failed:
         failed &= {"file", "standard", "interface", "weights", "loads", "placement"}

@@ -1,4 +1,4 @@
-"""``relskew info``: what is on this machine."""
+"""``relskew info``: the versions, devices and runtimes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of attention in a block: what it is, what it reads, and what its queries and keys make of it."""
+"""The attention weights of a block, from its weights and an input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relskew_core.cli._weights import chosen_weights, load_weights
 def block_of(
     given: BlockOptions, model: Path | None, weights: Path | None, prefix: str, seed: int | None
 ) -> tuple[BlockSpec, dict[str, Any], str]:
-    """Return the block that the options or the model name, its weights in float64, and where these are from."""
+    """Return the block that the options or the model name, its weights in float64, and their source."""
     if model is not None:
         if given != BlockOptions(embed_dim=None, num_heads=None):  # type: ignore[arg-type]
             raise CliError("--model defines the block: no other option of a block may be given")
@@ -40,7 +40,7 @@ def block_of(
 
 
 def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tuple[Any, str]:
-    """Return an input (length, width) from a file, or a random one, and where it is from."""
+    """Read an input (length, width) from a file, or draw a random one; return it and its source."""
     if path is None:
         return np.random.default_rng(0).standard_normal((length, spec.embed_dim)), "random, seed 0"
     try:
@@ -54,7 +54,7 @@ def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tu
 
 
 def weights_of(spec: BlockSpec, weights: Mapping[str, Any], x: Any, memory: Any) -> Any:
-    """Return the weights of a block's attention, (heads, queries, keys): those that its own code would use."""
+    """Return the attention weights of a block, (heads, queries, keys)."""
     check_inputs(x, memory, spec)
 
     def project(name: str, of: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The array libraries of this machine, each as the few things that ``verify`` and ``bench`` need of it."""
+"""The array libraries of this machine, with the operations that ``verify`` and ``bench`` need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ArrayLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A library or runtime that this machine lacks, or that is of no use on it, and why."""
+    """A library or runtime that is missing or unusable on this machine, and the reason."""
 
     name: str
     reason: str
@@ -198,7 +198,7 @@ PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
 
 
 def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Missing]]:
-    """Return the array libraries of this machine, or the named ones, and those that are missing with the reason."""
+    """Return the installed array libraries, or the named ones, and the missing ones with the reason."""
     found: list[ArrayLibrary] = []
     missing: list[Missing] = []
     for name, probe in PROBES.items():
@@ -216,7 +216,7 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Miss
 
 
 def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrary]:
-    """Return the libraries of these names; one that is missing is an error if a person ``named`` it."""
+    """Return the libraries of these names; a missing one is an error if the user ``named`` it."""
     for name in names:
         if name not in PROBES:
             raise CliError(f"--library must be one of {', '.join(PROBES)}, got {name!r}")
@@ -230,7 +230,7 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrar
 
 
 def why_not(name: str, error: Exception) -> str:
-    """Return why a package cannot be used, without the traceback."""
+    """Return the reason why a package cannot be used, without the traceback."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").replace("_", "-") == name:
         return "not installed"
     return reason(error)

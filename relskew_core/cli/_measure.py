@@ -1,4 +1,4 @@
-"""Time and peak memory of one call, for every library alike."""
+"""Time and peak memory of one call, measured in the same way for every library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 ENOUGH = 0.05
 TURNS = (5, 51)
-"""So many turns at least, however long they take, and at most."""
+"""The minimum and maximum number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a call returned, its median time in seconds, its peak memory in bytes (``None``: cannot be known here)."""
+    """The result of a call, its median time in seconds, and its peak memory in bytes (``None`` if unknown here)."""
 
     value: Any
     seconds: float
@@ -34,7 +34,7 @@ def measure_in_turns(
     peak_of: Callable[[Callable[[], Any]], int | None] | None = None,
     turns: tuple[int, int] = TURNS,
 ) -> dict[str, Measured]:
-    """Measure calls that are compared: each in its turn, again and again, and of every one the median.
+    """Measure several calls in turn, repeatedly, and return the median of each.
 
     Each returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a call
     in bytes, by default that of the process's resident memory; ``turns`` is their smallest and their largest number.
@@ -58,7 +58,7 @@ def measure_in_turns(
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:
-    """Return by how much ``call`` raised the resident memory at its highest; only on Linux."""
+    """Return the increase of the resident memory during ``call``; only on Linux."""
     _trim()
     try:
         CLEAR_REFS.write_text("5")  # resets the high-water mark
@@ -77,7 +77,7 @@ def _status(field: str) -> int:
 
 
 def _trim() -> None:
-    """Give freed heap pages back, so that their reuse by the call is seen."""
+    """Return freed heap pages to the system, so that the call's use of them is visible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATUS.exists() else None
     if trim is not None:
         trim(0)

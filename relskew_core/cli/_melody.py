@@ -1,4 +1,4 @@
-"""A melody, its features, and a block whose table says where the melody repeats itself.
+"""A melody, its features, and a block whose table encodes where the melody repeats itself.
 
 What is shown is honest but not learned: the weights are written down from the melody by counting, so that a person
 can check them.

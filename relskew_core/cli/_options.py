@@ -1,4 +1,4 @@
-"""The options of a call and of a block, declared once for all commands that take them."""
+"""The options of a call and of a block, declared once for all commands that use them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Weights = Annotated[
     Path | None, typer.Option(help="A file with the block's weights: .npz, .safetensors, or a torch .pt.")
 ]
 LARGEST = 2**20
-"""No length, width or distance in the command line is above it."""
+"""The upper limit of lengths, widths and distances on the command line."""
 
 
 def sized(told: str, least: int | None = None, most: int = LARGEST) -> Any:
-    """Declare an option that is a size, which has a limit: without one, a slip of a digit takes all memory."""
+    """Declare an option that is a size, with a limit: a typing error could use all memory."""
     return typer.Option(help=told, min=least, max=most)
 
 
@@ -51,7 +51,7 @@ PANELS = {
     ),
     "Output": ("save", "overwrite", "as_json", "plot", "png", "moving"),
 }  # fmt: skip
-"""Where the help of a command with more than one kind of options shows each of them."""
+"""The panels of options in the help of a command."""
 
 
 def arranged(parameters: list[Any], *, in_panels: bool = False) -> list[Any]:
@@ -66,7 +66,7 @@ def arranged(parameters: list[Any], *, in_panels: bool = False) -> list[Any]:
 
 
 class Program(TyperGroup):
-    """The program, with its own flags."""
+    """The program, with its flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments."""
@@ -74,7 +74,7 @@ class Program(TyperGroup):
 
 
 class Command(TyperCommand):
-    """One of its commands."""
+    """A command of the program."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments."""
@@ -94,7 +94,7 @@ class SpanOptions:
     causal: Annotated[bool, typer.Option("--causal", help="Queries cannot see later keys.")] = False
 
     def chosen(self) -> Span | None:
-        """Return the span that the options name, if they name one."""
+        """Return the span of the options, if they give one."""
         if self.length is not None and self.clip is not None:
             raise CliError("--length and --clip exclude each other")
         if self.beyond is not None and self.length is None:
@@ -109,7 +109,7 @@ class SpanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions(SpanOptions):
-    """Who sees whom, too."""
+    """The options of visibility, in addition to the span."""
 
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT window; leave a side empty for no limit.")] = None
     block_size: Annotated[int | None, sized("Local attention in blocks of this size.")] = None
@@ -132,14 +132,14 @@ class CallOptions(SpanOptions):
         return left, right
 
     def pattern(self) -> dict[str, Any]:
-        """Return who sees whom, as arguments of a call or of a spec."""
+        """Return the visibility, as arguments of a call or of a spec."""
         same = {name: getattr(self, name) for name in ("causal", "block_size", "blocks_before")}
         return {**same, "window": self.limits()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions(CallOptions):
-    """A block."""
+    """The options of a block."""
 
     embed_dim: Annotated[int, sized("Width of the inputs and of the output.")]
     num_heads: Annotated[int, sized("Number of query heads.")]
@@ -180,7 +180,7 @@ class BlockOptions(CallOptions):
         return BlockSpec(self.embed_dim, self.num_heads, span, rel_keys=not self.no_rel_keys, **tables, **given)
 
     def _refuse_tables(self) -> None:
-        """Refuse what is said of tables, where a bias has no end and comes alone."""
+        """Refuse options of tables for a bias without an end, which has no table."""
         kind = "--alibi" if self.alibi else "--t5"
         both = ("t5",) if self.alibi else ()
         for name in (*both, "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys"):
@@ -189,7 +189,7 @@ class BlockOptions(CallOptions):
 
 
 def choose_span(options: CallOptions, rows: int | None) -> Span:
-    """Return the span of ``--length`` or ``--clip``, or the one that a window, a block size or a table implies."""
+    """Return the span of ``--length`` or ``--clip``, or the one implied by a window, a block size or a table."""
     span = options.chosen()
     if span is not None:
         return span
@@ -214,7 +214,7 @@ def _span_of_rows(rows: int, *, causal: bool) -> Span:
 
 
 def table_rows(weights: Mapping[str, Any] | None) -> int | None:
-    """Return the rows of the table ``rel_k``, if there is one with rows."""
+    """Return the number of rows of the table ``rel_k``, if there is one."""
     table = None if weights is None else weights.get("rel_k")
     shape: tuple[int, ...] = () if table is None else tuple(table.shape)
     return int(shape[-2]) if len(shape) > 1 else None
@@ -228,13 +228,13 @@ def _beyond(text: str | None) -> Beyond:
 
 
 def _maybe(hint: Any) -> Any:
-    """Return an option's declaration, where it may be ``None``."""
+    """Return the declaration of an option that may be ``None``."""
     kind, about = get_args(hint)
     return Annotated[kind | None, about]
 
 
 def takes(options: type[Given], *, optional: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command the options of a class, of which it gets one as its first argument.
+    """Give a command the options of a class, whose instance is its first argument.
 
     Those that must be given come first, as people read the help; where something else may say all of it, they are
     ``None`` by default.

@@ -1,4 +1,4 @@
-"""The ONNX runtimes of this machine, each with the export profile made for it."""
+"""The ONNX runtimes of this machine, each with its export profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """An ONNX runtime on one device; ``key`` and ``provider`` are what ``relskew_core.export`` calls them."""
+    """An ONNX runtime on one device; ``key`` and ``provider`` are its names in ``relskew_core.export``."""
 
     name: str
     device: str
@@ -61,7 +61,7 @@ PROBES: dict[str, Callable[[], Iterator[Runtime]]] = {
 
 
 def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
-    """Return the ONNX runtimes of this machine, or the named ones, and those that are missing with the reason."""
+    """Return the installed ONNX runtimes, or the named ones, and the missing ones with the reason."""
     wanted = {name: probe for name, probe in PROBES.items() if not only or name in only}
     if not wanted:
         return [], []

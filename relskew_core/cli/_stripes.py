@@ -1,4 +1,4 @@
-"""What the demo shows: relative logits before and after the skew, the attention, and the stripes in them."""
+"""The panels of the demo: relative logits before and after the skew, the attention, and the stripes in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Notes ``first … first + length - 1`` repeat, note for note, those ``lag`` notes earlier."""
+    """The notes ``first … first + length - 1``, which repeat those ``lag`` notes earlier exactly."""
 
     lag: int
     first: int
@@ -27,7 +27,7 @@ class Stripe:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The three panels as numbers, each ``(notes, notes)`` with NaN where there is nothing, and the repetitions.
+    """The three panels as numbers, each ``(notes, notes)`` with NaN in empty cells, and the repetitions.
 
     ``before[i, c]`` is query ``i`` against table column ``c``, the relative position ``r = c - (notes - 1)``;
     ``after[i, j]`` and ``attention[i, j]`` are query ``i`` against key ``j``.
@@ -40,12 +40,12 @@ class Shown:
     stripes: list[Stripe]
 
     def on_stripe(self, stripe: Stripe) -> float:
-        """Return the mean attention of a stripe's notes to what they repeat."""
+        """Return the mean attention of a stripe's notes to the notes that they repeat."""
         rows = np.arange(stripe.first, stripe.first + stripe.length, dtype=np.int64)
         return float(self.attention[rows, rows - stripe.lag].mean())
 
     def by_chance(self, stripe: Stripe) -> float:
-        """Return what the same notes would give if they looked at every note so far alike."""
+        """Return the same for uniform attention to all earlier notes."""
         return float(np.mean(1 / (1 + np.arange(stripe.first, stripe.first + stripe.length, dtype=np.int64))))
 
 
@@ -86,14 +86,14 @@ def stripes(tune: Melody, shortest: int = SHORTEST) -> list[Stripe]:
 
 
 def main_stripes(found: Shown) -> list[Stripe]:
-    """Return the repetitions worth a mark: all if they are few, else those at least half as long as the longest."""
+    """Return the repetitions to mark: all if there are few, else those at least half as long as the longest."""
     if len(found.stripes) <= 3:
         return found.stripes
     return [stripe for stripe in found.stripes if 2 * stripe.length >= found.stripes[0].length]
 
 
 def picture(found: Shown) -> Picture:
-    """Return the panels as a picture, in which the main repetitions have a separate colour."""
+    """Return the panels as a picture, with the main repetitions in a separate colour."""
     n = len(found.tune.notes)
     main = main_stripes(found)
     marked = {(i, i - one.lag) for one in main for i in range(one.first, one.first + one.length)}

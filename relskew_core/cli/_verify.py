@@ -24,7 +24,7 @@ FEW = ("causal", "clip+values")  # together they use all kernels
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One library, dtype and case: its error against float64, and what it cost."""
+    """The result of one library, dtype and case: its error against float64, its time and its memory."""
 
     library: str
     version: str
@@ -41,14 +41,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found."""
+    """The results of ``verify``."""
 
     rows: list[Finding]
     missing: list[Missing]
 
     @property
     def ok(self) -> bool:
-        """Whether something ran and every gate held."""
+        """Whether at least one case ran and all are within their tolerance."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """What there is to verify: each backend in each of its dtypes, with the cases to run."""
+    """The plan of a verification: each backend in each of its dtypes, with the cases to run."""
 
     steps: list[tuple[ArrayLibrary | Runtime, str, list[Case]]]
     missing: list[Missing]
@@ -76,7 +76,7 @@ def plan(
     *,
     every: bool = False,
 ) -> VerifyPlan:
-    """Look for the libraries and runtimes, or the named ones, and choose the cases.
+    """Find the libraries and runtimes, or the named ones, and choose the cases.
 
     Unless they are named or ``every``, all cases run in float32 and ``FEW`` in the other dtypes.
     """
@@ -107,7 +107,7 @@ def plan(
 
 
 def verify(what: VerifyPlan, tell: Callable[[str], None] = lambda step: None) -> Verification:
-    """Run every case of the plan on every backend; each failure becomes a row that says why."""
+    """Run every case of the plan on every backend; a failure becomes a row with the reason."""
     given: dict[tuple[str, str], CaseInputs] = {}
     rows = []
     for backend, dtype, chosen in what.steps:
@@ -179,5 +179,5 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
 
 
 def _measured(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int | None] | None) -> Measured:
-    """Measure a call that may be slow: once, and a few times more if it is not."""
+    """Measure a call that may be slow: once, and several times if it is not."""
     return measure_in_turns({"it": call}, peak_of=peak_of, turns=(1, REPEATS))["it"]

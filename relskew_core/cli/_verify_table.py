@@ -1,4 +1,4 @@
-"""The findings of ``verify`` as tables for people."""
+"""The findings of ``verify`` as tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core.cli._verify import Finding, Verification
 
 
 def show(found: Verification, console: Console, *, every: bool = False) -> None:
-    """Print one line for each library, device and dtype, or for every case; then the failures and what is missing."""
+    """Print one line for each library, device and dtype, or for every case; then failures and missing libraries."""
     cases = "case" if every else "cases (worst)"
     columns = dict.fromkeys(("library", "device", "dtype", cases), False)
     columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
@@ -44,7 +44,7 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
 
 
 def show_missing(missing: list[Missing], console: Console) -> None:
-    """Print what this machine lacks, and why."""
+    """Print the libraries and runtimes that are missing, and why."""
     if missing:
         grid = Table.grid(padding=(0, 2))
         for one in missing:
@@ -53,7 +53,7 @@ def show_missing(missing: list[Missing], console: Console) -> None:
 
 
 def _groups(rows: list[Finding]) -> list[list[Finding]]:
-    """Return the rows of every library, device and dtype together."""
+    """Return the rows, grouped by library, device and dtype."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for row in rows:
         groups.setdefault((row.library, row.device, row.dtype), []).append(row)

@@ -1,4 +1,4 @@
-"""Weights from files, as the mapping that a block takes."""
+"""Weights from files, as the mapping of a block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relskew_core._block.spec import ATTENDED
 from relskew_core.cli._errors import CliError, need, reason
 
 MOST = 2**26
-"""So many weights are drawn from a seed, in seconds; a file may have more."""
+"""The most weights that are drawn from a seed, which takes seconds; a file may have more."""
 
 
 def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> dict[str, Any]:
-    """Read the arrays of a ``.npz`` or ``.safetensors`` file or a torch checkpoint without running any code in it.
+    """Read the arrays of a ``.npz`` or ``.safetensors`` file or a torch checkpoint, without running code in it.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> d
 
 
 def _inner(found: Any) -> Any:
-    """Return the weights of a training checkpoint, or what was found."""
+    """Return the weights inside a training checkpoint, or the object itself."""
     if isinstance(found, Mapping):
         for key in ("state_dict", "model"):
             if isinstance(found.get(key), Mapping):
@@ -62,7 +62,7 @@ def _inner(found: Any) -> Any:
 def chosen_weights(
     spec: BlockSpec, path: Path | None, prefix: str, seed: int | None, *, projections: bool = True
 ) -> tuple[Mapping[str, Any], str]:
-    """Return the weights that the options name, and where they are from in words."""
+    """Return the weights of the options, and their source in words."""
     if path is None:
         if prefix:
             raise CliError("--prefix says which part of a file to take: it needs --weights")

@@ -1,4 +1,4 @@
-"""What all loaders share: projections under the names of a block, and the spec that they fit."""
+"""The shared part of all loaders: projections under a block's names, and the spec that fits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = {"q_proj": "W E", "k_proj": "W E", "v_proj": "W E", "out_proj": "E W"}
 
 
 def note_head_width(state: State, name: str) -> None:
-    """Note the width ``D`` of a head, once ``name`` has said the width ``W`` of all of them."""
+    """Record the width ``D`` of a head, after ``name`` has given the width ``W`` of all of them."""
     width, heads = state.sizes["W"], state.sizes["H"]
     if width % heads:
         raise ValueError(
@@ -25,21 +25,21 @@ def note_head_width(state: State, name: str) -> None:
 
 
 def read_weights(state: State, names: Mapping[str, str], axes: str = "") -> Weights:
-    """Read the weights of four linear layers: our name of each by the other's. Convolutions have more ``axes`` of 1."""
+    """Read the weights of four linear layers, from our names to theirs. Convolutions have more ``axes`` of 1."""
     weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours] + axes) for ours in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
     return {name: weight[..., 0] if axes else weight for name, weight in weights.items()}
 
 
 def read_biases(state: State, names: Mapping[str, str]) -> Weights:
-    """Read the biases of linear layers: all of them, or none where none is there."""
+    """Read the biases of linear layers: all of them, or none if there are none."""
     if not any(state.has(f"{theirs}.bias") for theirs in names.values()):
         return {}
     return {f"{ours}.bias": state.read(f"{theirs}.bias", FORMS[ours].split()[0]) for ours, theirs in names.items()}
 
 
 def as_block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:
-    """Return the spec of weights that were read, and them in its order."""
+    """Return the spec of the weights, and the weights in its order."""
     state.finish()
     spec = BlockSpec(
         state.sizes["E"], state.sizes["H"], span, head_dim=state.sizes["D"],

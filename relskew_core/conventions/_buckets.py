@@ -1,4 +1,4 @@
-"""Tables by bucket, of which far positions share rows: T5 and DeBERTa."""
+"""Tables by bucket, whose rows far positions share: T5 and DeBERTa."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class T5:
 
     @property
     def span(self) -> Span:
-        """Clipped at ``max_distance``, from where on all positions share a bucket."""
+        """Clipped at ``max_distance``, from which on all positions share a bucket."""
         return Span(self.max_distance, self.max_distance if self.bidirectional else 0, "clip")
 
     def load(self, table: Array) -> tuple[Array, Span]:
@@ -205,13 +205,13 @@ class DeBERTa:
 
 
 def _take(table: Array, rows: tuple[int, ...]) -> Array:
-    """Take rows by number along the first axis: once for a table, never for a pair of positions."""
+    """Take rows by number along the first axis: once per table, never per pair of positions."""
     xp = namespace_of_arrays({"table": table})
     return xp.take(table, xp.asarray(list(rows), dtype=integer(xp), device=device(table)), axis=0)
 
 
 def _nearest(rows: Array, span: Span, numbers: tuple[int, ...], count: int) -> Array:
-    """Return for each of ``count`` numbers the row nearest to ``r = 0`` that has it, zeros where none has."""
+    """Return, for each of ``count`` numbers, the nearest row to ``r = 0`` with that number; zeros if none has it."""
     xp = namespace_of_arrays({"rows": rows})
     nearest: dict[int, int] = {}
     for r in sorted(range(-span.left, span.right + 1), key=abs):

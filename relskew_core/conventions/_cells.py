@@ -48,7 +48,7 @@ class Swin:
 
     @property
     def spans(self) -> tuple[Span, Span]:
-        """Of heights and of widths, each as far ahead as back."""
+        """The spans of heights and widths, which reach equally far in both directions."""
         h, w = self.window
         return Span.full(h), Span.full(w)
 
@@ -187,6 +187,6 @@ def _check_cells(table: Array, window: tuple[int, int], *, extra: int) -> None:
 
 
 def _exchanged(rows: Array) -> Array:
-    """Exchange the first two of three rows: they and we have the class token's in another order."""
+    """Exchange the first two of three rows: the rows of the class token have a different order here."""
     xp = namespace_of_arrays({"rows": rows})
     return xp.concat([rows[1:2, :], rows[:1, :], rows[2:, :]], axis=0)

@@ -138,7 +138,7 @@ def load_named(convention: Convention, name: str, table: Array, *, left: int | N
 
 
 def check_rows(name: str, table: Array, span: Span) -> None:
-    """Refuse a table that has not one row for every relative position of ``span``."""
+    """Refuse a table without exactly one row for every relative position of ``span``."""
     rows = _count_rows(name, table)
     if not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span, got {describe(span)}")
@@ -174,7 +174,7 @@ def _span(convention: Convention, name: str, table: Array, rows: int, left: int 
 
 
 def _misfit(reach: Reach, span: Span) -> str | None:
-    """Return what ``span`` must do and does not."""
+    """Return the condition that ``span`` violates."""
     if reach == "past" and span.right:
         return "end at 0"
     if reach == "odd" and span.left != span.right:

@@ -1,4 +1,4 @@
-"""Tables whose rows descend, from the future to the past: they are flipped on their way here and back."""
+"""Tables whose rows descend, from the future to the past; they are flipped when they are loaded or stored."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _jason9693(state: State) -> tuple[Weights, Span]:
 
 
 def _spectraldoy(state: State) -> tuple[Weights, Span]:
-    """Split a table as wide as all heads, its edge row for everything further away; only the output's bias is sure."""
+    """Split a table with the width of all heads, whose edge row serves further positions."""
     inner = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
     weights = read_weights(state, {**inner, "out_proj": "wo"})
     weights["out_proj.bias"] = state.read("wo.bias", FORMS["out_proj"].split()[0])

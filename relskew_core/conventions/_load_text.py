@@ -96,7 +96,7 @@ def load_t5(
     prefix: str = "",
     bias_prefix: str | None = None,
 ) -> tuple[BlockSpec, Weights]:
-    """Read an HF ``T5Attention`` to its own sequence: projections without biases, a bias by relative position.
+    """Read the self-attention of an HF ``T5Attention``: projections without biases, and a bias by relative position.
 
     T5 does not scale its logits and a block does: ``q_proj.weight`` is T5's times the square root of a head's width.
 
@@ -157,7 +157,7 @@ def load_t5(
 
 
 def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
-    """Read a table for keys and, where there is one, for values: both clipped, or both of version 2."""
+    """Read a table for keys and, if there is one, for values: both clipped, or both of version 2."""
     clipped = [state.find(f"relative_positions_{role}s/embeddings") for role in ("key", "value")]
     version_2 = [state.find(f"{role}_relative_embeddings") for role in ("key", "value")]
     if any(clipped) and any(version_2):

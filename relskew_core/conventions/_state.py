@@ -1,4 +1,4 @@
-"""State dicts, read key by key: what is missing, misshapen or left over is refused by its name."""
+"""State dicts, read key by key: missing, misshapen and unread keys raise errors that name them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relskew_core._array.typing import Array, Namespace
 
 
 class State:
-    """The part of a state dict that is one attention.
+    """The part of a state dict that belongs to one attention.
 
     Sizes have names: the first array that has one says how large it is, and the others must agree.
 
@@ -37,11 +37,11 @@ class State:
 
     @property
     def xp(self) -> Namespace:
-        """The namespace of what was read."""
+        """The namespace of the arrays read so far."""
         return namespace_of_arrays(self._read)
 
     def label(self, name: str) -> str:
-        """Return what messages call an array."""
+        """Return the name of an array in messages."""
         return _label(self.prefix + name)
 
     def has(self, name: str) -> bool:
@@ -49,7 +49,7 @@ class State:
         return self.prefix + name in self.arrays
 
     def find(self, suffix: str) -> str | None:
-        """Return the one name that ends in ``suffix``; the scope before it has many names."""
+        """Return the one name that ends in ``suffix``; the scope before it differs between models."""
         keys = sorted(key for key in self.arrays if key.startswith(self.prefix) and key.endswith(f"/{suffix}"))
         if len(keys) > 1:
             raise ValueError(f"`prefix` must single out one attention, got {self.prefix!r} with {', '.join(keys)}")
@@ -73,7 +73,7 @@ class State:
         raise ValueError(f"`{_label(key)}` must have shape {self._expected(forms)}, got {describe(array)}")
 
     def finish(self) -> None:
-        """Refuse keys of the attention that were not read: without them its numbers would be others.
+        """Refuse keys of the attention that were not read, because ignoring them would change its results.
 
         Entries below an array, such as ``"q/kernel/Adam"``, were left in the checkpoint by an optimizer.
         """
@@ -85,16 +85,16 @@ class State:
             )
 
     def lacks(self, names: str) -> ValueError:
-        """Return the error that none of some names is there."""
+        """Return the error for names none of which exists."""
         there = self._keys_under(self.prefix)
         return ValueError(f"`state` must have {names} under {self.prefix!r}; its keys there are {there}")
 
     def _keys_under(self, place: str) -> str:
-        """List the keys that begin with ``place``, all of them where none does."""
+        """List the keys that begin with ``place``, or all if none does."""
         return _listed([key for key in map(str, self.arrays) if key.startswith(place)] or map(str, self.arrays))
 
     def _sizes_of(self, array: Array, axes: list[str]) -> dict[str, int] | None:
-        """Return the sizes of an array by the names of its axes, None where they do not fit."""
+        """Return the sizes of an array by the names of its axes, ``None`` if they do not fit."""
         if array.ndim != len(axes) or 0 in array.shape:
             return None
         sizes = dict(zip(axes, array.shape, strict=True))

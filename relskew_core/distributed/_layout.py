@@ -1,4 +1,4 @@
-"""How a sequence is split over devices, and whether a call of a share is one of the whole."""
+"""Layouts of a sequence that is split over devices, and checks of a call against the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = get_args(Layout)
 
 
 def runs(layout: Layout, parts: int, index: int, count: int) -> tuple[Run, ...]:
-    """Return which of ``parts · count`` positions part ``index`` holds, in order.
+    """Return the positions, of ``parts · count``, that part ``index`` holds, in order.
 
     ``"contiguous"``: its share of neighbours. ``"zigzag"``: of twice as many shares one from the front and its mirror
     image, so that causal attention costs every part the same. ``"striped"``: every ``parts``-th position.
@@ -33,14 +33,14 @@ def runs(layout: Layout, parts: int, index: int, count: int) -> tuple[Run, ...]:
 
 
 def divisor(layout: Layout, parts: int) -> int:
-    """Return what the length of a sequence is a multiple of."""
+    """Return the number that must divide the length of a sequence."""
     return parts * (2 if layout == "zigzag" else 1)
 
 
 def needed(
     queries: Sequence[Sequence[Run]], keys: Sequence[Sequence[Run]], offset: int, left: int | None, right: int | None
 ) -> list[int]:
-    """Return at which distances around a ring some part sees keys of another: the hops that are worth it."""
+    """Return the distances around a ring at which some part sees keys of another: the hops that are needed."""
     parts = len(queries)
 
     def met(distance: int) -> bool:
@@ -55,7 +55,7 @@ def needed(
 
 
 def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, xp: Namespace, outer: int = 1) -> None:
-    """Refuse a call that a share of is fine, but that the whole, of ``size`` shares, is not.
+    """Refuse a call that is valid for a shard, but not for the whole sequence of ``size`` shards.
 
     ``outer`` of the shares are laid out, each of ``size / outer`` neighbours.
     """

@@ -1,4 +1,4 @@
-"""Who sees whom in a call, and from which row of the table."""
+"""The visible keys of a call, and the table row for each pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core.draw._picture import Cell, Panel, Picture, check_cells, signed
 from relskew_core.draw._span import row_cell, span_words
 
 ARRAYS = ("mask", "segments", "positions")
-"""Arguments that are too long for a title."""
+"""The most characters of the arguments in a title."""
 
 
 def draw_call(

@@ -11,15 +11,15 @@ from typing import NamedTuple
 LIGHT = {"paper": "#ffffff", "ink": "#1f2933", "faint": "#5b6773", "empty": "#1f2933"}
 DARK = {"paper": "#161b22", "ink": "#e6e9ee", "faint": "#a3adb8", "empty": "#e6e9ee"}
 HUES = {"past": "#2a6fbb", "self": "#7b8794", "future": "#cb6d00", "weight": "#9250bd"}
-"""Blue and orange beside grey are one map, of positions; violet alone is the other, of weights."""
+"""Blue and orange with grey are the map of positions; violet is the map of weights."""
 
 UNSEEN = 0.05
 LEAST, SELF, MOST = 0.15, 0.35, 0.7
-"""How much covers the paper near a query, at the query itself, and at most where a number stands on it."""
+"""The opacity near a query, at the query itself, and the most under a number."""
 
 
 class Paint(NamedTuple):
-    """A hue and how much of it."""
+    """A hue and its opacity."""
 
     hue: str
     cover: float
@@ -43,6 +43,6 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 def on(paper: str, paint: Paint) -> str:
-    """Return what is seen of a colour on a paper, as ``#rrggbb``."""
+    """Return the visible colour on a paper, as ``#rrggbb``."""
     mixed = zip(rgb(HUES[paint.hue]), rgb(paper), strict=True)
     return "#" + "".join(f"{round(paint.cover * a + (1 - paint.cover) * b):02x}" for a, b in mixed)

@@ -1,4 +1,4 @@
-"""Lines on logarithmic axes, drawn by matplotlib: what was measured at some lengths."""
+"""Lines on logarithmic axes, drawn by matplotlib: measurements by length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRID = {"light": "#e4e7eb", "dark": "#2d333b"}
 
 
 class Line(NamedTuple):
-    """Points of one name; ``thick`` are the lines that a picture is about."""
+    """The points of one line; ``thick`` ones are those that a picture is about."""
 
     name: str
     points: list[tuple[float, float]]
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines with a title, the numbers at the axis of the values, and how they are written."""
+    """Lines with a title, and the ticks of the axis of values and their text."""
 
     title: str
     lines: Sequence[Line]
@@ -36,7 +36,7 @@ class Chart(NamedTuple):
 def save_lines(
     path: Path, title: str, rows: Sequence[Sequence[Chart]], *, note: str = "length", dark: bool = False
 ) -> Path:
-    """Draw rows of panels with one legend into a file, whole or not at all."""
+    """Draw rows of panels with one legend into a file, completely or not at all."""
     from matplotlib import rc_context
 
     # text stays text, and the file is the same each time

@@ -1,4 +1,4 @@
-"""A picture: panels of cells, and how they are laid out for every kind of file."""
+"""A picture: panels of cells, and their layout for every kind of file."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Image, Shape, Wo
 from relskew_core.draw._svg import svg
 
 GAP = 40
-"""Between panels side by side."""
+"""The gap between adjacent panels."""
 
 SMALL = 0.9 * LETTERS
-"""How high the letters are that explain."""
+"""The height of explanatory text."""
 
 TITLE_CHARACTERS, NOTE_CHARACTERS = 45, 55
-"""So many stand in a line."""
+"""The most panels in a row."""
 
 LARGEST, WRITTEN, SMALLEST, LOWEST = 44.0, 34.0, 1.0, 11.0
-"""Sides of a cell: the largest, the smallest with a number in it, the smallest of all; and the lowest letters."""
+"""The sides of a cell: the largest, the smallest with a number in it, the smallest; and the least height of letters."""
 
 MOST = 2**20
-"""More cells than a screen has room for are no picture."""
+"""The most cells of a picture."""
 
 MANY = 300
-"""More cells without numbers are one image, and no shapes of their own."""
+"""With more cells, without numbers, a panel is one image instead of separate shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One place: ``tone`` -1 … 1 gives its colour, ``None`` where there is nothing; ``text`` is written in it."""
+    """A cell: ``tone`` -1 … 1 is its colour, ``None`` if it is empty; ``text`` is written in it."""
 
     tone: float | None = None
     text: str = ""
@@ -112,12 +112,12 @@ class Picture:
         return f"<Picture {self.title!r}: {panels} of {sizes} cells; .save(path) writes it>"
 
     def svg(self) -> str:
-        """Return the picture as SVG, which follows the reader's choice of light or dark."""
+        """Return the picture as SVG, which follows the reader's light or dark theme."""
         shapes, height = self.shapes()
         return svg(self.title, shapes, height)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the picture, whole or not at all.
+        """Write the picture, completely or not at all.
 
         Parameters
         ----------
@@ -170,7 +170,7 @@ def check_cells(cells: int, what: str, most: int = MOST) -> None:
 
 
 def check_ending(path: str | os.PathLike[str]) -> Path:
-    """Return where a picture is to be written; only two kinds can be."""
+    """Return the path of a picture, which must end in a supported suffix."""
     target = Path(path)
     if target.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"`path` must end in .svg or .png, got {os.fspath(path)!r}")
@@ -183,17 +183,17 @@ def signed(number: int) -> str:
 
 
 def _margin(panel: Panel) -> float:
-    """Return the width of the names of the rows."""
+    """Return the width of the row names."""
     return 0.6 * LETTERS * max((len(name) for name in panel.rows), default=0) + 6
 
 
 def _least(panel: Panel) -> float:
-    """Return how wide a panel's heading is."""
+    """Return the least width of a panel with its heading."""
     return max(0.58 * LETTERS * len(panel.title), 0.58 * SMALL * len(panel.axes()))
 
 
 def _side(row: list[Panel]) -> float:
-    """Return how large cells may be where these panels are side by side."""
+    """Return the size of cells that lets these panels fit side by side."""
     free = WIDTH - 2 * PAD - GAP * (len(row) - 1) - sum(_margin(panel) for panel in row)
     while row:
         side = free / sum(len(panel.columns) for panel in row)
@@ -243,14 +243,14 @@ def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape
 
 
 def _size(side: float, names: Sequence[str] = ()) -> float:
-    """Return the height of the letters next to and in cells, lower where names are long but not much."""
+    """Return the height of the letters next to and in cells, slightly lower for long names."""
     size = min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
     fitting = (side - 4) / (0.7 * max(1, *map(len, names), 1))
     return min(size, fitting) if fitting >= LOWEST else size
 
 
 def _some(names: list[str], side: float) -> list[tuple[int, str]]:
-    """Return the names that have room, each with its place."""
+    """Return the names that have room, with their places."""
     room = 0.62 * _size(side, names) * max(1, *map(len, names), 1) + 4
     step = next((n for n in (1, 5, 10, 20, 50, 100, 200, 500, 1000) if n * side >= room - 0.01), len(names) or 1)
     return list(enumerate(names))[::step]

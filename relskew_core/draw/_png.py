@@ -12,13 +12,13 @@ from relskew_core.draw._shapes import WIDTH, Box, Shape, Words
 
 ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 POINTS = 72 / 96
-"""A point is larger than a unit of the picture."""
+"""The size of a point in units of the picture."""
 
 COLOURS = {**HUES, **LIGHT}
 
 
 def save_png(path: Path, shapes: Iterable[Shape], height: float) -> None:
-    """Write the shapes on light paper, two pixels a unit."""
+    """Write the shapes on light paper, with two pixels per unit."""
     try:
         from matplotlib import figure as figures
     except ModuleNotFoundError as error:

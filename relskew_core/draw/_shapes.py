@@ -1,4 +1,4 @@
-"""What a picture is made of, in units of which a phone shows half a pixel each or more."""
+"""The shapes of a picture, in units of at least half a pixel on a phone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from relskew_core.draw._colours import Paint
 
 WIDTH, PAD, LETTERS = 600, 12, 20
-"""The width of every picture, the room at its edges, and how high letters are."""
+"""The width of every picture, its margins, and the height of letters."""
 
 
 class Box(NamedTuple):

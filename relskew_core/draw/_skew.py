@@ -1,4 +1,4 @@
-"""The skew before and after, still and moving."""
+"""The skew before and after, as a still and as a moving picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Words
 from relskew_core.draw._svg import document, element
 
 MOVING = 2**15
-"""A picture that moves has no more cells: each is a shape of its own."""
+"""The most cells of a moving picture, because each is a separate shape."""
 
 NOTE = "A column becomes a diagonal. In memory nothing moves."
 
@@ -91,14 +91,14 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
 
 
 def moving_skew(n: int, m: int) -> str:
-    """Return the moving picture as SVG. At rest, each number is under its key."""
+    """Return the moving picture as SVG. In its final state, each number is under its key."""
     side = min(52.0, (WIDTH - 2 * PAD - 3 * LETTERS) / (n + m - 1))
     left = (WIDTH - side * (n + m - 1)) / 2 + LETTERS
     top = PAD + 4.2 * LETTERS
     keys = left + side * (n - 1) / 2  # the square is in the middle, so rows move in both directions
 
     def row(i: int) -> str:
-        """Return a row where it is before the skew; what no key is for fades."""
+        """Return a row in its position before the skew; numbers without a key fade."""
         found, gone = list[str](), list[str]()
         for c in range(n + m - 1):
             r, x, y = c - (n - 1), left + c * side, top + i * side
@@ -117,7 +117,7 @@ def moving_skew(n: int, m: int) -> str:
         return f'<g class="row" style="--shift:{shift:g}px">{inside}</g>'
 
     def heads(kind: str, title: str, axis: str, x: float, names: list[str]) -> str:
-        """Return the words above, of which those of one layout are seen at a time."""
+        """Return the headings, of which those of one layout are visible at a time."""
         words = [
             Words(PAD, PAD + LETTERS / 2, title, anchor="start", bold=True),
             Words(PAD, PAD + 1.9 * LETTERS, axis, anchor="start", ink="faint"),
@@ -150,7 +150,7 @@ MOTION = """.relskew .row{transform:translateX(var(--shift))}
 @keyframes before{0%,28%,98%,100%{opacity:1}31%,95%{opacity:0}}
 @keyframes after{0%,31%,95%,100%{opacity:0}34%,92%{opacity:1}}
 """
-"""At rest as after the skew. The names of the layouts change while the rows move."""
+"""The state after the skew. The names of the layouts change while the rows move."""
 
 
 def _sizes(n_queries: int, n_keys: int | None, most: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from relskew_core._positions.span import Span
 from relskew_core.draw._picture import Cell, Panel, Picture, signed
 
 PAST = 2
-"""So many positions are drawn past either end."""
+"""How many positions are drawn past either end."""
 
 BEYOND = {
     "error": "error: a call that sees past the ends is refused.",
@@ -61,7 +61,7 @@ def span_words(span: Span) -> str:
 
 
 def row_of(r: int, span: Span) -> int | None:
-    """Return which row of a table serves a relative position, ``None`` where there is none."""
+    """Return the row of a table for a relative position, ``None`` if there is none."""
     if span.beyond != "clip" and not -span.left <= r <= span.right:
         return None
     return min(max(r, -span.left), span.right) + span.left

@@ -1,4 +1,4 @@
-"""Shapes as SVG: text that can be read out and copied, in light and dark, without any package."""
+"""Shapes as SVG: text that can be read aloud and copied, in light and dark, without any package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def svg(title: str, shapes: Iterable[Shape], height: float) -> str:
 
 
 def document(title: str, height: float, inside: str, style: str = "") -> str:
-    """Return a whole SVG around its elements; its styles touch nothing else on a page."""
+    """Return a complete SVG around its elements; its styles do not affect the rest of a page."""
     attributes = f'viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" font-size="{LETTERS}" role="img"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="relskew" {attributes}>\n<title>{escape(title)}</title>\n'
@@ -69,7 +69,7 @@ STYLE = _style()
 
 
 def png(paints: list[list[Paint]]) -> bytes:
-    """Return a pixel for each colour, as the smallest PNG that has transparency."""
+    """Return colours as pixels of the smallest possible PNG with transparency."""
     empty = rgb(HUES["self"])  # visible on light and dark paper
     rows = (
         b"\0" + b"".join(bytes((*(rgb(HUES[p.hue]) if p.hue in HUES else empty), round(255 * p.cover))) for p in row)

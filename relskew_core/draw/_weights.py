@@ -12,7 +12,7 @@ from relskew_core.draw._picture import Cell, Panel, Picture, check_cells
 
 ACROSS = 2
 NOTE = "Colour: the root of the weight; full colour is {:.2g}."
-"""By the weight itself, all but the few largest would look alike."""
+"""In proportion to the weight itself, all but the few largest would look alike."""
 
 
 def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_query: int = 0) -> Picture:
@@ -80,5 +80,5 @@ def _cells(tones: Any, values: Any) -> list[list[Cell]]:
 
 
 def _short(value: float) -> str:
-    """Return a weight in three characters, and none for none."""
+    """Return a weight in three characters, and nothing for zero."""
     return "" if value == 0 else "1" if value > 0.995 else f"{value:.2f}".removeprefix("0")

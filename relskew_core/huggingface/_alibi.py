@@ -17,7 +17,7 @@ from relskew_core.huggingface._attend import DropIn, additive, length, refuse_we
 
 
 class _AlibiAttention(DropIn):
-    """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and a mask that is added."""
+    """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and an additive mask."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         if torch.compiler.is_exporting() or q.shape[-2] == 1:
@@ -45,7 +45,7 @@ class MptRelativeAttention(_AlibiAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache; the mask is True where nothing is seen."""
+        """Attend from ``(batch, length, width)`` to itself and to the cache; the mask is True at hidden keys."""
         refuse_weights(kwargs.get("output_attentions"))
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
@@ -71,7 +71,7 @@ class MptRelativeAttention(_AlibiAttention):
 
 
 class BloomRelativeAttention(_AlibiAttention):
-    """``BloomAttention``, whose keys' numbers skip padding."""
+    """``BloomAttention``, whose numbering of keys skips padding."""
 
     replaces = ("BloomAttention",)
     projections = ("", "", "", "dense")

@@ -1,4 +1,4 @@
-"""What all drop-ins share: all that the module has that they replace, heads split and joined, one call of attention."""
+"""The shared part of all drop-ins: attributes of the original, splitting and joining heads, the call of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core.huggingface._masks import register_masks
 
 
 class DropIn(nn.Module):
-    """A module with everything that another one has, and a new ``forward``.
+    """A module with all attributes of another one, and a new ``forward``.
 
     Its names say where the original keeps what all have: the projections of queries, keys, values and outputs, the
     number of heads, and the dropout of weights, a number or a module.
@@ -50,15 +50,15 @@ class DropIn(nn.Module):
 
     @classmethod
     def serves(cls, theirs: Any) -> bool:
-        """Whether a module of a class that is replaced has relative positions at all."""
+        """Whether a module of a supported class has relative positions at all."""
         return True
 
     def attends_to_itself(self) -> bool:
-        """Whether a window means anything here: not in the decoder of a model with an encoder."""
+        """Whether a window has a meaning here: not in the decoder of a model with an encoder."""
         return True
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads of queries of ``x`` and of keys and values of ``source``, which is ``x`` by default."""
+        """Return the heads of queries of ``x``, and of keys and values of ``source``, which is ``x`` by default."""
         source = x if source is None else source
         heads = getattr(self, self.heads)
         q, k, v = (getattr(self, name) for name in self.projections[:3])
@@ -70,20 +70,20 @@ class DropIn(nn.Module):
         return y
 
     def share_dropped(self) -> float:
-        """Return how much of the weights the module drops in training."""
+        """Return the share of the weights that the module drops in training."""
         share: Any = getattr(self, self.drops)
         if isinstance(share, nn.Module):  # torch's, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
         return float(share)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend with the dropout of the module, in training."""
+        """Attend with the module's dropout in training."""
         if self.window is not None:
             options["window"] = self.window
         return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
 
     def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
-        """Keep which row of a table serves each position, where the module's weights are.
+        """Store the row of a table for each position, on the device of the module's weights.
 
         Linear layers that torch has quantised have no parameters: those are on the CPU.
         """
@@ -92,7 +92,7 @@ class DropIn(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:
-    """Attend with a share ``dropout`` of the weights zeroed, each call drawing others."""
+    """Attend with a share ``dropout`` of the weights set to zero, drawn anew in each call."""
     if dropout >= 1:
         raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
     by_item = options.get("rel_k") is not None and options["rel_k"].ndim == 4
@@ -113,13 +113,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
 def _is_banded(
     *, window: tuple[int | None, int | None] | None = None, mask: Tensor | None = None, **others: Any
 ) -> bool:
-    """Whether a window is all that hides keys, but for padding."""
+    """Whether only a window, apart from padding, hides keys."""
     alone = not others.get("causal") and "offset" not in others
     return window is not None and None not in window and alone and (mask is None or mask.shape[-2] == 1)
 
 
 def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) -> Tensor:
-    """Attend with a separate table for each item, ``(batch, H, R, D)``: an item at a time."""
+    """Attend with a separate table for each item, ``(batch, H, R, D)``, item by item."""
 
     def item(x: Any, b: int) -> Any:
         if not isinstance(x, Tensor) or x.ndim < 4:
@@ -134,13 +134,13 @@ def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) 
 
 
 def refuse_weights(output_attentions: bool | None) -> None:
-    """Refuse to return what is never held."""
+    """Refuse to return weights, which are never materialised."""
     if output_attentions:
         raise ValueError("`output_attentions` must be False: relative attention never materialises the weights")
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a boolean mask as its model adds it: queries that see no key see all of them alike.
+    """Return a boolean mask as the model adds it: a query that sees no key attends to all equally.
 
     One that is added already has the model's dtype, and autocast may compute in another.
     """
@@ -152,7 +152,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def length(count: Any) -> Any:
-    """Return how many positions a cache says it holds: an int, of a tensor too, or a symbol where torch traces one."""
+    """Return the number of positions in a cache: an int, also from a tensor, or a symbol while torch traces one."""
     return count if isinstance(count, torch.SymInt) else int(count)
 
 

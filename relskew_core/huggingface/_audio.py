@@ -14,7 +14,7 @@ from relskew_core.huggingface._attend import DropIn, split
 
 
 class Gemma3nRelativeAttention(DropIn):
-    """``Gemma3nAudioAttention``: blocks of queries and the keys around them are a window. It drops no weights."""
+    """``Gemma3nAudioAttention``: blocks of queries and the keys around them become a window, without dropout."""
 
     replaces = ("Gemma3nAudioAttention",)
 
@@ -41,7 +41,7 @@ class Gemma3nRelativeAttention(DropIn):
 
 @dataclass(frozen=True)
 class PositionBias:
-    """The placeholder of a bias as a matrix, to which the model adds a mask."""
+    """The placeholder of a bias matrix, to which the model adds a mask."""
 
     numbers: Tensor  # (heads, rows)
     span: Span
@@ -68,7 +68,7 @@ class Phi4RelativeBias(DropIn):
 
 
 class Phi4RelativeAttention(DropIn):
-    """``Phi4MultimodalAudioAttention``, which adds what its mask is: 1 at keys that are seen, and 0 at others."""
+    """``Phi4MultimodalAudioAttention``, which adds its mask as numbers: 1 at visible keys, and 0 at others."""
 
     replaces = ("Phi4MultimodalAudioAttention",)
     needs = "Phi4MultimodalAudioRelativeAttentionBias"

@@ -1,4 +1,4 @@
-"""Local attention as ``torch.export`` gets it of a whole model: folded into blocks, in memory linear in the length."""
+"""Local attention in exports of whole models: folded into blocks, with memory that grows linearly with the length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def banded(
     scale: float | None = None,
     rel_scale: float | None = None,
 ) -> Tensor:
-    """Attend from every position to those around it; the mask is one of keys alone, ``(batch, 1, 1, length)``.
+    """Attend from every position to those around it; the mask is for keys alone, ``(batch, 1, 1, length)``.
 
     A block of queries sees its own keys and those of the blocks around it. Only the number of blocks is a symbol.
     """
@@ -94,7 +94,7 @@ class _Fold:
         return x.flatten(-2)[..., self.side :].unflatten(-1, (self.side, width))[..., : self.around]
 
     def band(self, device: torch.device) -> Tensor:
-        """Return which keys around its block a query sees, ``(side, around)``."""
+        """Return the keys around its block that a query sees, ``(side, around)``."""
         keys = torch.arange(self.around, dtype=torch.int64, device=device) - self.before * self.side
         relative = keys - torch.arange(self.side, dtype=torch.int64, device=device)[:, None]
         return (relative >= -self.left) & (relative <= self.right)

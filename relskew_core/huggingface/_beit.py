@@ -1,4 +1,4 @@
-"""The drop-ins for BEiT: a bias by relative cell handed to attention as it is, and no longer as a matrix."""
+"""The drop-ins for BEiT: a bias by relative cell is passed to attention instead of a matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core.huggingface._attend import DropIn, join, refuse_weights
 from relskew_core.huggingface._windows import by_cell
 
 HELD = 2**24
-"""So many numbers by query and key are held. In parts the matrix is made again for each: slower, in less memory."""
+"""The most entries of a matrix by query and key. In chunks it is made again for each: slower, with less memory."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BeitRelativeBias(DropIn):
     def forward(
         self, window_size: tuple[int, int], interpolate_pos_encoding: bool = False, dim_size: int | None = None
     ) -> GridBias:
-        """Return the bias of a grid of cells; the table is resized where it was trained on another one."""
+        """Return the bias of a grid of cells; the table is resized if it was trained on a different grid."""
         h, w = (2 * size - 1 for size in self.window_size)
         rows = self.relative_position_bias_table
         # transformers reads tables of oblong windows as width by height when it resizes them, and models were trained
@@ -63,7 +63,7 @@ class BeitRelativeBias(DropIn):
 
 
 class BeitRelativeAttention(DropIn):
-    """``BeitAttention``, which takes a :class:`GridBias` for its mask too."""
+    """``BeitAttention``, which also accepts a :class:`GridBias` as its mask."""
 
     replaces: ClassVar[tuple[str, ...]] = ("BeitAttention",)
     needs = "BeitRelativePositionBias"
@@ -74,7 +74,7 @@ class BeitRelativeAttention(DropIn):
     def forward(
         self, hidden_states: Tensor, attention_mask: GridBias | Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         return self.finish(self._with_bias(hidden_states, attention_mask)), None
 
@@ -101,7 +101,7 @@ class Data2VecVisionRelativeBias(BeitRelativeBias):
 
 
 class Data2VecVisionRelativeAttention(BeitRelativeAttention):
-    """``Data2VecVisionSelfAttention``, which has its bias itself; the last projection is another's."""
+    """``Data2VecVisionSelfAttention``, which contains its bias; another module has the last projection."""
 
     replaces = ("Data2VecVisionSelfAttention", "Data2VecVisionSdpaSelfAttention")
     needs = "Data2VecVisionRelativePositionBias"

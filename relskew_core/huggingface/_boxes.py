@@ -1,4 +1,4 @@
-"""The drop-ins for LayoutLMv3 and UDOP: biases by where the boxes of words are, made once and added once.
+"""The drop-ins for LayoutLMv3 and UDOP: biases by the boxes of words, which are made and added once.
 
 They go by two or three coordinates at the same time, so the bias is a matrix. What the originals make of it in every
 layer is not held: sums, weights, and their shares.
@@ -46,7 +46,7 @@ class LayoutLMv3RelativeEncoder(DropIn):
         position_ids: Any = None,
         **options: Any,
     ) -> Any:
-        """Do what the encoder does, with all biases in the mask."""
+        """Run the encoder with all biases in the mask."""
         places = {"rel_pos_bias": position_ids}
         if len(self.far) > 1:
             places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
@@ -58,7 +58,7 @@ class LayoutLMv3RelativeEncoder(DropIn):
         return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
 
     def _by_pair(self, name: str, places: Tensor) -> Tensor:
-        """Return the number of each pair of places, ``(batch, heads, length, length)``."""
+        """Return the bias of each pair of positions, ``(batch, heads, length, length)``."""
         far = self.far[name]
         layer, rows = getattr(self, name), getattr(self, f"{name}_rows")
         dtype = next(self.layer[0].parameters()).dtype
@@ -88,13 +88,13 @@ class LayoutLMv3RelativeAttention(DropIn):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself; the mask has all biases."""
+        """Attend from ``(batch, length, width)`` to itself; the mask contains all biases."""
         refuse_weights(kwargs.get("output_attentions"))
         return join(self.attend(*self.project(hidden_states), mask=attention_mask)), None
 
 
 class UdopRelativeBias(DropIn):
-    """``RelativePositionBiasAggregated``, with what is padding hidden in it."""
+    """``RelativePositionBiasAggregated``, which also hides padding."""
 
     replaces = ("RelativePositionBiasAggregated",)
     needs = "UdopAttention"
@@ -106,12 +106,12 @@ class UdopRelativeBias(DropIn):
 
 
 class UdopRelativeAttention(T5RelativeAttention):
-    """``UdopAttention``: T5's in the decoder, and the bias by pairs of boxes in the encoder."""
+    """``UdopAttention``: T5's in the decoder, and with the bias by pairs of boxes in the encoder."""
 
     replaces = ("UdopAttention",)
     local = False
     masks = ()
 
     def added(self, position_bias: Tensor) -> dict[str, Any]:
-        """Return the options of a bias: what is padding is in that of pairs."""
+        """Return the options of a bias; that by pairs already hides padding."""
         return {"mask": position_bias} if position_bias.ndim == 4 else super().added(position_bias)

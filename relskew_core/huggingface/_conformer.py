@@ -12,7 +12,7 @@ from relskew_core.huggingface._attend import DropIn, additive, refuse_weights, s
 
 
 class _ConformerAttention(DropIn):
-    """Positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
+    """Attention whose positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
 
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
     positions: ClassVar[str] = "linear_pos"
@@ -57,7 +57,7 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
         relative_position_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         if relative_position_embeddings is None:
             raise ValueError("`relative_position_embeddings` must be given for relative positions, got None")
@@ -76,7 +76,7 @@ class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
         pos_emb: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         if pos_emb is None:
             raise ValueError("`pos_emb` must be given for relative positions, got None")
@@ -95,7 +95,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
     drops = "attention_dropout"
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads of one width; of keys and values there may be fewer."""
+        """Return heads of equal width; there may be fewer heads of keys and values."""
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for y in (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
@@ -109,7 +109,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
@@ -120,7 +120,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
 
 
 class NemotronRelativeAttention(ParakeetRelativeAttention):
-    """``NemotronAsrStreamingEncoderAttention``: Parakeet's with a cache, in chunks that the model's mask makes."""
+    """``NemotronAsrStreamingEncoderAttention``: Parakeet's with a cache, in chunks that the model's mask defines."""
 
     replaces = ("NemotronAsrStreamingEncoderAttention",)
     local = False
@@ -133,7 +133,7 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache; rows are those of all keys."""
+        """Attend from ``(batch, length, width)`` to itself and to the cache; the rows are for all keys."""
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")

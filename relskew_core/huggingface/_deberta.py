@@ -1,4 +1,4 @@
-"""The drop-ins for DeBERTa's disentangled attention: queries and keys are both multiplied by positions."""
+"""The drop-ins for DeBERTa's disentangled attention: both queries and keys are multiplied by positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weig
 
 
 class DebertaV2RelativeAttention(DropIn):
-    """``DisentangledSelfAttention`` of versions 2 and 3, whose rows far away are shared."""
+    """``DisentangledSelfAttention`` of versions 2 and 3, in which far positions share rows."""
 
     replaces = ("DisentangledSelfAttention",)
     projections = ("query_proj", "key_proj", "value_proj", "")
@@ -40,7 +40,7 @@ class DebertaV2RelativeAttention(DropIn):
         relative_pos: Tensor | None = None,
         rel_embeddings: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)``, or from ``query_states`` at the same places, to it.
+        """Attend from ``(batch, length, width)``, or from ``query_states`` at the same positions, to it.
 
         ``relative_pos`` is not read: places follow each other.
         """
@@ -64,7 +64,7 @@ class DebertaV2RelativeAttention(DropIn):
 
     @staticmethod
     def _reach(theirs: Any) -> tuple[int, int | None]:
-        """Return half the number of rows, and from where on positions share the last one, if any do."""
+        """Return half the number of rows, and the distance from which positions share the last one, if any do."""
         return (
             (theirs.position_buckets, theirs.max_relative_positions)
             if theirs.position_buckets > 0
@@ -81,7 +81,7 @@ class DebertaV2RelativeAttention(DropIn):
         return self.pos_key_proj if which == "c2p" else self.pos_query_proj
 
     def _rows(self, length: int) -> tuple[Tensor, Span]:
-        """Return which rows serve the positions that occur: taken once, as few as there are."""
+        """Return the rows for the positions that occur: taken once, and as few as possible."""
         left, right = self.span.left, self.span.right
         if torch.compiler.is_exporting() or length > min(left, right):
             return self.rows, self.span
@@ -89,7 +89,7 @@ class DebertaV2RelativeAttention(DropIn):
 
 
 class DebertaRelativeAttention(DebertaV2RelativeAttention):
-    """``DisentangledSelfAttention`` of version 1: every row is one distance."""
+    """``DisentangledSelfAttention`` of version 1, with one row for each distance."""
 
     @classmethod
     def serves(cls, theirs: Any) -> bool:

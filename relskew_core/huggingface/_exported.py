@@ -1,4 +1,4 @@
-"""Relative attention as ``torch.export`` gets it of a whole model: in products of matrices, of any length."""
+"""Relative attention in exports of whole models: matrix products for any length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exported(
     window: tuple[int | None, int | None] | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Attend as ``relative_attention``; nothing is asked about lengths."""
+    """Attend like ``relative_attention``, without any condition on lengths."""
     x: Any = operands
     q, k, v = x.q, x.k, x.v
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -62,7 +62,7 @@ def _plus(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
-    """Return which keys a query sees, ``(n, m)``."""
+    """Return the keys that a query sees, ``(n, m)``."""
     own = torch.arange(n, dtype=torch.int64, device=device)[:, None] + offset
     keys = torch.arange(m, dtype=torch.int64, device=device)
     if left is None or right is None:
@@ -84,7 +84,7 @@ class _Columns:
     offset: int
 
     def from_keys(self) -> _Columns:
-        """Return the same seen from the keys, to which queries are what keys are to queries."""
+        """Return the columns seen from the keys, with the roles of queries and keys exchanged."""
         mirrored = Span(self.span.right, self.span.left, self.span.beyond)
         return _Columns(mirrored, self.m, self.n, -self.offset)
 
@@ -93,7 +93,7 @@ class _Columns:
         return self._absolute(self._slice(x @ table.mT))
 
     def bias(self, row: Tensor) -> Tensor:
-        """Return the number of every pair's relative position, ``(heads, n, m)``."""
+        """Return the bias of every pair's relative position, ``(heads, n, m)``."""
         wide = self._slice(row)
         return self._absolute(wide[..., None, :].expand(*wide.shape[:-1], self.n, -1))
 
@@ -111,7 +111,7 @@ class _Columns:
         return x.flatten(-2)[..., self.n :].unflatten(-1, (self.n, self.n + self.m - 1))[..., : self.m]
 
     def _relative(self, x: Tensor) -> Tensor:
-        """Undo :meth:`_absolute`, with zeros where no key is."""
+        """Invert :meth:`_absolute`, with zeros where there is no key."""
         return pad(pad(x, (0, self.n - 1)).flatten(-2), (self.n, 0)).unflatten(-1, (self.n, self.n + self.m))
 
     def _slice(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The drop-in for Funnel, whose queries are pooled between blocks: they step over two keys at once."""
+"""The drop-in for Funnel, which pools queries between blocks, so that they are two keys apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FunnelRelativeStructure(DropIn):
     def init_attention_inputs(
         self, inputs_embeds: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Any:
-        """Return what all layers are given: positions, segments, padding, and no matrix that hides ``<cls>``.
+        """Return the inputs of all layers: positions, segments and padding, without a matrix that hides ``<cls>``.
 
         Segments, 0 and 1 and ``<cls>``, are features, ``(batch, length, 4)``. The first is 1 everywhere. The product
         of the others is 1 where a query and a key are of one segment (``<cls>`` is of both), and otherwise 0.
@@ -37,7 +37,7 @@ class FunnelRelativeStructure(DropIn):
         return places, segments, attention_mask, None
 
     def pre_attention_pooling(self, output: Any, attention_inputs: Any) -> tuple[Any, Any]:
-        """Pool queries, and keys too where the model does."""
+        """Pool the queries, and the keys if the model does."""
         places, segments, mask, _ = attention_inputs
         output, (places, _, mask, _) = self.kind.pre_attention_pooling(self, output, (places, None, mask, None))
         if segments is not None:
@@ -46,7 +46,7 @@ class FunnelRelativeStructure(DropIn):
         return output, (places, segments, mask, None)
 
     def post_attention_pooling(self, attention_inputs: Any) -> Any:
-        """Pool the keys as the queries were."""
+        """Pool the keys like the queries."""
         places, segments, mask, _ = attention_inputs
         places, _, mask, _ = self.kind.post_attention_pooling(self, (places, None, mask, None))
         if segments is not None and self.config.pool_q_only:
@@ -54,7 +54,7 @@ class FunnelRelativeStructure(DropIn):
         return places, segments, mask, None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the original's other methods and numbers too: they call each other."""
+        """Return the original's other methods and attributes, because they call each other."""
         found = vars(vars(self).get("kind", object)).get(name)
         if found is None:
             return super().__getattr__(name)
@@ -107,7 +107,7 @@ class FunnelRelativeAttention(DropIn):
         return (self.layer_norm(query + self.hidden_dropout(self.finish(out))),)
 
     def _rows(self, positional: Tensor, keys: int, places: list[Any]) -> dict[str, Any]:
-        """Return the table of a layer, and where its queries and keys are."""
+        """Return the table of a layer, and the positions of its queries and keys."""
         count, device = positional.shape[-2], positional.device
         shift = 2 if count != keys else 1
         table = torch.einsum("te,ehd->htd", places[shift - 1], self.r_kernel)
@@ -120,7 +120,7 @@ class FunnelRelativeAttention(DropIn):
         return {"rel_k": table, "rel_q": positional, "span": span, "positions": (of_queries, of_keys)}
 
     def _but_cls(self, x: Tensor) -> Tensor:
-        """Return rows with zeros where ``<cls>`` is, if it has no position."""
+        """Return rows with zeros at ``<cls>``, if it has no position."""
         if not self.config.separate_cls:
             return x
         return torch.cat([torch.zeros_like(x[..., :1, :]), x[..., 1:, :]], -2)

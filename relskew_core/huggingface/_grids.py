@@ -1,4 +1,4 @@
-"""The drop-ins for SAM's and ViTDet's encoders: tables by height and by width, of whole images and of windows."""
+"""The drop-ins for SAM's and ViTDet's encoders: tables by height and by width, for whole images and for windows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from relskew_core._functions.grid_attention import relative_attention_2d
 from relskew_core.huggingface._attend import DropIn, join, refuse_weights, split
 
 HELD = 2**24
-"""So many numbers by query and key are held, as with BEiT: in parts, products with the tables are made again."""
+"""The most entries of a matrix by query and key, as in BEiT; in chunks, products with the tables are computed again."""
 
 
 class SamRelativeAttention(DropIn):
-    """The attention of SAM's image encoder, and of the models that have taken it over."""
+    """The attention of SAM's image encoder, and of models that reuse it."""
 
     replaces: ClassVar[tuple[str, ...]] = (
         "SamVisionAttention", "SamVisionSdpaAttention", "SamHQVisionAttention", "SamHQVisionSdpaAttention",
@@ -61,14 +61,14 @@ class SamRelativeAttention(DropIn):
         return y
 
     def _held(self, q: Tensor) -> bool:
-        """Whether the products with the tables are written for all queries and keys: where they are few, or dropped."""
+        """Whether the products with the tables are materialised for all pairs: if they are few, or with dropout."""
         if torch.compiler.is_exporting() or (self.training and self.dropout > 0):
             return True
         return q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= HELD
 
 
 class VitDetRelativeAttention(SamRelativeAttention):
-    """``VitDetAttention``, which drops no weights."""
+    """``VitDetAttention``, which has no dropout of weights."""
 
     replaces = ("VitDetAttention",)
     heads = "num_heads"
@@ -84,6 +84,6 @@ class VitDetRelativeAttention(SamRelativeAttention):
 
 
 def _resized(table: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return rows by ``key - query`` for a grid of ``size`` cells, of rows by ``query - key`` for any other."""
+    """Return rows by ``key - query`` for a grid of ``size`` cells, from rows by ``query - key`` for any grid."""
     rows = interpolate(table.mT[None], size=2 * size - 1, mode="linear")[0].mT
     return rows.flip(0).to(dtype)

@@ -1,4 +1,4 @@
-"""The drop-in for ``InklingAttention``: learned relative queries times profiles of distance, zero beyond the extent."""
+"""The drop-in for ``InklingAttention``: relative queries times profiles of distance, zero beyond their extent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InklingRelativeAttention(DropIn):
         return self.finish(out), None
 
     def _sharpened(self, x: Tensor, first: int) -> Tensor:
-        """Scale queries by the logarithm of how much they may see."""
+        """Scale queries by the logarithm of the number of visible keys."""
         seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)
         factor = 1.0 + self.config.log_scaling_alpha * torch.log((seen / self.config.log_scaling_n_floor).clamp(min=1))
         return (x * factor[:, None]).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Local attention: a window for every drop-in of a model, and masks that grow with the length alone."""
+"""Local attention: a window for every drop-in of a model, and masks whose size grows linearly with the length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_local(parts: Iterable[DropIn]) -> None:
 
 
 def make_local(model: nn.Module, window: tuple[int, int]) -> None:
-    """Give the drop-ins of a model their window, and the parts around them masks that grow with the length."""
+    """Set the window of a model's drop-ins, and let the modules around them make masks of linear size."""
     for part in model.modules():
         if isinstance(part, DropIn) and part.attends_to_itself():
             part.window = window

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 MASK_NAME, CAUSAL_NAME = "relskew_keys", "relskew_keys_of_a_decoder"
-"""The names under which transformers makes masks of keys alone."""
+"""The names under which transformers finds masks of keys alone."""
 
 
 def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
-    """Let a part of a model that makes masks make those of keys alone."""
+    """Let a module that makes masks make masks of keys alone."""
     if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder makes its own mask
         part._get_output_attention_mask = functools.partial(_keys_of, part)
         return
@@ -26,7 +26,7 @@ def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
 
 
 def register_masks() -> None:
-    """Name the masks of keys to transformers, if a model of it has asked for them: a copy in another process too."""
+    """Register the masks of keys with transformers, if a model uses them: also in a copy in another process."""
     if "transformers" not in sys.modules:
         return
     masking = importlib.import_module("transformers.masking_utils")
@@ -51,7 +51,7 @@ def register_masks() -> None:
 
 @dataclass(frozen=True)
 class KeyMask:
-    """Which keys are there, ``(batch, length)``, where a model is about to write the mask of all pairs.
+    """A mask of keys, ``(batch, length)``, in place of the mask of all pairs that the model is about to make.
 
     Expanded, and combined with its transpose, it stays a mask of keys: queries that are padding see what others see,
     which no output that counts depends on.

@@ -12,7 +12,7 @@ from relskew_core.huggingface._attend import DropIn, refuse_weights
 
 SPAN = Span.clipped(128)
 BUCKETS = t5_buckets(SPAN, num_buckets=32, max_distance=128, bidirectional=True)
-"""MPNet's, whatever its configuration says."""
+"""MPNet's number of buckets, which its configuration does not change."""
 
 
 class MPNetRelativeEncoder(DropIn):
@@ -33,7 +33,7 @@ class MPNetRelativeEncoder(DropIn):
         return False  # its layers add them
 
     def forward(self, *given: Any, **options: Any) -> Any:
-        """Do what the encoder does."""
+        """Run the encoder."""
         return self.kind.forward(self, *given, **options)
 
     def compute_position_bias(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class MPNetRelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         return (self.finish(self.attend(q, k, v, rel_bias=position_bias, span=SPAN, mask=attention_mask)),)

@@ -1,4 +1,4 @@
-"""The drop-in for ProphetNet's decoder: numbers by bucket that a query gives itself, in two kinds of streams."""
+"""The drop-in for ProphetNet's decoder: biases by bucket that are predicted from the query, in two kinds of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core.huggingface._attend import DropIn, refuse_weights
 
 
 class ProphetNetRelativeAttention(DropIn):
-    """``ProphetNetNgramSelfAttention``: a query's numbers are a relative query, and the table says whose bucket it is.
+    """``ProphetNetNgramSelfAttention``: predicted biases are a relative query, and the table maps positions to buckets.
 
     Streams that predict see the keys of the main one, and one key of the stream itself.
     """
@@ -76,5 +76,5 @@ class ProphetNetRelativeAttention(DropIn):
 
 
 def _with_own(main: Tensor, own: Tensor) -> Tensor:
-    """Return the keys of the main stream followed by those of each other stream."""
+    """Return the keys of the main stream, followed by those of each predicting stream."""
     return torch.cat([main[:, None].expand(-1, own.shape[1], -1, -1, -1), own], -2)

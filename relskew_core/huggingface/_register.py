@@ -1,4 +1,4 @@
-"""Relative attention for the attention interface of transformers: models whose positions are given from outside."""
+"""Relative attention for the attention interface of transformers, for models whose positions are added separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relskew_core.huggingface._attend import attend, length, refuse_weights
 Bias = str | Tensor | Callable[[Any], Tensor]
 
 REFUSED = ("s_aux", "position_bias", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k")
-"""What other models and engines give their attention, and this one cannot serve."""
+"""Arguments that other models and engines pass to their attention, and that this one does not support."""
 
 
 def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span: Span | None = None) -> str:
@@ -112,7 +112,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
 
 
 class _Registered:
-    """What transformers calls with heads of queries, keys and values."""
+    """The attention function that transformers calls with heads of queries, keys and values."""
 
     def __init__(self, rel_bias: Bias, span: Span | None) -> None:
         self.rel_bias, self.span = rel_bias, span
@@ -152,7 +152,7 @@ class _Registered:
         return out.transpose(1, 2).contiguous(), None
 
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
-        """Return the numbers and their positions."""
+        """Return the bias and its positions."""
         if isinstance(self.rel_bias, str):
             # At least float32 before the product is rounded: half precision represents neither all distances nor all
             # slopes.
@@ -172,7 +172,7 @@ class _Registered:
 
 
 def _masks(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return boolean masks that give the positions of their queries, which only caches of a fixed length have."""
+    """Return boolean masks with the positions of their queries, which only caches of a fixed length have."""
 
     def masks(*given: Any, q_offset: Any = 0, kv_offset: Any = 0, **options: Any) -> Tensor | None:
         mask = make(*given, q_offset=q_offset, kv_offset=kv_offset, **options)

@@ -110,7 +110,7 @@ NEAREST = {
     ("WindowAttention",): "`conventions.Swin` reads the table",
     ("Gemma4Audio",): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
 }
-"""What is nearest to models that are refused, by their parts."""
+"""The closest convention for unsupported models, by their modules."""
 
 
 def replace_attention(model: Model, *, window: tuple[int, int] | None = None) -> Model:
@@ -218,7 +218,7 @@ def _drop_in(theirs: nn.Module, names: set[str]) -> DropIn | None:
 
 
 def _nearest(parts: list[nn.Module]) -> str:
-    """Return which convention reads the tables of a model that is refused, and the page with its call."""
+    """Return the convention that reads the tables of an unsupported model, and the page with its call."""
     for part in parts:
         for names, convention in NEAREST.items():
             if any(name in type(part).__name__ for name in names):

@@ -1,4 +1,4 @@
-"""A bias by relative position instead of rotary positions, in the models of transformers that have them."""
+"""A bias by relative position instead of rotary positions, in Hugging Face models that have them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def replace_rotary(
 
 
 def _unturned(part: nn.Module, given: Any, angles: Any) -> Any:
-    """Return the cosines and sines, or the complex numbers, that turn nothing."""
+    """Return the cosines and sines, or the complex numbers, of the identity rotation."""
     if isinstance(angles, tuple) and len(angles) == 2:
         return torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     if isinstance(angles, Tensor) and angles.is_complex():

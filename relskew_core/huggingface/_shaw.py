@@ -12,7 +12,7 @@ from relskew_core.huggingface._attend import DropIn, attend, refuse_weights, spl
 
 
 class SpeechT5RelativePositions(DropIn):
-    """``SpeechT5RelativePositionalEncoding``, which hands on a row for each relative position, not for each pair."""
+    """``SpeechT5RelativePositionalEncoding``, which passes on a row for each relative position instead of each pair."""
 
     replaces = ("SpeechT5RelativePositionalEncoding",)
     needs = "SpeechT5Attention"
@@ -50,7 +50,7 @@ class SpeechT5RelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         options: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class SpeechT5RelativeAttention(DropIn):
 
 
 class GraniteSpeechRelativeAttention(DropIn):
-    """``GraniteSpeechConformerAttention``: blocks that see themselves alone. It drops outputs, and no weights."""
+    """``GraniteSpeechConformerAttention``, whose blocks only see themselves; outputs have dropout, weights none."""
 
     replaces = ("GraniteSpeechConformerAttention",)
     projections = ("to_q", "", "", "to_out")

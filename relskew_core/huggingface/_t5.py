@@ -1,4 +1,4 @@
-"""The drop-ins for the attention of T5 and its heirs: a bias by bucket, one for all layers or one a layer."""
+"""The drop-ins for the attention of T5 and related models: a bias by bucket, shared by all layers or one per layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relskew_core.huggingface._attend import DropIn, length, refuse_weights, spl
 
 
 class T5RelativeAttention(DropIn):
-    """``T5Attention``. What it hands on as ``position_bias`` is by position, ``(heads, rows)``."""
+    """``T5Attention``. The ``position_bias`` that it returns is by position, ``(heads, rows)``."""
 
     replaces: ClassVar[tuple[str, ...]] = (
         "T5Attention", "MT5Attention", "Pop2PianoAttention", "SwitchTransformersAttention", "LongT5Attention",
@@ -73,7 +73,7 @@ class T5RelativeAttention(DropIn):
         return {"rel_bias": position_bias, "span": self.span}
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
-        """Project, or take from the cache what a first step projected, and append to the cache of the past."""
+        """Project the input, or take the projections of a first step from the cache, and append to the past."""
         both = hasattr(past, "is_updated")  # one cache for self-attention and one for cross-attention
         cache = (past.cross_attention_cache if cross else past.self_attention_cache) if both else past
         if cross and both and past.is_updated.get(self.layer_idx):
@@ -88,7 +88,7 @@ class T5RelativeAttention(DropIn):
 
 
 class UMT5RelativeAttention(T5RelativeAttention):
-    """``UMT5Attention``: a bias in every layer, and nothing handed on."""
+    """``UMT5Attention``: a bias in every layer, which is not passed on."""
 
     replaces = ("UMT5Attention",)
 

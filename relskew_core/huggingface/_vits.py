@@ -29,7 +29,7 @@ class VitsRelativeAttention(DropIn):
         attention_mask: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         out = self.attend(
             *self.project(hidden_states), rel_k=self.emb_rel_k[0], rel_v=self.emb_rel_v[0],

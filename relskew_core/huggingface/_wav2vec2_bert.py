@@ -28,7 +28,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
         table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))
@@ -37,7 +37,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
 
 
 class SeamlessM4Tv2RelativeKeyAttention(Wav2Vec2BertRelativeKeyAttention):
-    """``SeamlessM4Tv2ConformerSelfAttention``, whose model passes a mask of the chunks that are seen."""
+    """``SeamlessM4Tv2ConformerSelfAttention``, whose model passes a mask of the visible chunks."""
 
     replaces = ("SeamlessM4Tv2ConformerSelfAttention",)
     local = False

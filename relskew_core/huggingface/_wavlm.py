@@ -38,7 +38,7 @@ class WavLMRelativeAttention(DropIn):
         index: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Tensor]:
-        """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
+        """Attend from ``(batch, length, width)`` to itself; the mask is 1 at visible keys, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
         bias = self.rel_attn_embed(self.buckets).mT.contiguous() if position_bias is None else position_bias

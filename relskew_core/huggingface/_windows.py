@@ -1,4 +1,4 @@
-"""The drop-ins for Swin's attention: a bias by relative cell, inside windows that are short sequences each.
+"""The drop-ins for Swin's attention: a bias by relative cell, within windows, each of which is a short sequence.
 
 Transformers', timm's, torchvision's and the authors' own.
 """
@@ -35,7 +35,7 @@ class SwinRelativeAttention(DropIn):
 
 
 class SwinSelfRelativeAttention(DropIn):
-    """Swin as Donut, MaskFormer and CLAP have it: the table is the attention's own, the last projection another's."""
+    """Swin in Donut, MaskFormer and CLAP: the attention contains the table, and another module the last projection."""
 
     replaces = ("DonutSwinSelfAttention", "MaskFormerSwinSelfAttention", "ClapAudioSelfAttention")
     projections = ("query", "key", "value", "")
@@ -52,7 +52,7 @@ class SwinSelfRelativeAttention(DropIn):
 
 
 class Swinv2RelativeAttention(DropIn):
-    """``Swinv2SelfAttention``, and Swin2SR's: cosines, scaled by head, and a bias that a small network gives."""
+    """``Swinv2SelfAttention``, and Swin2SR's: cosines, scaled by head, and a bias that a small network computes."""
 
     replaces = ("Swinv2SelfAttention", "Swin2SRSelfAttention")
     projections = ("query", "key", "value", "")
@@ -71,7 +71,7 @@ class Swinv2RelativeAttention(DropIn):
 
 
 class WindowRelativeAttention(DropIn):
-    """``WindowAttention`` of timm and of Swin's authors, versions 1 and 2: queries, keys and values of one layer."""
+    """``WindowAttention`` of timm and of Swin's authors, versions 1 and 2: one layer for queries, keys and values."""
 
     replaces: ClassVar[tuple[str, ...]] = ("WindowAttention",)
     projections = ("", "", "", "proj")
@@ -92,11 +92,11 @@ class WindowRelativeAttention(DropIn):
         self.kind.set_window_size(self, window_size)
 
     def _make_pair_wise_relative_positions(self, **options: Any) -> Any:
-        """Return what version 2 keeps for its windows."""
+        """Compute the buffers of version 2 for its windows."""
         return self.kind._make_pair_wise_relative_positions(self, **options)
 
     def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend, and project."""
+        """Attend, and project the output."""
         q, k, v = (split(y, self.num_heads) for y in self.fused(x).chunk(3, dim=-1))
         if hasattr(self, "cpb_mlp"):
             both = _of_windows(_by_network(self.cpb_mlp, self), mask, x.shape[0])
@@ -106,7 +106,7 @@ class WindowRelativeAttention(DropIn):
         return self.finish(self.attend(q, k, v, mask=mask, scale=getattr(self, "scale", None)))
 
     def fused(self, x: Tensor) -> Tensor:
-        """Return queries, keys and values next to each other. The layer of version 2 has no bias for keys."""
+        """Return queries, keys and values in one tensor. The layer of version 2 has no bias for keys."""
         y: Tensor = self.qkv(x)
         if getattr(self, "q_bias", None) is None:
             return y
@@ -114,7 +114,7 @@ class WindowRelativeAttention(DropIn):
 
 
 class ShiftedWindowRelativeAttention(WindowRelativeAttention):
-    """``ShiftedWindowAttention`` of torchvision, versions 1 and 2, which makes its windows itself."""
+    """``ShiftedWindowAttention`` of torchvision, versions 1 and 2, which cuts the windows itself."""
 
     replaces = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2")
     drops = "attention_dropout"
@@ -136,7 +136,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
         return out.roll((shift[0], shift[1]), (1, 2))[:, : size[0], : size[1]].contiguous()
 
     def fused(self, x: Tensor) -> Tensor:
-        """Return queries, keys and values next to each other, keys without the bias that the layer has for them."""
+        """Return queries, keys and values in one tensor, with keys without the layer's bias."""
         y: Tensor = self.qkv(x)
         if not hasattr(self, "cpb_mlp"):
             return y
@@ -146,7 +146,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
 
 
 def by_cell(table: Tensor, window: tuple[int, int]) -> Tensor:
-    """Return the bias of every pair of cells, ``(heads, cells, cells)``, of a table by ``query - key``: no index."""
+    """Return the bias of all pairs of cells, ``(heads, cells, cells)``, from a table by ``query - key``."""
     h, w = window
     grid = table.mT.unflatten(-1, (2 * h - 1, 2 * w - 1))
     pairs = grid.unfold(1, h, 1).unfold(2, w, 1).flip(3, 4)  # (heads, height and width of queries, of keys)
@@ -154,13 +154,13 @@ def by_cell(table: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 def _by_network(network: Any, attention: Any) -> Tensor:
-    """Return the bias of every pair of cells of version 2, which a small network makes of their distances."""
+    """Return the bias of every pair of cells in version 2, which a small network computes from their distances."""
     cells = network(attention.relative_coords_table).flatten(0, -2)
     return by_cell(16 * torch.sigmoid(cells), attention.window_size)
 
 
 def _cosines(q: Tensor, k: Tensor, v: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys of one length, times the scale of their head."""
+    """Return queries and keys of unit length, multiplied by the scale of their head."""
     scale = attention.logit_scale.clamp(max=math.log(100)).exp()
     return normalize(q, dim=-1) * scale, normalize(k, dim=-1), v
 
@@ -172,13 +172,13 @@ def _cut(x: Tensor, sides: Any) -> Tensor:
 
 
 def _regions(size: int, side: int, shift: int, device: torch.device) -> Tensor:
-    """Return which rows of a shifted image are next to each other in the image: 0, 1 or 2 for each."""
+    """Return which rows of a shifted image are adjacent in the image: 0, 1 or 2 for each row."""
     rows = torch.arange(size, dtype=torch.int64, device=device)
     return (rows >= size - side).long() + (rows >= size - shift) if shift else torch.zeros_like(rows)
 
 
 def _of_windows(bias: Tensor, mask: Tensor | None, count: int) -> Tensor:
-    """Add the mask of each window to the bias of all, and repeat it for every image."""
+    """Add the mask of each window to the shared bias, and repeat it for every image."""
     if mask is None:
         return bias
     both = bias + mask[:, None]

@@ -58,7 +58,7 @@ class XLNetRelativeSkew(DropIn):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor, seg_mat: Tensor | None, hidden: Tensor | None
     ) -> Tensor:
-        """Attend with rows for ``r = -keys …``; ``hidden`` is 1 where nothing is seen, ``(n, m, batch, 1)``."""
+        """Attend with rows for ``r = -keys …``; ``hidden`` is 1 at hidden keys, ``(n, m, batch, 1)``."""
         keys = k.shape[-2]
         mask = None
         if seg_mat is not None:  # whether query and key are in the same segment

@@ -1,3 +1,3 @@
-"""Modules for the frameworks that people build models in: ``torch``, ``flax``, ``equinox``, ``mlx``, by their names."""
+"""Modules for ``torch``, ``flax``, ``equinox`` and ``mlx``, in submodules of these names."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What the papers' algorithms share: checks of shapes, masks, and the softmax."""
+"""The shared part of the papers' algorithms: checks of shapes, masks, and the softmax."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weigh(logits: Array, *, xp: Namespace) -> Array:
 
 
 def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:
-    """Keep the entries where ``visible(row, column)`` holds, of the last two axes; put ``otherwise`` elsewhere."""
+    """Keep the entries of the last two axes where ``visible(row, column)`` holds; put ``otherwise`` elsewhere."""
     rows = xp.expand_dims(integers(0, x.shape[-2], device=device(x), xp=xp), axis=1)
     columns = xp.expand_dims(integers(0, x.shape[-1], device=device(x), xp=xp), axis=0)
     return xp.where(visible(rows, columns), x, xp.full_like(x, otherwise))

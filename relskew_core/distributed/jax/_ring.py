@@ -1,4 +1,4 @@
-"""JAX: keys and values go round a mesh axis, in one loop that every device compiles once.
+"""JAX: keys and values travel around a mesh axis, in one loop that every device compiles once.
 
 Which pairs of two shares see each other depends on which devices they are on, and that is known only when the program
 runs. But there are few kinds of them: every kind is a branch of a ``switch``, with its lengths and patterns, and
@@ -30,7 +30,7 @@ QUERIES = ("q", "rel_q")
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What a run of queries and a run of keys are to each other, for every pair of devices."""
+    """The relations between a run of queries and a run of keys, for every pair of devices."""
 
     kinds: Sequence[Pairs | None]  # equal except for the position where the tables begin
     which: Sequence[Sequence[int]]  # by the device of the queries and that of the keys
@@ -163,7 +163,7 @@ class TracedRing:
     def _others(
         self, held: Arrays, travelling: Arrays, sums: Any, meet: Callable[..., Any], distances: Sequence[int]
     ) -> tuple[Arrays, Any, int]:
-        """Attend to the keys from other devices; return what travelled with it, the sums, and how far it has come."""
+        """Attend to the keys of other devices; return the arrays that travelled along, the sums, and the distance."""
         rank = lax.axis_index(self.axis)
 
         def turn(carry: Any, distance: Any, hops: int, possible: Sequence[int]) -> Any:
@@ -193,7 +193,7 @@ class TracedRing:
     def _switch(
         self, a: int, b: int, source: Any, distances: Sequence[int], one: Callable[[TracedPart, Any], Any], sums: Any
     ) -> Any:
-        """Take the branch of the kind that two runs are here and now; nothing is done where they see nothing."""
+        """Run the branch for the kind of two runs on this device; runs that do not see each other are skipped."""
         kinds, rank = self.kinds[a][b], lax.axis_index(self.axis)
         possible = sorted({kinds.which[r][(r - d) % self.size] for r in range(self.size) for d in distances})
         zero = jnp.asarray(kinds.zero, dtype=int)[rank, source]
@@ -215,7 +215,7 @@ class TracedRing:
 
 
 FEW = 2
-"""Rounds that are not worth a loop, which would pass through those in between."""
+"""For fewer rounds a loop does not pay, because it would pass through those in between."""
 
 
 def _held(x: Arrays) -> Arrays:

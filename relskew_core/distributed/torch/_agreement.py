@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call, found out before anything else is sent: no error of one is a hang of others."""
+"""Agreement of all ranks on a call before anything else is sent, so that an error of one does not block the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core.distributed.torch._ranks import Ranks, distributed
 
 
 def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> Mapping[str, str]:
-    """Run every rank's checks, and raise on all of them where one fails or where they differ.
+    """Run every rank's checks, and raise an error on all of them if one fails or if they differ.
 
     Parameters
     ----------

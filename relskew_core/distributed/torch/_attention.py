@@ -201,7 +201,7 @@ def _plain(given: _Parallel) -> Arguments:
 
 
 def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, part: Part) -> PartsPlan:
-    """Plan a call whose keys come in parts."""
+    """Plan a call whose keys arrive in parts."""
     pattern, layout = call.options.visibility, parallel.layout
     queries, keys = (
         [runs(layout, ranks.size, index, x.shape[-2]) for index in range(ranks.size)] for x in (given.q, given.k)
@@ -220,7 +220,7 @@ def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, pa
 
 
 def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
-    """Check this rank's call; return what has to be the same everywhere."""
+    """Check this rank's call; return the facts that must be equal on all ranks."""
     method, layout = given.method, given.layout
     check_choice("method", method, METHODS)
     check_choice("layout", layout, LAYOUTS)

@@ -21,7 +21,7 @@ HEADS = -3
 
 
 class _Exchange(torch.autograd.Function):
-    """Some heads (…, H / P, L, D) of all positions, from all heads (…, H, L / P, D) of some; or back."""
+    """Some heads (…, H / P, L, D) of all positions, from all heads (…, H, L / P, D) of some; or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, back: bool) -> Tensor:

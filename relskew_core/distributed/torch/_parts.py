@@ -1,4 +1,4 @@
-"""Attention of this rank's queries to keys that come in parts, and its gradient."""
+"""Attention of this rank's queries to keys that arrive in parts, and its gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELS = ("q_segments", "k_segments", "seed")
 
 @dataclass(frozen=True, slots=True)
 class PartsPlan:
-    """Everything about a call but its arrays."""
+    """All of a call except for its arrays."""
 
     options: Arguments  # its arrays are not those of the call
     span: Span
@@ -97,7 +97,7 @@ class OnePart:
 
 
 def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
-    """Return where a mask (…, Lq here, Lk of all) speaks of the pairs of two runs."""
+    """Return the part of a mask (…, Lq here, Lk of all) for the pairs of two runs."""
     columns = slice(None) if mask.shape[-1] == 1 else keys.positions
     if mask.ndim < 2:
         return (..., columns)
@@ -186,6 +186,6 @@ def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Leave autocast, which has been applied to the arrays before."""
+    """Disable autocast, which has been applied to the arrays before."""
     context: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
     return context

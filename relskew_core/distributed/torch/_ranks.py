@@ -1,4 +1,4 @@
-"""The processes that share a sequence, and what they send each other."""
+"""The processes that share a sequence, and their messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, and which of them this one is."""
+    """The processes of a group, and the rank of this one."""
 
     group: Any
     rank: int
@@ -32,19 +32,19 @@ class Ranks:
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return what every rank has, (P, *shape)."""
+        """Return the tensors of all ranks, (P, *shape)."""
         found = x.new_empty((self.size, *x.shape))
         _all_gather(found, x.contiguous()[None], group=self.group)
         return found
 
     def exchanged(self, x: Tensor) -> Tensor:
-        """Give every rank its own of ``x`` (P, …), and return what every rank had for this one, (P, …)."""
+        """Send each rank its entry of ``x`` (P, …), and return the entries for this rank, (P, …)."""
         found = torch.empty_like(x, memory_format=torch.contiguous_format)
         distributed.all_to_all_single(found, x.contiguous(), group=self.group)
         return found
 
     def send_round(self, tensors: Sequence[Tensor], hops: int) -> OnTheWay:
-        """Start to send tensors a number of ranks ahead, and to receive those from as many ranks behind."""
+        """Start to send tensors to a rank some places ahead, and to receive those of the rank as far behind."""
         given = [x.contiguous() for x in tensors]
         found = [torch.empty_like(x) for x in given]
         there, back = (
@@ -58,7 +58,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class OnTheWay:
-    """Tensors that are being sent."""
+    """Tensors that are in transit."""
 
     works: list[Any]
     found: list[Tensor]
@@ -72,7 +72,7 @@ class OnTheWay:
 
 
 def groups(group: Any) -> tuple[Any, Any]:
-    """Return the group that shares a sequence, and the one inside it that exchanges heads: of a mesh of two axes."""
+    """Return the group that shares a sequence, and the one within it that exchanges heads, from a 2-D mesh."""
     if isinstance(group, DeviceMesh):
         if group.ndim == 1:
             return group.get_group(), None

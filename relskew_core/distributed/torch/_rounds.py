@@ -1,4 +1,4 @@
-"""How keys and values come to the queries: around a ring, a part at a time, or all at once."""
+"""The transport of keys and values to the queries: around a ring, part by part, or all at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relskew_core.distributed.torch._ranks import Ranks
 from relskew_core.distributed.torch._sequence import joined, taken_apart
 
 Held = Sequence[Tensor]
-"""What travels: keys and values, and the keys' labels where there are some."""
+"""The tensors that travel: keys and values, and the keys' labels if there are any."""
 
 Meet = Callable[[int | None, Sequence[Run], Held], Any]
-"""``meet(distance, keys, held)``: how far around the ring what is held has come, and which keys it is."""
+"""``meet(distance, keys, held)``: the distance that the held keys have travelled, and their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ring:
         return own
 
     def backward(self, held: Held, like: Held, meet: Meet) -> Held:
-        """Visit them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
+        """Visit the keys again; return the gradients of those held here, shaped ``like`` them, from all ranks.
 
         Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
         """
@@ -81,7 +81,7 @@ def _sum(some: Held, others: Held) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every rank has all keys and values: more memory than a ring takes, and fewer, larger messages."""
+    """Every rank gathers all keys and values: this takes more memory than a ring, and fewer, larger messages."""
 
     ranks: Ranks
     keys: Sequence[Run]  # of all ranks, in the order of `layout`
@@ -89,7 +89,7 @@ class Gathered:
 
     @classmethod
     def of(cls, ranks: Ranks, layout: Layout, count: int) -> Gathered:
-        """Lay the parts out in their order in the whole; stripes side by side, each a run."""
+        """Arrange the parts in their order in the whole sequence; stripes are adjacent, each a run."""
         if layout != "striped":
             return cls(ranks, [Run(0, 1, ranks.size * count)], layout)
         stripes = [run for index in range(ranks.size) for run in runs("striped", ranks.size, index, count)]
@@ -103,6 +103,6 @@ class Gathered:
         return held
 
     def backward(self, held: Held, like: Held, meet: Meet) -> Held:
-        """Return the gradients of what was held here before."""
+        """Return the gradients of the keys and values of this rank."""
         size, found = self.ranks.size, meet(None, self.keys, held)
         return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]

@@ -1,4 +1,4 @@
-"""A sequence as its parts: split over the ranks, and put together again."""
+"""Splitting a sequence over the ranks, and joining it again."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _own(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
 
 
 def joined(stacked: Tensor, axis: int, layout: Layout) -> Tensor:
-    """Return the whole of all ranks' parts (P, …)."""
+    """Join the parts of all ranks (P, …)."""
     parts = stacked.movedim(axis, 1) if axis < 0 else stacked.movedim(axis + 1, 1)
     if layout == "striped":
         parts = parts.transpose(0, 1)
@@ -135,7 +135,7 @@ def joined(stacked: Tensor, axis: int, layout: Layout) -> Tensor:
 
 
 def taken_apart(x: Tensor, size: int, axis: int, layout: Layout) -> Tensor:
-    """Return the parts (P, …) of a whole."""
+    """Split a whole into the parts (P, …)."""
     rows = x.movedim(axis, 0)
     if layout == "striped":
         parts = rows.unflatten(0, (rows.shape[0] // size, size)).transpose(0, 1)
@@ -160,7 +160,7 @@ class _WholeSequence(torch.autograd.Function):
 
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
-    """Return the whole of a rank's part, differentiably."""
+    """Return the whole sequence from a rank's part, differentiably."""
     apply: Any = _WholeSequence.apply
     found: Tensor = apply(x, ranks, axis, layout)
     return found

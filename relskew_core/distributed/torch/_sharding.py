@@ -71,7 +71,7 @@ def _operators() -> Iterator[Operator]:
 
 
 def _of_attention(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Return which placements of the results go with which ones of the arguments."""
+    """Return which placements of the results belong to which placements of the arguments."""
     operands = Operands(*args[:COUNT])
     rest: list[None] = [None] * (len(args) - COUNT)
     rules: list[tuple[list[Any], list[Any]]] = [([Replicate()] * 2, [_whole(x) for x in operands] + rest)]
@@ -106,12 +106,12 @@ def _whole(x: Any) -> Any:
 
 
 def _axes(operands: Operands) -> Sequence[int]:
-    """Return the axes of the queries that may be split: the leading ones, and that of the heads."""
+    """Return the axes of the queries that may be split: the leading axes, and that of the heads."""
     return range(len(operands.q.shape) - 2)
 
 
 def _split(name: str, x: Any, axis: int, operands: Operands) -> Any:
-    """Return the placement of an operand where queries are split along an axis."""
+    """Return the placement of an operand if queries are split along an axis."""
     if x is None:
         return None
     kind, rank, of_heads = KINDS[name], len(x.shape), axis == len(operands.q.shape) + HEADS

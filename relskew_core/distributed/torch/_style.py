@@ -1,4 +1,4 @@
-"""The part of a plan for ``parallelize_module`` that lets a module attend to a split sequence."""
+"""The parallel style for ``parallelize_module`` that lets a module attend to a split sequence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _attend(
     segments: Any = None,
     **options: Any,
 ) -> Any:
-    """Attend as a module does, to keys that other processes have a share of."""
+    """Attend like the module, to keys that are split over processes."""
     if "unfilled" in options or (k.shape[-2] != q.shape[-2] and not module.spec.cross):
         raise ValueError("`past` must be None, because the sequence is split over processes")
     if key_padding_mask is not None:
@@ -108,7 +108,7 @@ def _attend(
 
 
 def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
-    """Draw a seed, the same on all ranks."""
+    """Draw a seed that is the same on all ranks."""
     seed = torch.randint(2**31, (), dtype=torch.int64, device=q.device)
     for ranks in reversed(groups(group)):
         if ranks is not None:
@@ -117,7 +117,7 @@ def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
 
 
 def _without_padding(padding: Tensor, segments: Any, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return segments of queries and keys with padding in one that no query has: it travels with the keys."""
+    """Return segments of queries and keys in which padding has a number that no query has, so that it travels along."""
     if segments is None:
         segments = torch.zeros(q.shape[-2], dtype=torch.int64, device=q.device), torch.zeros_like(padding[..., :1])
     of_queries, of_keys = segments if isinstance(segments, tuple) else (segments, segments)

@@ -1,4 +1,4 @@
-"""Tables of which every rank has some of the rows.
+"""Tables whose rows are split over the ranks.
 
 Stripes that are ``s`` ranks apart have the relative positions ``r = -s - offset`` modulo the number of ranks and no
 others, whichever ranks they are. So a rank that has every such row of a table gives it to all in one round of the ring.
@@ -80,7 +80,7 @@ def _count(position: int, ranks: Ranks, span: Span) -> int:
 
 
 def check_sharded(given: Any, ranks: Ranks) -> Any:
-    """Return a call whose tables are as if they were whole, to be checked, from one of this rank's rows."""
+    """Return a call with tables of full size for the checks, from one with this rank's rows."""
     check_span_given(given.span)
     if given.layout != "striped" or given.method != "ring":
         raise ValueError(
@@ -108,7 +108,7 @@ def _as_if_whole(given: Any, span: Span, ranks: Ranks) -> Any:
 
 
 def as_if_whole(given: Arguments, ranks: Ranks) -> Arguments:
-    """Return a call that has passed its checks with tables that only their shapes are asked of."""
+    """Return a checked call whose tables only have the right shapes."""
     assert given.span is not None
     found: Arguments = _as_if_whole(given, given.span, ranks)
     return found
@@ -128,7 +128,7 @@ class RankTables:
         return cls(span, _columns(x))
 
     def begin(self, distance: int | None) -> None:
-        """Get ready for a round of the ring."""
+        """Prepare a round of the ring."""
 
     def rows(self, pairs: Pairs) -> Rows:
         """Return the rows that some pairs use."""
@@ -140,7 +140,7 @@ class RankTables:
         return found[..., 0] if KINDS[name] is Kind.BIAS else found
 
     def want(self, names: set[str], dtype: torch.dtype) -> None:
-        """Make room for gradients."""
+        """Allocate the gradients."""
         self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
 
     def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
@@ -158,13 +158,13 @@ class RankTables:
         """Finish a round of gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of all tables asked for."""
+        """Return the gradients of all requested tables."""
         return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.sums.items()}
 
 
 @dataclass(slots=True, kw_only=True)
 class ShardedTables(RankTables):
-    """The same of tables of which this rank has some rows: a round's are sent to all, their gradients sent back."""
+    """The same for tables of which this rank has some rows: a round sends rows to all ranks, and gradients back."""
 
     ranks: Ranks
     offset: int
@@ -176,7 +176,7 @@ class ShardedTables(RankTables):
 
     @classmethod
     def of_rows(cls, x: dict[str, Any], span: Span, ranks: Ranks, offset: int) -> ShardedTables:
-        """Return the tables of a call, and fetch the edges that a clipped one repeats."""
+        """Return the tables of a call, after fetching the edges that a clipped table repeats."""
         tables = cls(span, {}, ranks=ranks, offset=offset, own=_columns(x))
         if span.beyond == "clip":
             for name, own in tables.own.items():
@@ -186,7 +186,7 @@ class ShardedTables(RankTables):
         return tables
 
     def _from(self, position: int, rows: Tensor, count: int) -> Tensor:
-        """Return what the rank has that a relative position belongs to."""
+        """Return the rank's rows that belong to a relative position."""
         owner = position % self.ranks.size
         shape = (*rows.shape[:-2], count, rows.shape[-1])
         found = rows.contiguous() if owner == self.ranks.rank else rows.new_empty(shape)
@@ -206,21 +206,21 @@ class ShardedTables(RankTables):
                 self.sums[name] = torch.zeros_like(self.given[name], dtype=self.totals[name].dtype)
 
     def rows(self, pairs: Pairs) -> Rows:
-        """Return the rows among those that were fetched."""
+        """Return rows among those that were fetched."""
         before = int(bool(self.edges))
         count = _count(self.owner, self.ranks, self.span)
         zero = (pairs.zero + self.span.left - _first(self.owner, self.ranks, self.span)) // self.ranks.size
         return Rows.of(zero + before, 1, pairs.low, pairs.high, Span(count - 1 + 2 * before, 0, self.span.beyond))
 
     def want(self, names: set[str], dtype: torch.dtype) -> None:
-        """Make room for gradients of this rank's rows, and of the edges."""
+        """Allocate the gradients of this rank's rows, and of the edges."""
         self.totals = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in names}
         for name, total in self.totals.items():
             if name in self.edges:
                 self.of_edges[name] = total.new_zeros((2, *self.edges[name][0].shape))
 
     def end(self, distance: int | None) -> None:
-        """Send the gradients of a round's rows to the rank that has them."""
+        """Send the gradients of a round's rows to the rank that has the rows."""
         for name, total in self.totals.items():
             found = self.sums[name]
             if name in self.edges:
@@ -233,7 +233,7 @@ class ShardedTables(RankTables):
                 total += found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of this rank's rows, of all ranks."""
+        """Return the gradients of this rank's rows, summed over all ranks."""
         for name, found in self.of_edges.items():
             distributed.all_reduce(found, group=self.ranks.group)
             for edge, position, row in ((0, -self.span.left, 0), (1, self.span.right, -1)):

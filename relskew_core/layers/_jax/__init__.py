@@ -1,1 +1,1 @@
-"""What the modules of flax and of equinox share."""
+"""The shared part of the modules of flax and equinox."""

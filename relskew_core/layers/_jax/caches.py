@@ -1,4 +1,4 @@
-"""Caches for JAX: growing, and those that keep their shape, so that ``jax.lax.scan`` carries them."""
+"""Caches for JAX: growing ones, and ones of constant shape, which ``jax.lax.scan`` can carry."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ for kind in Cache.__args__:  # jax.export can then serialise a step
 
 
 class JaxBlock(ModuleBlock):
-    """What the modules of both frameworks do alike."""
+    """The shared part of the modules of both frameworks."""
 
     xp: ClassVar[Namespace] = jnp
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)

@@ -1,4 +1,4 @@
-"""Weights of JAX's modules: drawn by keys of ``jax.random``, or taken from a mapping of any array library."""
+"""Weights of JAX's modules: drawn with keys of ``jax.random``, or copied from a mapping of any array library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(spec: BlockSpec, name: str, key: Array, dtype: Any) -> Array:
 
 
 def taken(weights: Any, spec: BlockSpec) -> Mapping[str, Array]:
-    """Return copies in JAX of a mapping's arrays."""
+    """Return copies of a mapping's arrays as JAX arrays."""
     spec.check_weights(weights)
     return {name: _copy(weights[name]) for name in spec.weight_shapes()}
 

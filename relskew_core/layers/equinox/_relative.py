@@ -241,7 +241,7 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
 
 
 def _linear(spec: BlockSpec, name: str, key: Array, dtype: Any) -> eqx.nn.Linear:
-    """Return a projection, drawn as in other frameworks: equinox draws in other bounds, and biases too."""
+    """Return a projection, drawn as in other frameworks: equinox uses different bounds, and draws biases, too."""
     width, source = spec.weight_shapes()[f"{name}.weight"]
     linear = eqx.nn.Linear(source, width, spec.bias, dtype, key=key)
     parts = ("weight", "bias") if spec.bias else ("weight",)

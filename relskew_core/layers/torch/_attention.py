@@ -1,4 +1,4 @@
-"""What both modules are made of: the tables, the options, and the one call of attention."""
+"""The shared part of both modules: the tables, the options, and the call of attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relskew_core.layers.torch._local import local_table
 
 
 class TableAttention(nn.Module):
-    """A module with the tables of a spec, and attention with them."""
+    """A module with the tables of a spec, and attention that uses them."""
 
     rel_k: nn.Parameter  # None without `spec.rel_keys`
     rel_v: nn.Parameter | None
@@ -51,7 +51,7 @@ class TableAttention(nn.Module):
         self.reset_fixed()
 
     def reset_fixed(self) -> None:
-        """Write what is not learned: nothing else does, once a module has left the device "meta"."""
+        """Compute the buffers that are not learned; repeat this after a module has left the device "meta"."""
         if self.slopes is not None:
             self.slopes.copy_(torch.tensor(alibi_slopes(self.spec.num_heads), dtype=torch.float64, device="cpu"))
         if self.buckets is not None:
@@ -62,7 +62,7 @@ class TableAttention(nn.Module):
         return ", ".join(self.spec.chosen() + Settings(self.dropout, self.impl, self.chunk_size).chosen())
 
     def table_parameters(self) -> list[nn.Parameter]:
-        """Return the tables' parameters, which want about ten times the learning rate of the others.
+        """Return the tables' parameters, which should have about ten times the learning rate of the others.
 
         Every token updates every weight of a projection, but only the pairs at its distance update a row of a table: at
         the common rate tables lag behind. ``docs/torch.md`` has the numbers.
@@ -105,7 +105,7 @@ class TableAttention(nn.Module):
         computed: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden.
+        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden.
 
         ``computed`` takes the place of tables that are no parameters.
         """
@@ -119,13 +119,13 @@ class TableAttention(nn.Module):
         )
 
     def with_bias(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tables of a call, the numbers of its bias, and their span."""
+        """Return the tables of a call, its bias, and their span."""
         tables = self.tables_of(q)
         slopes = tables.pop("slopes")
         return with_bias(tables, self.spec, q, k, options, slopes=slopes, buckets=self.buckets, xp=xp)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return a dictionary of the tables, sinks and slopes, read as attributes, which torch may replace."""
+        """Return a dictionary of the tables, sinks and slopes, read as attributes because torch may replace them."""
         return {name: getattr(self, name) for name in (*ATTENDED, "slopes")}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:

@@ -1,4 +1,4 @@
-"""A module that is called with a cache: the types of its calls, and its caches."""
+"""Modules that are called with a cache: the types of their calls, and their caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 
 
 class CachedAttention(TableAttention):
-    """A module of one sequence, or of a sequence and a memory, that decodes with caches."""
+    """A module for a sequence, or for a sequence and a memory, that decodes with caches."""
 
     processes = 1
-    """How many processes share the heads: what ``TableParallel`` sets."""
+    """The number of processes that share the heads, which ``TableParallel`` sets."""
 
     if TYPE_CHECKING:  # torch declares that calls return Any
 

@@ -1,4 +1,4 @@
-"""Caches that keep their shape, so that ``torch.compile`` sees every step of decoding as the same."""
+"""Caches of constant shape, so that ``torch.compile`` compiles a decoding step once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ConformerAttention``: Transformer-XL's attention as Conformers have it, offline and as a stream of chunks."""
+"""``ConformerAttention``: Transformer-XL's attention as in Conformers, offline and as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attend with both biases and with projected sinusoids, which reach as far as the call needs."""
+        """Attend with both biases and with projected sinusoids for all positions of the call."""
         size, span = self.spec.block_size, self.spec.span
         if size is not None and "unfilled" in options and q.shape[-2] % size:
             raise ValueError(
@@ -192,7 +192,7 @@ class ConformerAttention(RelativeMultiheadAttention):
 
 
 def _rows(span: Span, dim: int, like: Tensor) -> Tensor:
-    """Return the sinusoids of a span, once for all layers that ask for them."""
+    """Return the sinusoids of a span, computed once for all layers."""
     make = _sinusoids if torch.compiler.is_compiling() else _remembered
     return make(span, dim, like.dtype, like.device)
 

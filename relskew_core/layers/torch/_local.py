@@ -11,7 +11,7 @@ from relskew_core._block.spec import BlockSpec
 
 
 def local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
-    """Return a table as the queries here need it: of their heads and their dtype; gradients find their way back."""
+    """Return a table for the queries of this process, with their heads and dtype; gradients reach the original."""
     if hasattr(table, "placements"):  # a DTensor, whose import is slow
         from torch.distributed.tensor import Partial
 

@@ -25,7 +25,7 @@ def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 def combined(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the mask that hides what one of two hides."""
+    """Return the mask that hides the keys that either mask hides."""
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other if mask.dtype == other.dtype == torch.bool else _additive(mask, other) + _additive(other, mask)

@@ -317,7 +317,7 @@ class MultiheadAttention(TableAttention):
                 raise ValueError(f"`{name}` must have {axes}, the last one {width} long, got {describe(x)}")
 
     def _check_future(self, k: Tensor, *, hidden: bool, alone: bool) -> None:
-        """Refuse what a spec would: tables that end at the query where a sequence attends to itself, future and all."""
+        """Refuse tables that end at the query if a sequence attends to itself, including its future, as a spec does."""
         span, window = self.spec.span, self.spec.window
         if hidden or not alone or not span.left > span.right == 0 or (window is not None and window[1] is not None):
             return
@@ -329,7 +329,7 @@ class MultiheadAttention(TableAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """Apply the projections of queries, keys and values; all at once where they are of one input."""
+        """Apply the projections of queries, keys and values, all at once if they have the same input."""
         if self.in_proj_weight is not None and query is key is value:
             return functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self.in_proj_weight is not None:

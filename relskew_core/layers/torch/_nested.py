@@ -12,7 +12,7 @@ from relskew_core._array.checks import describe
 
 
 def by_item(function: Callable[..., Any], inputs: Mapping[str, Tensor], refused: Mapping[str, Any]) -> Tensor:
-    """Apply a function to every sequence of nested tensors, and nest what it returns in the same way."""
+    """Apply a function to every sequence of nested tensors, and nest the results in the same way."""
     for name, value in refused.items():
         if value is not None:
             raise ValueError(f"`{name}` must be None for nested tensors, got {describe(value)}")

@@ -268,7 +268,7 @@ class RelativeMultiheadAttention(CachedAttention):
     def _attention(
         self, past: Any, mask: Any, key_padding_mask: Any, offset: Any, segments: Any, positions: Any
     ) -> tuple[Cache | None, Callable[..., Any]]:
-        """Return the cache of a call, and what attends as the call says."""
+        """Return the cache of a call, and a function that attends with its options."""
         options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments}
         for name, value in (("offset", offset), ("positions", positions)):
             if value is not None:

@@ -1,4 +1,4 @@
-"""What takes over from a module of torch: its weights, and tables that change nothing."""
+"""Modules made from a torch module: with its weights, and with tables that do not change its outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core._positions.span import Span
 
 
 def taken_over(kind: Any, attention: nn.MultiheadAttention, span: Span, options: Mapping[str, Any]) -> Any:
-    """Return a module of a kind with the weights of ``nn.MultiheadAttention``, and tables of zeros."""
+    """Return a module of a class with the weights of ``nn.MultiheadAttention``, and tables of zeros."""
     if not isinstance(attention, nn.MultiheadAttention):
         raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
     unlike = {
