@@ -1,4 +1,4 @@
-"""Decoders whose caches grow, as decoders whose caches have one length and are written in place."""
+"""Converts decoders whose caches grow into decoders with caches of a fixed length, written in place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
-"""The input that says how many places of the caches are filled."""
+"""The input with the number of filled places of the caches."""
 
 CACHE_LENGTH = "cache_length"
-"""What the caches' one length is called, as long as it is not a number."""
+"""The symbol of the caches' length, as long as it is not a number."""
 
 
 def caches_in_place(
@@ -100,7 +100,7 @@ def caches_in_place(
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """A cache of keys or of values: its input, its output, and the node that joins what is new to what is past."""
+    """A cache of keys or values: its input, its output, and the node that joins new and past entries."""
 
     past: str
     present: str
@@ -112,7 +112,7 @@ class _Cache:
 
     @property
     def filled(self) -> str:
-        """Name of what attention reads."""
+        """The name of the filled part, which attention reads."""
         return f"{self.present}.filled"
 
 
@@ -136,7 +136,7 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[_Cache]:
 
 
 def _declare(model: onnx.ModelProto, caches: list[_Cache]) -> None:
-    """Name the caches' length in the inputs and outputs, and take one more input."""
+    """Name the caches' length in the inputs and outputs, and add an input."""
     names = {name for cache in caches for name in (cache.past, cache.present)}
     for value in (*model.graph.input, *model.graph.output):
         if value.name in names:
@@ -149,7 +149,7 @@ def _declare(model: onnx.ModelProto, caches: list[_Cache]) -> None:
 
 
 class _Writer:
-    """Writes the nodes of a decoder anew: joins become writes, and readers of a cache read its filled part."""
+    """Rewrites the nodes of a decoder: joins become writes, and readers of a cache read its filled part."""
 
     def __init__(self, model: onnx.ModelProto, caches: list[_Cache], contrib: bool) -> None:
         self._graph, self._caches, self._contrib = model.graph, caches, contrib
@@ -180,7 +180,7 @@ class _Writer:
                 yield from self._reading(node)
 
     def _lengths(self, first: _Cache) -> Iterator[onnx.NodeProto]:
-        """Yield what all caches need: where their tokens go on, and how many places are filled then."""
+        """Yield nodes for all caches: where their tokens continue, and how many places are filled then."""
         yield _node("Shape", [first.past], "batch", start=0, end=1)
         yield _node("Shape", [first.new], "new_length", start=2, end=3)
         yield _node("Add", [PAST_LENGTH, _name("new_length")], "total_length")
@@ -210,7 +210,7 @@ class _Writer:
         yield _node("Cast", [_name("total")], "total_in_32_bits", to=TensorProto.INT32)
 
     def _written(self, cache: _Cache) -> Iterator[onnx.NodeProto]:
-        """Yield what puts the new keys or values into a cache, and its filled part."""
+        """Yield the node that writes new keys or values into a cache, and the one that reads its filled part."""
         self._store("zero", np.zeros(1, np.int64))
         self._store("axis", np.full(1, 2, np.int64))
         operands, name = [cache.past, cache.new, _name("starts")], f"{cache.join.name}/write"
@@ -219,7 +219,7 @@ class _Writer:
         yield helper.make_node("Slice", [cache.present, *bounds], [cache.filled], name=f"{cache.join.name}/filled")
 
     def _reading(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """Yield a node that reads of caches what is filled, or was: most ask for a length alone."""
+        """Yield a node with the filled parts of caches as its inputs; most nodes only read a length."""
         changed = onnx.NodeProto()
         changed.CopyFrom(node)
         for index, name in enumerate(node.input):
@@ -236,7 +236,7 @@ class _Writer:
         yield changed
 
     def _attentions(self, model: onnx.ModelProto) -> dict[str, tuple[_Cache, _Cache, int]]:
-        """Return by output each attention's caches and number of heads."""
+        """Return each attention's caches and number of heads, by its output."""
         inferred = onnx.shape_inference.infer_shapes(model).graph
         shapes = {value.name: value.type.tensor_type.shape.dim for value in (*inferred.value_info, *inferred.input)}
         calls, served = {}, []
@@ -265,7 +265,7 @@ class _Writer:
         return calls
 
     def _grouped(self, node: onnx.NodeProto, keys: _Cache, values: _Cache, heads: int) -> Iterator[onnx.NodeProto]:
-        """Yield GroupQueryAttention in place of Attention, with the heads side by side as it wants them."""
+        """Yield GroupQueryAttention in place of Attention, with the heads side by side as it requires."""
         # The -1 fails for an empty batch, for which GroupQueryAttention would end the process.
         self._store("side_by_side", np.array([0, 0, -1], dtype=np.int64))
         self._store("apart", np.array([0, 0, heads, -1], dtype=np.int64), f"{heads}")
@@ -307,7 +307,7 @@ def _node(op_type: str, inputs: list[str], name: str, **attributes: Any) -> onnx
 
 
 def _asks_length(node: onnx.NodeProto) -> bool:
-    """Whether a Shape asks for the length of a cache; one that asks for more cannot be served."""
+    """Whether a Shape reads the length of a cache; one that reads more is not supported."""
     found = {one.name: one.i for one in node.attribute}
     start, end = found.get("start", 0) % 4, found.get("end", 4)
     end = end if end >= 0 else end + 4

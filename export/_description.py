@@ -1,4 +1,4 @@
-"""What the graph of a block says of itself: a sentence, a digest of its weights, and metadata."""
+"""The description of a block in its graph: a sentence, a digest of its weights, and metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:
-    """Return the entries with which ``validate`` reads back how the graph of ``spec`` was made."""
+    """Return the metadata from which ``validate`` reads how the graph of ``spec`` was made."""
     found = {
         "relskew.version": __version__,
         "relskew.spec": json.dumps(spec.to_dict(), sort_keys=True),
@@ -34,7 +34,7 @@ def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:
 
 
 def summary(plan: GraphPlan) -> str:
-    """Say how far the table of a block reaches."""
+    """Return a sentence about the reach of a block's table."""
     sides = {
         "limited": "a longer input fails",
         "clip": "its edge row serves what lies further",

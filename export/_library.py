@@ -1,4 +1,4 @@
-"""The library that onnxruntime loads to run attention by the compiled kernels, and graphs that do without it."""
+"""The library with which onnxruntime runs attention in the compiled kernels, and graphs that do not need it."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def custom_ops_library() -> Path:
 
 
 def found_library() -> Path | None:
-    """Return the path of the library, if it was compiled."""
+    """Return the path of the library, if it is compiled."""
     path = Path(_compiled.__file__).with_name("librelskew.so")
     return path if path.is_file() else None
 
 
 def has_operator(model: onnx.ModelProto) -> bool:
-    """Whether a model has nodes that the operator library serves."""
+    """Whether a model has nodes that need the operator library."""
     return any(function.domain == DOMAIN and function.name == NAME for function in model.functions)
 
 

@@ -186,7 +186,7 @@ def to_onnx(
 
 
 def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
-    """Emit projections, attention, output projection, in the order of a reader; return what goes into attention."""
+    """Emit projections, attention and output projection in reading order; return the inputs of the attention."""
     spec = plan.spec
     x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
     memory = None
@@ -206,7 +206,7 @@ def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, opera
 
 
 def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
-    """Emit attention of heads that come as inputs; return what goes into it."""
+    """Emit attention of heads that are inputs; return its inputs."""
     spec = plan.spec
     key_length = "key_length" if spec.cross else "query_length"
     q = g.input("q", ("batch", spec.num_heads, "query_length", spec.head_dim), "queries, not scaled")
@@ -236,7 +236,7 @@ def _stored(g: Emitter, layout: Iterator[StoredWeight]) -> dict[str, Value]:
 
 
 def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
-    """Declare the inputs that are there on request only."""
+    """Declare the optional inputs that are requested."""
     spec, mask, segments, past, past_lengths = plan.spec, None, None, None, None
     if plan.mask:
         shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
@@ -267,7 +267,7 @@ def _attend(
     sources: tuple[Value, Value],
     given: OptionalInputs,
 ) -> tuple[Value, Present | None]:
-    """Attend, in the form that the plan asks for; ``sources`` are what the queries and the keys are made from."""
+    """Attend in the form of the plan; ``sources`` are the tensors that the queries and keys are made from."""
     tables = StoredTables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
     sinks = stored.get("sinks")
     if plan.in_place:
@@ -285,7 +285,7 @@ def _presents(g: Emitter, present: Present | None) -> None:
 
 
 def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Present | None) -> Lengths:
-    """Read the lengths of what the queries and the keys are made from; their axis is the last but one."""
+    """Read the lengths of the sources of queries and keys from their last axis but one."""
     axis = len(queried.shape) - 2
     queries = g.length(queried, axis, "query_length")
     if plan.spec.cross:
@@ -298,7 +298,7 @@ def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Pr
 
 
 def _segments(g: Emitter, lengths: Lengths, of_keys: Value | None) -> Segments | None:
-    """Return the segments of the queries, the last of the keys, and of the keys."""
+    """Return the segments of the queries, which are the last of the keys', and those of the keys."""
     if of_keys is None or lengths.past == 0:
         return None if of_keys is None else Segments(of_keys, of_keys)
     bounds = [g.dim(lengths.past), g.constant([INT64_MAX]), g.constant([1])]

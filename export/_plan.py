@@ -1,4 +1,4 @@
-"""What is decided before a graph's first node: which rows are stored, what hides what, which form."""
+"""The decisions before a graph's first node: the stored rows, the masks, and the form."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from relskew_core.export._plan_checks import check_contrib, check_in_place, chec
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
 LONGEST = 2**31
-"""Longer than any input: a window that goes as far hides nothing."""
+"""Longer than any input: a window of this size hides nothing."""
 
 MOST_ROWS = 2**24
-"""Rows to which a table is lengthened at most."""
+"""The most rows to which a table is extended."""
 
 MOST_BLOCKS = 8
-"""Blocks before its own whose keys a block is given: of more, a dense attention makes fewer copies."""
+"""The most preceding blocks that are copied for each block: beyond it, a dense attention makes fewer copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableEnd:
-    """One end of the table: the rows stored beyond ``r = 0`` and what lies past them.
+    """One end of the table: the rows stored beyond ``r = 0``, and the treatment of positions past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
     positions that no query may see. ``endless``: no row is stored, and the formula of the bias goes on.
@@ -66,32 +66,32 @@ class GraphPlan:
 
     @property
     def ir_version(self) -> int:
-        """The oldest version of the file's form that the opset may have, for the sake of old runtimes."""
+        """The oldest IR version that the opset allows, for old runtimes."""
         return IR_VERSIONS.get(self.opset, 10)
 
     @property
     def one_sided(self) -> bool:
-        """Table columns stop at ``r = 0``: self-attention whose queries see no future."""
+        """Whether the table's columns end at ``r = 0``: self-attention whose queries see no future."""
         return self.spec.causal and not self.spec.cross
 
     @property
     def lead(self) -> int:
-        """Stored column of ``r = 0``."""
+        """The stored column of ``r = 0``."""
         return self.left.rows + self.left.spare
 
     @property
     def endless(self) -> bool:
-        """Whether the bias is that of a formula, and computed: no table could be stored that is long enough."""
+        """Whether the bias is computed from a formula, because no stored table would be long enough."""
         return "endless" in (self.left.past_edge, self.right.past_edge)
 
     @property
     def columns(self) -> int:
-        """Number of stored columns."""
+        """The number of stored columns."""
         return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
 
     @property
     def blocks_before(self) -> int:
-        """How many blocks before its own a query sees, if there are blocks."""
+        """How many blocks before its block a query sees, if there are blocks."""
         return 1 if self.spec.blocks_before is None else min(self.spec.blocks_before, FURTHEST)
 
     @property
@@ -102,13 +102,13 @@ class GraphPlan:
 
     @property
     def added_rows(self) -> tuple[int, int]:
-        """How many rows lengthen the table at either end to reach a window that goes further."""
+        """How many rows extend the table at each end to the length of the window."""
         span, right = self.spec.span, 0 if self.one_sided else self.right.rows
         return max(0, self.left.rows - span.left), max(0, right - span.right)
 
     @property
     def spare_rows(self) -> tuple[int, int]:
-        """How many columns of zeros come before the rows and after them."""
+        """How many columns of zeros are before the rows, and after them."""
         return self.left.spare, 0 if self.one_sided else self.right_spare
 
     @property
@@ -118,7 +118,7 @@ class GraphPlan:
 
     @property
     def reach(self) -> str:
-        """How the name of a node ends that fails where an input goes past a table: runtimes show it in their errors."""
+        """The end of the name of the node that fails past a table: runtimes show it in their errors."""
         sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
         ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
         table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
@@ -126,7 +126,7 @@ class GraphPlan:
 
     @property
     def dead_rows(self) -> bool:
-        """Some query may see no key at all, and its weights count.
+        """Whether some query may see no key at all, so that its weights must be zero.
 
         With sinks nothing is left of them, unless the unskew moves the ones of hidden keys into the next query's row.
         """
@@ -136,7 +136,7 @@ class GraphPlan:
 
     @property
     def fused(self) -> bool:
-        """Whether one Attention node does the work."""
+        """Whether the graph has one Attention node."""
         return (
             self.profile.fused
             and not self.looped
@@ -148,7 +148,7 @@ class GraphPlan:
 
     @property
     def causal_attribute(self) -> bool:
-        """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
+        """Whether Attention's ``is_causal`` is used: for self-attention only, where runtimes agree on it."""
         # With a cache of fixed length the operator cannot determine the positions of the queries; and which queries see
         # no key must be computed outside it.
         square = self.one_sided and not self.local and not self.in_place and not self.dead_rows
@@ -156,7 +156,7 @@ class GraphPlan:
 
     @property
     def masked_value(self) -> float:
-        """The logit of a key that a query may not see."""
+        """The logit of a hidden key."""
         if self.fused and self.dead_rows:  # a mask cannot lower other keys as far
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
@@ -176,7 +176,7 @@ def make_plan(
     in_place: Any = False,
     segments: Any = False,
 ) -> GraphPlan:
-    """Check the arguments of an export and decide on its form."""
+    """Check the arguments of an export and choose its form."""
     check_spec(spec)
     check_choice("profile", profile, tuple(PROFILES))
     form = PROFILES[profile]
@@ -244,7 +244,7 @@ def make_plan(
 
 
 def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:
-    """Return a spec whose window has no bound that no length comes to."""
+    """Return a spec whose window has no bound beyond all lengths."""
     if spec.window is None:
         return spec
     left, right = (None if side is None or side >= LONGEST else side for side in spec.window)
@@ -252,7 +252,7 @@ def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:
 
 
 def _reach_of_blocks(spec: BlockSpec) -> tuple[int | None, int | None]:
-    """Return how far the last query of a block looks back, and the first one ahead."""
+    """Return how far the last query of a block sees back, and the first one ahead."""
     if spec.block_size is None:
         return None, None
     before = 1 if spec.blocks_before is None else spec.blocks_before
@@ -267,7 +267,7 @@ def _smallest(*bounds: int | None) -> int | None:
 def _table_end(
     spec: BlockSpec, name: str, reach: int, farthest: int | None, window: int | None, max_length: int | None
 ) -> TableEnd:
-    """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest`` or ``window``."""
+    """Choose one end of the table: ``reach`` rows exist, and no query sees further than ``farthest`` or ``window``."""
     asked = None if max_length is None else max_length - 1
     if farthest is not None and farthest <= (reach if asked is None else min(reach, asked)):
         return TableEnd(farthest, "hidden")

@@ -1,4 +1,4 @@
-"""What an export is refused: arguments that exclude each other, or the block."""
+"""Checks of an export: arguments that exclude each other, or that a block does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core._block.spec import BlockSpec
 
 
 def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
-    """Refuse what caches that are written in place do not go with."""
+    """Refuse arguments that exclude caches written in place."""
     if not spec.causal:
         raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
     if past is not True:
@@ -24,7 +24,7 @@ def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) ->
 
 
 def check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size: Any) -> None:
-    """Refuse what GroupQueryAttention cannot do."""
+    """Refuse arguments that GroupQueryAttention does not support."""
     wanted = "`profile='ort-contrib'`, which is made of GroupQueryAttention,"
     if not spec.causal or spec.cross:
         raise ValueError(
@@ -47,7 +47,7 @@ def check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size:
 
 
 def check_past(spec: BlockSpec) -> None:
-    """Refuse blocks that have no past."""
+    """Refuse blocks that cannot have a past."""
     if spec.cross:
         raise ValueError("`past=True` excludes `spec.cross`: a memory does not grow, got cross=True")
     if not spec.causal and spec.block_size is None:

@@ -1,4 +1,4 @@
-"""How attention is written for which runtimes, and in which opsets."""
+"""The forms of attention for groups of runtimes, and their opsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ProfileName = Literal["ort", "ort-contrib", "portable", "trt"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a family of runtimes takes: its opset, and how attention, table windows and causality are written."""
+    """The form for a group of runtimes: its opset, and how attention, table windows and causality are written."""
 
     name: str
     opset: int
@@ -59,7 +59,7 @@ IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that introduced these ops
 
 
 def checked_opset(opset: object) -> int:
-    """Return the version of the standard operators, if graphs of torch may have it."""
+    """Return a checked version of the standard operators for graphs of torch models."""
     oldest, chosen = PROFILES["portable"].opset, check_int("opset", opset)
     if not oldest <= chosen <= NEWEST_OPSET:
         raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {chosen}")

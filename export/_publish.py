@@ -1,4 +1,4 @@
-"""Finished files at their names, so that a reader finds the old model or the new one, whole, even after a crash."""
+"""Moves finished files to their names, so that a reader finds the complete old or new model, even after a crash."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Make a folder next to the target for the time of a save; remove those that killed saves left."""
+    """Make a temporary folder for a save next to the target; remove those that killed saves left behind."""
     _remove_stale(target.parent)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
@@ -106,7 +106,7 @@ def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None
 
 
 def sync_directory(path: Path) -> None:
-    """Make new names last through a power cut, where directories can be opened."""
+    """Make new names survive a power failure, if directories can be opened."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -121,7 +121,7 @@ def _taken(target: Path) -> FileExistsError:
 
 
 def _link_weights(data: Path, published: Path) -> bool:
-    """Give the weights their name; ``False`` if the same ones have it already."""
+    """Give the weights their name; ``False`` if identical weights have it already."""
     os.utime(data)
     try:
         _move_if_free(data, published)
@@ -135,7 +135,7 @@ def _link_weights(data: Path, published: Path) -> bool:
 
 
 def _move_if_free(new: Path, target: Path) -> None:
-    """Give ``new`` the name ``target``, failing if someone took it meanwhile."""
+    """Give ``new`` the name ``target``; fail if another process has taken it."""
     try:
         os.link(new, target)
     except FileExistsError:
@@ -149,7 +149,7 @@ def _move_if_free(new: Path, target: Path) -> None:
 
 
 def weights_of(target: Path) -> list[Path]:
-    """Return the files of weights that a save of ``target`` wrote next to it, and that it names now."""
+    """Return the files of weights that saves of ``target`` wrote, and those that it refers to now."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
     except Exception:  # it is missing, or it is not a model
@@ -165,7 +165,7 @@ def _weights_name(target: Path) -> re.Pattern[str]:
 
 
 def _remove_replaced(target: Path) -> None:
-    """Remove weights that earlier saves of ``target`` wrote, once no reader can be about to open them."""
+    """Remove weights of earlier saves of ``target``, once no reader can be about to open them."""
     needed = weights_of(target)
     for path in target.parent.iterdir():
         named = _weights_name(target).fullmatch(path.name)
@@ -183,7 +183,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the temporary folders of saves that were killed: their lock is free."""
+    """Remove the temporary folders of killed saves, whose lock is free."""
     for folder in parent.glob(f".*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -197,7 +197,7 @@ def _remove_stale(parent: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the end of the block or of the process; say whether that was possible."""
+    """Lock a folder until the end of the block or of the process; return whether that was possible."""
     if fcntl is None:
         yield False
         return
@@ -214,6 +214,6 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _idle(path: Path, seconds: float, *, inside: bool = False) -> bool:
-    """Whether nothing was written at a path for so long."""
+    """Whether nothing was written at a path for this long."""
     paths = [path, *path.iterdir()] if inside else [path]
     return max(one.lstat().st_mtime for one in paths) < time.time() - seconds

@@ -1,4 +1,4 @@
-"""Graphs in fewer bits: weights, tables and, where it is asked for, activations."""
+"""Graphs in fewer bits: weights, tables and, if requested, activations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from relskew_core.export._save import save
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
-"""What torch's exporter leaves to the runtime before a weight or a table is read."""
+"""Operators that torch's exporter leaves between a stored weight or table and its reader."""
 FUSED = ("Attention", "GroupQueryAttention")
-"""Whole attentions, whose first three inputs are queries, keys and values."""
+"""Operators of whole attention, whose first three inputs are queries, keys and values."""
 OLDEST = 13
 LEAST = 1024
-"""Numbers from which a table is worth its scales."""
+"""The number of entries from which a table is quantised."""
 BLOCK = 32
-"""Rows of a weight that share a scale, where activations stay as they are."""
+"""Rows of a weight that share a scale, if activations are not quantised."""
 INT8_PRODUCTS = 4
 """``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
 
@@ -118,7 +118,7 @@ def quantize(
 
 
 def _move(model: onnx.ModelProto) -> None:
-    """Store what nodes only move about as it is read."""
+    """Store tensors that nodes only rearrange in the form in which they are read."""
     graph = model.graph
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     outputs = {value.name for value in graph.output}
@@ -144,7 +144,7 @@ def _move(model: onnx.ModelProto) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep onnxruntime's tools from logging every node, and from setting up the program's logging."""
+    """Keep onnxruntime's tools from logging every node, and from configuring the program's logging."""
     root, disabled = logging.getLogger(), logging.root.manager.disable
     level, handlers = root.level, list(root.handlers)
     logging.disable(logging.WARNING)
@@ -167,7 +167,7 @@ def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
 
 
 def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarray]] | None) -> onnx.ModelProto:
-    """Quantise activations too.
+    """Quantise activations, too.
 
     Pairs of products of uint8 and int8 overflow 16 bits on processors of x86-64 without VNNI, and onnxruntime says
     nothing. Those of uint8 and uint8 do not, nor those of int8 that keep to 7 bits, whose zero is 0 for accelerators.
@@ -201,7 +201,7 @@ def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
 
 
 def _masked(model: onnx.ModelProto) -> Iterator[str]:
-    """Name the nodes between products and their softmax, every attention of one node, and what makes its mask.
+    """Return the names of the nodes between products and softmax, of whole attentions, and of those for masks.
 
     What only moves a product about is as good as the product. From opset 21 on onnxruntime cannot load it otherwise.
     """
@@ -224,7 +224,7 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _tables(model: onnx.ModelProto) -> None:
-    """Store the tables that are cut or looked up as int8, and make numbers of what was cut."""
+    """Store the tables that are cut or looked up as int8, and dequantise the parts that are read."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
     constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if len(tensor.dims) == 1}
@@ -253,7 +253,7 @@ def _tables(model: onnx.ModelProto) -> None:
 
 
 def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
-    """Let nodes read the int8 tables, and make numbers of what they read; ``cut`` has the axis of the scales."""
+    """Let nodes read the int8 tables, and dequantise their results; ``cut`` has the axis of the scales."""
     nodes = []
     for node in graph.node:
         nodes.append(node)
@@ -268,7 +268,7 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
 
 
 def _axes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> list[int]:
-    """Return the axes along which a node cuts its first input or looks it up, none if it does anything else."""
+    """Return the axes along which a node slices or gathers its first input; none if it does anything else."""
     if node.domain:
         return []
     if node.op_type == "Gather":

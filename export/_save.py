@@ -93,7 +93,7 @@ def write(
     external_threshold: int,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Save a model; nothing appears at ``path`` if ``check`` raises when it is given the finished file."""
+    """Save a model; nothing appears at ``path`` if ``check`` raises an error for the finished file."""
     check_bool("overwrite", overwrite)
     target = target_path(path)
     check_target(target, overwrite)
@@ -106,7 +106,7 @@ def write(
 
 @contextmanager
 def unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
-    """Write a model, and what it keeps outside, to a temporary directory next to its target, flushed and checked."""
+    """Write a model and its external data to a temporary directory next to its target, flushed and checked."""
     check_int("external_threshold", external_threshold, minimum=0)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
@@ -153,7 +153,7 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
 
 
 def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
-    """Copy all fields but one, lists and plain values, so that large weights are never held twice."""
+    """Copy all fields except one, as lists and plain values, so that large weights are never held twice."""
     for field, value in source.ListFields():
         if field.name == skip:
             continue

@@ -1,4 +1,4 @@
-"""Products of queries with tables in 8 bits, which are read as they are stored."""
+"""Products of queries with tables in 8 bits, which are read without dequantisation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnx import TensorProto, helper, numpy_helper
 from relskew_core.export._graph.functions import all_graphs
 
 OLDEST = 18
-"""Version of the operators that takes the axes of a maximum as an input, as the nodes here have them."""
+"""The opset in which the axes of a maximum are an input, as in these nodes."""
 ROWS, COLUMNS = 1, 2
 MIDDLE = 128
-"""What stands for 0: products of uint8 by uint8 overflow on no processor."""
+"""The zero point: products of uint8 by uint8 overflow on no processor."""
 PREFIX = "relskew/in_bits"
 
 
 class _Chain(NamedTuple):
-    """A node that cuts rows of a table, one that makes columns of them, and those that multiply queries by these."""
+    """A node that slices rows of a table, one that transposes them, and the products of queries with them."""
 
     cut: onnx.NodeProto
     turn: onnx.NodeProto
@@ -28,7 +28,7 @@ class _Chain(NamedTuple):
 
 
 def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
-    """Store tables of at least this many numbers in 8 bits, columns first, where queries alone are multiplied by them.
+    """Store tables of at least this many entries in 8 bits, columns first, if only queries are multiplied by them.
 
     Each query is rounded with a separate scale, so that no query changes what another one gets.
     """
@@ -53,7 +53,7 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
 
 
 class _Finder:
-    """Finds what is done with a table."""
+    """Finds the uses of a table."""
 
     def __init__(self, graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
         self.readers: dict[str, list[onnx.NodeProto]] = {}
@@ -65,7 +65,7 @@ class _Finder:
                     self.readers.setdefault(name, []).append(node)
 
     def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
-        """Return a node that reads a table with those behind it, if they do nothing else than multiply."""
+        """Return a node that reads a table and its successors, if they only multiply."""
         turn = self._behind(cut) if cut.input[0] == table and self._cuts_rows(cut) else []
         if len(turn) != 1 or turn[0].op_type != "Transpose" or [list(x.ints) for x in turn[0].attribute] != [[0, 2, 1]]:
             return None
@@ -79,7 +79,7 @@ class _Finder:
         return [] if name in self._results else self.readers.get(name, [])
 
     def _cuts_rows(self, node: onnx.NodeProto) -> bool:
-        """Whether a node is a slice of rows, which takes as long along columns; looking columns up takes far longer."""
+        """Whether a node slices rows, which is as fast along columns; gathering columns is far slower."""
         axes = self._constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) == 4 else None
         return axes is not None and axes.tolist() == [ROWS]
 
@@ -105,7 +105,7 @@ def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
 
 
 def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
-    """Let nodes cut columns, and multiply them as they are."""
+    """Let nodes slice columns, and multiply them in 8 bits."""
     cuts = {chain.cut.output[0]: name for name, chains in found.items() for chain in chains}
     turns = {chain.turn.output[0]: chain.cut.output[0] for chains in found.values() for chain in chains}
     nodes = []
@@ -127,7 +127,7 @@ def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
 
 
 def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[onnx.NodeProto]:
-    """Yield what multiplies queries by columns in 8 bits."""
+    """Yield the nodes that multiply queries by columns in 8 bits."""
     queries, result = node.input[0], node.output[0]
 
     def step(kind: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:

@@ -1,4 +1,4 @@
-"""Weights of any array library as NumPy arrays of the graph's element type, and the layout that the graph reads."""
+"""Weights of any array library as NumPy arrays of the graph's element type, and their layout in the graph."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TENSOR_LIMIT = 2**31 - 2**16
 
 
 def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[str, np.ndarray]:
-    """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
+    """Return the mapping's arrays as NumPy arrays, with checked keys and shapes; errors name the key."""
     spec.check_weights(weights, projections=projections)
     return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
 
 
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
-    """Return the element type asked for, or the one that all weights share, float32 where there are none."""
+    """Return the requested element type, or the one that all weights share; float32 if there are none."""
     if dtype is not None:
         return DTYPES[check_dtype(dtype)]
     if not weights:
@@ -51,7 +51,7 @@ def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any
 
 
 def check_dtype(dtype: Any) -> str:
-    """Return the name of a dtype that graphs have, given as a string or as one of NumPy, torch or JAX."""
+    """Return the name of a dtype that graphs support, given as a string or as one of NumPy, torch or JAX."""
     name = dtype_name(dtype)
     if name not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, string or dtype, got {dtype!r}")
@@ -59,7 +59,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return ``"float32"`` for the name, NumPy's, torch's and JAX's dtype alike."""
+    """Return ``"float32"`` for the name and for NumPy's, torch's and JAX's dtype."""
     if isinstance(dtype, str):
         return dtype
     if str(dtype).startswith("torch."):
@@ -71,7 +71,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 class StoredWeight(NamedTuple):
-    """A weight as the graph stores it, under its key, and a line that says how."""
+    """A weight as the graph stores it, under its key, with a description."""
 
     key: str
     array: np.ndarray
@@ -79,7 +79,7 @@ class StoredWeight(NamedTuple):
 
 
 def round_weight(key: str, array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Round a finite weight to ``dtype``; NaN, inf and what overflows is refused by key."""
+    """Round a finite weight to ``dtype``; errors for NaN, inf and overflow name the key."""
     if not np.all(np.isfinite(array)):
         raise ValueError(f"`weights[{key!r}]` must be finite, got NaN or inf in {array.dtype} of {array.shape}")
     with np.errstate(over="ignore", under="ignore"):
@@ -91,7 +91,7 @@ def round_weight(key: str, array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
-    """Yield each weight as the graph stores it, one after the other: copies of all of them are never held at once."""
+    """Yield each weight as the graph stores it, one at a time, so that copies of all of them are never held at once."""
     for weight in _laid_out(plan, weights):
         if weight.array.nbytes > TENSOR_LIMIT:
             raise ValueError(
@@ -141,7 +141,7 @@ def _scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
-    """Add the columns for the positions past the rows of a table that can be seen."""
+    """Add columns for positions past the visible rows of a table."""
     edge = int(plan.spec.span.beyond == "clip")
     longer = [
         np.repeat(end, count, axis=-2) * rows.dtype.type(edge)
@@ -160,7 +160,7 @@ def to_numpy(key: str, given: Any) -> np.ndarray:
 
 
 def _host_copy(array: Any) -> Any:
-    """Bring an array of another library to NumPy without importing that library."""
+    """Convert an array of another library to NumPy without importing that library."""
     for step in ("detach", "cpu"):  # torch
         if hasattr(array, step):
             array = getattr(array, step)()

@@ -1,1 +1,1 @@
-"""Models of torch whose attention becomes the same few nodes."""
+"""Torch models whose calls of attention become the same few nodes."""

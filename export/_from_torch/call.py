@@ -1,4 +1,4 @@
-"""The operands of one call of torch's operator, as heads with one batch axis, and what is known of their lengths."""
+"""The operands of one call of torch's operator, as heads with one batch axis, and what is known about lengths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TracedCall:
         self.mask, self.additive = self._masks(operands.mask)
 
     def result(self, x: Value, name: str) -> Any:
-        """Return an array of the heads, ``(batch, …)``, with the leading axes of the queries that came."""
+        """Return an array of the heads, ``(batch, …)``, with the leading axes of the caller's queries."""
         g = self._g
         if self._leading == 1:
             return g.tensor(x)
@@ -112,7 +112,7 @@ class TracedCall:
         return Lengths(queries, keys, past, "queries", "queries" if self.square else "keys")
 
     def _masks(self, mask: Any) -> tuple[Value | None, Value | None]:
-        """Return which keys a mask shows, and what it adds to their logits."""
+        """Return the condition and the additive part of a mask."""
         if mask is None:
             return None, None
         g, rank = self._g, len(mask.shape)
@@ -135,7 +135,7 @@ def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
 
 
 def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:
-    """Return a table as its window reads it: trimmed to the rows that can be seen, with columns for what lies past."""
+    """Return a table for its window: trimmed to the visible rows, with columns for the positions past them."""
     if stored is None:
         return None
     shape = stored.shape
@@ -178,7 +178,7 @@ def shape_of(x: Any, name: str) -> Shape:
 
 
 def _length_of(offset: Any) -> Any:
-    """Return an offset as the length of the axis that it was read from, ``None`` if it is not one."""
+    """Return an offset as the length of the axis that it was read from, ``None`` if it has another source."""
     value = offset
     while not isinstance(value, int):
         node = value.producer()

@@ -1,4 +1,4 @@
-"""A call over chunks of queries, one after the other, so that no tensor has the size of all queries times all keys."""
+"""A call over chunks of queries, so that no tensor has the size of all queries times all keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
 
 
 def goes_in_chunks(operands: Operands, options: Options, size: int | None) -> bool:
-    """Whether a call is translated in chunks: blocks bound memory themselves, and tables of keys turn with the keys."""
+    """Whether a call is translated in chunks: blocks limit memory themselves, and tables of keys need all queries."""
     n = operands.q.shape[-2]
     known = isinstance(n, int) and size is not None and n <= size
     whole = options.return_lse or operands.key_table is not None or options.visibility.block_size is not None
@@ -24,7 +24,7 @@ def goes_in_chunks(operands: Operands, options: Options, size: int | None) -> bo
 
 
 def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
-    """Return the output of a call in chunks, or of one chunk's queries at once, for which a loop costs more."""
+    """Return the output of a call in chunks, or at once for a single chunk of queries, for which a loop costs more."""
     n = g.length(
         g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
     )
@@ -39,7 +39,7 @@ def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, siz
 
 
 def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
-    """Return the output of a call, from a loop around the same call of some queries.
+    """Return the output of a call, from a loop around the same call for some queries.
 
     All chunks have one size, of at most ``size`` queries. The last one starts early enough to end with the last query,
     and what it has in common with the one before is dropped.
@@ -90,7 +90,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
 
 
 def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:
-    """Return the first key that a query of the chunk may see, and the one after the last; one at least is kept."""
+    """Return the first key that a query of the chunk may see, and the end after the last; at least one key."""
     pattern, lengths = options.visibility, call.lengths
     first: Dim = 0
     stop: Dim = lengths.keys
@@ -106,7 +106,7 @@ def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value,
 
 
 class _Cut:
-    """Cuts the arrays of a call for one chunk, as tensors that a call takes."""
+    """Cuts the arrays of a call for one chunk, as operands of a call."""
 
     def __init__(self, body: InnerEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
         self._body, self._queries, self._keys, self._whole = body, queries, keys, whole
@@ -131,7 +131,7 @@ class _Cut:
         return body.typed(value)
 
     def _axis(self, x: Value, axis: int, name: str, *, of_queries: bool, broadcasts: bool = False) -> Value:
-        """Cut one axis; of a length that may be 1 for all alike, that one stays."""
+        """Cut one axis, unless its length may be 1 for broadcasting."""
         body = self._body
         if not of_queries and self._whole:
             return x

@@ -1,4 +1,4 @@
-"""The emitter's calls as calls of onnxscript, so that the recipes of the block serve graphs that others are making."""
+"""The emitter's calls as calls of onnxscript, so that the block's functions can extend graphs of torch's exporter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TracedEmitter(Emitter):
 
     @contextmanager
     def within(self, scope: str) -> Iterator[None]:
-        """Put a name in front of all that is made meanwhile."""
+        """Prefix the names of everything that is made inside."""
         outer, self.scope = self.scope, f"{self.scope}{scope}/"
         yield
         self.scope = outer
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Make a tensor of the graph known under a name."""
+        """Register a tensor of the graph under a name."""
         self._tensors[self._claim(name)] = tensor
         return Value(name, shape, dtype or self.dtype)
 
@@ -58,7 +58,7 @@ class TracedEmitter(Emitter):
         outputs: Sequence[Value],
         **attributes: Any,
     ) -> None:
-        """Add a node that has these outputs and no others: an `Attention` would compute all that it could give."""
+        """Add a node with exactly these outputs, because an `Attention` computes all outputs that are present."""
         given = [None if value is None else self.tensor(value) for value in inputs]
         made = getattr(self._op, op_type)(*given, **attributes)
         made = made if isinstance(made, Sequence) else [made]
@@ -69,7 +69,7 @@ class TracedEmitter(Emitter):
             self._tensors[self._claim(value.name)] = tensor
 
     def loop(self, count: Value, name: str, emit: Callable[[Any, Value], Value]) -> Value:
-        """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
+        """Run the body that ``emit`` makes ``count`` times and stack its results; it gets an emitter and the turn."""
         import onnx_ir
 
         body = InnerEmitter(self, name)
@@ -88,7 +88,7 @@ class TracedEmitter(Emitter):
         return self.adopt(node.outputs[0], f"{name}/stacked", shape)
 
     def either(self, condition: Value, name: str, like: Value, **branches: Callable[[Any], Any]) -> Any:
-        """Return the tensor, as ``like``, that the first of two branches gives where ``condition``, else the second."""
+        """Return the tensor, like ``like``, of the first branch if ``condition``, else of the second."""
         import onnx_ir
 
         bodies = {}
@@ -103,7 +103,7 @@ class TracedEmitter(Emitter):
         return node.outputs[0]
 
     def _record(self, node: Any) -> None:
-        """Put a node into the graph that is being made: onnxscript's own loop takes all inputs for carried ones."""
+        """Add a node to the graph directly, because onnxscript's own loop treats all inputs as carried ones."""
         from onnxscript import evaluator
 
         made: Any = evaluator.default()
@@ -111,7 +111,7 @@ class TracedEmitter(Emitter):
 
 
 class InnerEmitter(TracedEmitter):
-    """Emits into the body of a loop, which sees what was made around it, and is not seen there."""
+    """Emits into the body of a loop, whose nodes can read outer tensors, but not the reverse."""
 
     def __init__(self, outer: TracedEmitter, scope: str) -> None:
         vars(self).update(vars(outer))
@@ -121,7 +121,7 @@ class InnerEmitter(TracedEmitter):
         self._op = _Recorder(self.nodes)
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Make a tensor known under a name that none has around the loop."""
+        """Register a tensor under a name that is unused outside the loop."""
         if tensor.name is None:  # names must be unique across a body and the graph around it
             tensor.name = f"{self.path('')}{name}"
         return super().adopt(tensor, f"{self.scope}{name}", shape, dtype)
@@ -129,7 +129,7 @@ class InnerEmitter(TracedEmitter):
     def node(
         self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
     ) -> None:
-        """Add a node, and name what it gives."""
+        """Add a node, and name its outputs."""
         super().node(op_type, inputs, path, outputs, **attributes)
         for value in outputs:
             self.tensor(value).name = value.name
@@ -149,7 +149,7 @@ class InnerEmitter(TracedEmitter):
 
 
 class _Recorder:
-    """What onnxscript's operators are to the graph that it makes, to the body of a loop."""
+    """The interface of onnxscript's operators to a graph, for the body of a loop."""
 
     def __init__(self, nodes: list[Any]) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""Tables whose rows are as many as the input asks for: made in the model, or cut from a longer one."""
+"""Tables with as many rows as the input requires: computed in the model, or cut from a longer one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relskew_core.export._plan import GraphPlan
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far tables reach, where it depends on lengths; what lies beyond; and how far a query sees at all."""
+    """The reach of tables if it depends on lengths, the form of their ends, and the reach of queries."""
 
     left: Dim
     right: Dim
@@ -30,7 +30,7 @@ class Reach:
 
 
 def ends_of(g: TracedEmitter, args: Sequence[Any]) -> tuple[tuple[Dim, Dim] | None, list[Any]]:
-    """Return how far the tables of a call reach, ``None`` where that is known; and the arguments with numbers."""
+    """Return the reach of a call's tables, ``None`` if it is known; and the arguments with numbers."""
     from relskew_core.backends._torch.operator import COUNT, NAMES
 
     given = list(args)

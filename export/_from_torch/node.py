@@ -1,4 +1,4 @@
-"""A call of torch's operator as one node for the operator library, which is a function of the model, too."""
+"""A call of torch's operator as one node for the operator library, which is also a function of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = ("float16", "float32", "float64", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An operand as the function has it: its name there, and its facts from the call."""
+    """An operand inside the function: its name there, and its facts from the call."""
 
     name: str
     given: Any
@@ -35,12 +35,12 @@ class _Argument:
         return self.given.dtype
 
     def producer(self) -> Any:
-        """Return the node that makes it in the graph, for those who look where a length comes from."""
+        """Return the node that makes it in the graph, for tracing the source of a length."""
         return self.given.producer()
 
 
 class BodyEmitter(TracedEmitter):
-    """Emits what a function is made of; its arguments have their names."""
+    """Emits the nodes of a function; its arguments keep their names."""
 
     initializer = Emitter.initializer
     node = Emitter.node
@@ -50,7 +50,7 @@ class BodyEmitter(TracedEmitter):
         self.notes: dict[str, str] = {}
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Return an argument of the function, or what is made in it."""
+        """Return an argument of the function, or a value made in it."""
         return Value(tensor.name, shape, dtype or self.dtype)
 
     def tensor(self, value: Value) -> Any:
@@ -58,11 +58,11 @@ class BodyEmitter(TracedEmitter):
         return value
 
     def note(self, value: Value, key: str, text: str) -> None:
-        """Keep what is to be written down with the node."""
+        """Record an annotation for the node."""
         self.notes[key] = text
 
     def function(self, inputs: Sequence[str], outputs: Sequence[str], opset: int, attributes: Any) -> Any:
-        """Return what was emitted as a function, whose results are called ``outputs`` or are nothing."""
+        """Return the emitted nodes as a function with the results ``outputs``, or with none."""
         graph = self.graph("body")
         tensors = self._model.graph.initializer
         made = {output for node in graph.node for output in node.output} | {tensor.name for tensor in tensors}
@@ -73,13 +73,13 @@ class BodyEmitter(TracedEmitter):
 
 
 class Functions:
-    """The functions of a model, each once."""
+    """The functions of a model, each stored once."""
 
     def __init__(self) -> None:
         self.made: dict[bytes, onnx.FunctionProto] = {}
 
     def add(self, function: onnx.FunctionProto) -> str:
-        """Return the name by which the nodes of a function find it among those of the same operator."""
+        """Return the overload by which nodes find a function among those of the same operator."""
         key = function.SerializeToString(deterministic=True)
         if key not in self.made:
             function.overload = f"call_{len(self.made) + 1}"
@@ -96,7 +96,7 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
 
 
 def is_served(operands: Operands, options: Options) -> bool:
-    """Whether the operator has all of a call, including numbers that exist only in the graph."""
+    """Whether the operator supports all of a call, including numbers that exist only in the graph."""
     span = options.span
     known = isinstance(span.left, int) and isinstance(span.right, int)
     return known and len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES

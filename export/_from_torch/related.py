@@ -1,4 +1,4 @@
-"""What depends on the relative positions of a call: by the skew, or by look-up for arbitrary positions."""
+"""The contributions of relative positions to a call: by the skew, or by look-up for arbitrary positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INT64_MIN = -(2**63)
 
 
 class Skewed:
-    """A call whose queries and keys are consecutive."""
+    """A call with consecutive queries and keys."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Skewed:
             self._window = FittedWindow(g, plan, adopted_tables(g, operands), lengths, reach)
 
     def logits(self) -> Value:
-        """Return what the tables add to the logits, ``(batch, H, queries, keys)``."""
+        """Return the tables' contribution to the logits, ``(batch, H, queries, keys)``."""
         g, call = self._g, self._call
         queries = call.q if call.rel_q is None else call.rel_q
         if self._operands.rel_k is not None:
@@ -61,18 +61,18 @@ class Skewed:
         return g.compute("Add", [logits, self._of_keys(shape)], "relative/of_both", shape)
 
     def condition(self) -> Value | None:
-        """Return which keys a query sees, ``None`` where nothing needs saying."""
+        """Return the visible keys of each query, ``None`` if the tables hide the others."""
         segments = self._call.labels(self._operands, "segments")
         return visible(self._g, self._plan, self._lengths, self._call.mask, segments)
 
     def values(self, weights: Value) -> Value:
-        """Return what ``rel_v`` adds to the output."""
+        """Return the contribution of ``rel_v`` to the output."""
         g, window = self._g, self._window
         moved = unskew(g, weights, self._lengths, one_sided=self._plan.one_sided, symbol=window.symbol)
         return g.compute("MatMul", [moved, window.rows()], "relative/values", self._call.out_shape)
 
     def _of_keys(self, shape: Shape) -> Value:
-        """Return the products of keys and ``key_table``: seen from a key, past and future are changed over."""
+        """Return the products of keys and ``key_table``: seen from a key, past and future are exchanged."""
         g, plan, lengths, span, reach = self._g, self._plan, self._lengths, self._plan.spec.span, self._reach
         ahead, back = (side.rows if side.past_edge == "hidden" else None for side in (plan.right, plan.left))
         spec = replace(
@@ -98,7 +98,7 @@ class Skewed:
 
 
 class LookedUp:
-    """A call with positions in any order: ``r`` of a pair says which column of a product it reads."""
+    """A call with positions in any order: the ``r`` of a pair selects a column of the product."""
 
     def __init__(
         self, g: TracedEmitter, plan: GraphPlan, call: TracedCall, operands: Operands, options: Options
@@ -116,7 +116,7 @@ class LookedUp:
         self._r = g.index("Sub", [self._keys, self._queries], "positions/relative", self._loose)
 
     def logits(self) -> Value:
-        """Return what the tables add to the logits, ``(batch, H, queries, keys)``."""
+        """Return the tables' contribution to the logits, ``(batch, H, queries, keys)``."""
         g, operands, zero = self._g, self._operands, self._g.constant(0.0, self._g.dtype)
         terms = [] if operands.rel_k is None and operands.rel_bias is None else [self._of_queries()]
         if operands.key_table is not None:
@@ -131,14 +131,14 @@ class LookedUp:
         return self._poisoned(whole)
 
     def condition(self) -> Value | None:
-        """Return which keys a query sees, ``None`` if all of them."""
+        """Return the visible keys of each query, ``None`` if all are visible."""
         segments = self._call.labels(self._operands, "segments")
         conditions = [] if segments is None else [of_own_segment(self._g, segments)]
         conditions += [x for x in (self._seen, self._call.mask) if x is not None]
         return self._all("visible/seen", conditions)
 
     def values(self, weights: Value) -> Value:
-        """Return what ``rel_v`` adds to the output."""
+        """Return the contribution of ``rel_v`` to the output."""
         g, shape = self._g, (*self._pairs[:3], self._width)
         if self._options.span.beyond == "zero":
             zero = g.constant(0.0, g.dtype)
@@ -189,7 +189,7 @@ class LookedUp:
         return g.compute("Transpose", [found], "keys/logits", self._pairs, perm=perm)
 
     def _poisoned(self, logits: Value) -> Value:
-        """Put NaN where a table should have reached: positions are values, which no length determines."""
+        """Put NaN beyond a table with ``beyond="error"``: positions are values, which no check of lengths covers."""
         if self._options.span.beyond != "error":
             return logits
         g, seen = self._g, self._seen
@@ -222,7 +222,7 @@ class LookedUp:
 
     @cached_property
     def _columns(self) -> Value:
-        """Return which column of a product every pair reads, for every head."""
+        """Return the column of the product that every pair reads, for every head."""
         g = self._g
         first = g.index("Sub", [self._r, g.constant(self._low)], "positions/from_first", self._loose)
         limits = [g.constant(0), g.constant(self._width - 1)]
@@ -231,7 +231,7 @@ class LookedUp:
 
     @cached_property
     def _there(self) -> Value:
-        """Return for which pairs the tables have a row."""
+        """Return the pairs for which the tables have a row."""
         g, span = self._g, self._options.span
         pairs = (("GreaterOrEqual", -span.left), ("LessOrEqual", span.right))
         ends = [
@@ -241,7 +241,7 @@ class LookedUp:
 
     @cached_property
     def _seen(self) -> Value | None:
-        """Return which keys the pattern lets a query see, ``None`` if all of them."""
+        """Return the keys that the pattern lets a query see, ``None`` if all."""
         g, pattern, conditions = self._g, self._options.visibility, []
 
         def compare(op_type: str, left: Value, bound: Value, name: str) -> None:
@@ -285,14 +285,14 @@ def attend_in_blocks(
 
 
 def adopted_tables(g: TracedEmitter, operands: Operands) -> StoredTables:
-    """Return the tables of a call as they are."""
+    """Return the tables of a call unchanged."""
     return StoredTables(
         *(adopted_table(g, getattr(operands, field.name), field.name) for field in fields(StoredTables))
     )
 
 
 def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> StoredTables:
-    """Return the tables of a call as their windows read them."""
+    """Return the tables of a call in the form that their windows read."""
     names = [field.name for field in fields(StoredTables)]
     return StoredTables(
         **{name: stored_table(g, plan, adopted_table(g, getattr(operands, name), name), name) for name in names}

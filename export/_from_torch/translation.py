@@ -40,7 +40,7 @@ KNOWS = (COMMON - {"part"}) | {
 """The arrays and options that have a translation."""
 
 REACH = "relskew.reach"
-"""What nodes of causal attention note: how many positions, the past included, their tables reach."""
+"""The note of causal attention nodes with the number of positions that their tables allow, including the past."""
 
 
 class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
@@ -173,7 +173,7 @@ def torch_translation_table(
 def _attention(
     g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: tuple[Dim, Dim] | None
 ) -> tuple[Any, Any]:
-    """Translate one call; its own ``chunk_size`` changes no result and is left out."""
+    """Translate one call; ``chunk_size`` does not change the result and is ignored."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
     g.aligned = call.aligned
@@ -232,7 +232,7 @@ def _attention(
 def _plan(
     g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, options: Options, *, fitted: bool
 ) -> GraphPlan:
-    """Decide on the form of a call; no table that is ``fitted`` to the lengths has an end that hides anything."""
+    """Choose the form of a call; tables that are ``fitted`` to the lengths have no end that hides keys."""
     q, pattern = operands.q, options.visibility
     by_position = not pattern.by_value
     for name in "qkv":
@@ -275,7 +275,7 @@ def _plan(
 
 
 def _with_additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall, logits: Value) -> Value:
-    """Return logits, which one head may have for all, with what the mask adds to them."""
+    """Return logits, which may be for one head, plus the additive mask."""
     added = call.additive
     if added is None:
         return logits

@@ -1,1 +1,1 @@
-"""The pieces of a graph."""
+"""The parts of a graph."""

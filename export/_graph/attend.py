@@ -1,4 +1,4 @@
-"""Attention of projected queries, keys and values: one Attention node, its parts, or a loop over its parts."""
+"""Attention of projected queries, keys and values: one Attention node, separate nodes, or a loop over them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
-    """Return the heads, laid out as the queries came, and the presents if there is a past."""
+    """Return the heads, laid out like the queries, and the presents if there is a past."""
     if plan.looped:
         return (_by_length if plan.profile.branches else _in_chunks)(g, plan, inputs)
     queries = split_heads(g, inputs.projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
@@ -50,7 +50,7 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
 
 
 def _by_length(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
-    """Attention in chunks, or of one chunk's queries at once, for which a loop would cost more than it saves."""
+    """Attention in chunks, or at once for a single chunk of queries, for which a loop would cost more than it saves."""
 
     def short(g: Emitter) -> Sequence[Value]:
         heads, present = attend(g, replace(plan, looped=False, guarded=False), inputs)
@@ -90,7 +90,7 @@ def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | 
 def _grouped(
     g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
 ) -> tuple[Value, Present | None]:
-    """Attention by onnxruntime's operator; every row of the batch has the same length."""
+    """Attention by onnxruntime's operator; all rows of the batch have the same length."""
     batch = g.dim(g.length(queries, 0, "batch"))
     totals = g.index("Expand", [g.dim(inputs.lengths.keys), batch], "attention/totals", (queries.shape[0],))
     lasts = g.index("Sub", [totals, g.constant([1])], "attention/lasts", totals.shape)

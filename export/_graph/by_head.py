@@ -1,4 +1,4 @@
-"""Long sequences, one key head after the other: what a turn makes stays in the cache of a processor's core."""
+"""Long sequences, one key head after the other, so that the data of a turn stay in the cache of a core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
-    """Return the heads side by side, ``(batch, queries, H * D)``, from a loop over key heads around that over chunks.
+    """Return the heads side by side, ``(batch, queries, H * D)``, from a loop over key heads, each over chunks.
 
     A turn has the query heads that share a key head, and only their part of the tables.
     """

@@ -12,7 +12,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 class Chunks(NamedTuple):
-    """All have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last query.
+    """Chunks of one size, ``min(chunk_size, queries)``; the last one ends with the last query, and may overlap.
 
     What it has in common with the one before is dropped.
     """
@@ -97,7 +97,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
 
 
 def _keys_of(g: Emitter, plan: GraphPlan, lengths: Lengths, start: Value, end: Value) -> tuple[Dim, Dim]:
-    """Return the first key that a query of the chunk may see, and the one after the last."""
+    """Return the first key that a query of the chunk may see, and the end after the last."""
     first: Dim = 0
     stop: Dim = lengths.keys
     if plan.left.past_edge == "hidden":
@@ -115,7 +115,7 @@ def _keys_of(g: Emitter, plan: GraphPlan, lengths: Lengths, start: Value, end: V
 
 
 def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Dim, stop: Dim) -> Value | None:
-    """Return the mask of a chunk; an axis of length one broadcasts, so it stays."""
+    """Return the mask of a chunk; axes of length one broadcast, and are not cut."""
     if mask is None:
         return None
     for axis, low, high, name in ((2, start, end, "queries"), (3, first, stop, "keys")):

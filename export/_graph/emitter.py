@@ -1,4 +1,4 @@
-"""A small builder of ONNX graphs: readable names, constants stored once, shapes written down as they are known."""
+"""A small builder of ONNX graphs: readable names, constants stored once, and all known shapes recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx import helper
 Shape: TypeAlias = tuple[int | str, ...]
 INT64_MAX = 2**63 - 1
 CONSTANT = "relskew/constant/"
-"""What the names of tensors begin with that are no weights."""
+"""The prefixes of tensors that are not weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Value:
 
 
 Dim: TypeAlias = "int | Value"
-"""A length: an int where it is known at export, else an int64 tensor of shape (1,)."""
+"""A length: an int if it is known at export, else an int64 tensor of shape (1,)."""
 
 INT64 = np.dtype(np.int64)
 BOOL = np.dtype(np.bool_)
@@ -64,7 +64,7 @@ class Emitter:
         return value
 
     def rename(self, value: Value, name: str) -> Value:
-        """Give an output of the last node another name."""
+        """Rename an output of the last node."""
         outputs = self._nodes[-1].output
         outputs[list(outputs).index(value.name)] = self._claim(name)
         for info in self._infos:
@@ -85,7 +85,7 @@ class Emitter:
         return Value(name, array.shape, array.dtype)
 
     def constant(self, values: Any, dtype: Any = INT64) -> Value:
-        """Store a constant once, however often it is asked for; its name says what it holds."""
+        """Store a constant once; its name describes its content."""
         array = np.asarray(values, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
@@ -107,7 +107,7 @@ class Emitter:
         output: str | None = None,
         **attributes: Any,
     ) -> Value:
-        """Add a node on data; its output has the graph's element type unless ``dtype`` says otherwise."""
+        """Add a node on data; its output has the graph's element type unless ``dtype`` is given."""
         path = self.path(name)
         value = Value(output or path, shape, dtype or self.dtype)
         self.node(op_type, inputs, path, [value], **attributes)
@@ -122,7 +122,7 @@ class Emitter:
         dtype: np.dtype[Any] = INT64,
         **attributes: Any,
     ) -> Value:
-        """Add a node on lengths and positions, int64 of shape (1,) unless said otherwise; the same one only once."""
+        """Add a node on lengths and positions, by default int64 of shape (1,); equal nodes are added once."""
         path = f"relskew/shape/{self.scope}{name}"
         asked = (op_type, *(value.name for value in inputs), shape, repr(attributes))
         if asked not in self._lengths:
@@ -138,7 +138,7 @@ class Emitter:
         outputs: Sequence[Value],
         **attributes: Any,
     ) -> None:
-        """Add a node with any number of outputs; ``None`` is an optional input left out."""
+        """Add a node with any number of outputs; ``None`` omits an optional input."""
         names = [self._claim(value.name) for value in outputs]
         self._infos.extend(_info(value) for value in outputs)
         given = ["" if value is None else value.name for value in inputs]
@@ -152,7 +152,7 @@ class Emitter:
     def choose(
         self, condition: Value, name: str, outputs: Sequence[Value], **branches: Callable[[Emitter], Sequence[Value]]
     ) -> None:
-        """Give to ``outputs`` what the first of two branches makes where ``condition``, else what the second makes."""
+        """Assign the results of the first branch if ``condition``, else of the second, to ``outputs``."""
         bodies = {}
         for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
             body = Emitter(self.dtype, self, f"{scope}/")
@@ -162,7 +162,7 @@ class Emitter:
         self.node("If", [condition], self.path(name), outputs, **bodies)
 
     def loop(self, count: Value, name: str, emit: Callable[[Emitter, Value], Value]) -> Value:
-        """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
+        """Run the body that ``emit`` makes ``count`` times and stack its results; it gets an emitter and the turn."""
         path = self.path(name)
         body = Emitter(self.dtype, self)
         iteration = body.input(f"{path}/iteration", (), "number of the iteration", INT64)
@@ -177,7 +177,7 @@ class Emitter:
         return stacked
 
     def length(self, value: Value, axis: int, name: str) -> Dim:
-        """Return the length of an axis, as an int where it is known."""
+        """Return the length of an axis, as an int if it is known."""
         known = value.shape[axis]
         return known if isinstance(known, int) else self.index("Shape", [value], name, start=axis, end=axis + 1)
 
@@ -210,12 +210,12 @@ class Emitter:
         return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
 
     def cut(self, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
-        """Return the part ``start … end - 1`` of an axis, which has the symbol then."""
+        """Return the part ``start … end - 1`` of an axis, which then has this symbol."""
         bounds = [self.dim(start), self.dim(end), self.constant([axis])]
         return self.compute("Slice", [x, *bounds], name, (*x.shape[:axis], symbol, *x.shape[axis + 1 :]), x.dtype)
 
     def dims(self, name: str, *parts: Dim) -> Value:
-        """Return a shape: neighbouring ints become one constant, all ints no node at all."""
+        """Return a shape: neighbouring ints become one constant, and all ints need no node."""
         groups: list[list[int] | Value] = []
         for part in parts:
             if not isinstance(part, int):
@@ -229,7 +229,7 @@ class Emitter:
         return values[0] if len(values) == 1 else self.index("Concat", values, name, (rank,), axis=0)
 
     def model(self, name: str, opset: int, ir_version: int, doc: str) -> onnx.ModelProto:
-        """Return what was collected as a model."""
+        """Return the collected nodes as a model."""
         self._model.graph.MergeFrom(self.graph(name, doc))
         self._model.ir_version = ir_version
         self._model.opset_import.append(helper.make_opsetid("", opset))
@@ -237,7 +237,7 @@ class Emitter:
         return self._model
 
     def graph(self, name: str, doc: str | None = None) -> onnx.GraphProto:
-        """Return what was collected as a graph, initializers left out."""
+        """Return the collected nodes as a graph, without initializers."""
         outputs = {info.name for info in self._outputs}
         infos = [info for info in self._infos if info.name not in outputs]
         return helper.make_graph(self._nodes, name, self._inputs, self._outputs, value_info=infos, doc_string=doc)

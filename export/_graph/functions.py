@@ -1,4 +1,4 @@
-"""The skew and the attention as functions of the model, so that a viewer shows a graph of a few boxes to open."""
+"""The skew and the attention as functions of the model, so that a viewer shows a few boxes that can be opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECTIONS = tuple(f"relskew/compute/{name}_proj" for name in ("q", "k", "v", "
 
 
 def fold_into_functions(model: onnx.ModelProto) -> None:
-    """Replace the skews of a model, then all between the projections, by calls of functions with the same nodes."""
+    """Replace the skews of a model, then everything between the projections, by calls of functions."""
     graph = model.graph
     functions: list[onnx.FunctionProto] = []
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
@@ -32,7 +32,7 @@ def fold_into_functions(model: onnx.ModelProto) -> None:
 def fold_into_operator(
     model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any]
 ) -> None:
-    """Replace all between the projections by the operator's node, and keep what it was as a function of its name."""
+    """Replace everything between the projections by the operator's node, and keep it as a function of the same name."""
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
     before = {node.name for node in graph.node if node.output[0] in inputs}
@@ -45,7 +45,7 @@ def fold_into_operator(
 def _add(
     model: onnx.ModelProto, functions: Sequence[onnx.FunctionProto], constants: Mapping[str, onnx.TensorProto]
 ) -> None:
-    """Give a model functions, which keep the constants that nothing else needs."""
+    """Add functions to a model, with the constants that only they use."""
     graph = model.graph
     used = set(names_read(graph.node))
     for index in reversed(range(len(graph.initializer))):
@@ -65,7 +65,7 @@ def _fold(
     places: tuple[Sequence[str], Sequence[str]] | None = None,
     **attributes: Any,
 ) -> onnx.FunctionProto:
-    """Move nodes of a graph into a function and put a call in their place.
+    """Move nodes of a graph into a function, and replace them by a call.
 
     ``places``: its inputs, of which some are empty, and its outputs, where these have an order.
     """
@@ -109,7 +109,7 @@ def _fold(
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Walk a graph, and those of its branches and loops."""
+    """Iterate over a graph and those of its branches and loops."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -118,7 +118,7 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Names that nodes read, those that their loops read from outside included."""
+    """Return the names that nodes read, including outer names that their loops read."""
     for node in nodes:
         yield from filter(None, node.input)
         for attribute in node.attribute:
@@ -130,7 +130,7 @@ def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Let nodes read and give values under other names, those of their loops and branches too."""
+    """Rename the inputs and outputs of nodes, including those in their loops and branches."""
     for node in nodes:
         for field in (node.input, node.output):
             if any(name in names for name in field):

@@ -1,4 +1,4 @@
-"""One Attention node, and what is made of queries that see nothing."""
+"""One Attention node, and the results of queries that see nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOAT32 = np.dtype(np.float32)
 def attend_fused(
     g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
 ) -> tuple[Value, Present | None]:
-    """Attention by the standard operator; the relative logits are its additive mask."""
+    """Attention by the standard operator, with the relative logits as its additive mask."""
     spec, projected, past = plan.spec, inputs.projected, inputs.past
     attributes = fused_attributes(g, plan)
     path = g.path("attention")
@@ -39,13 +39,13 @@ def attend_fused(
 
 
 def fused_attributes(g: Emitter, plan: GraphPlan, scale: float = 1.0) -> dict[str, Any]:
-    """Return the attributes of an `Attention`, whose softmax is in float32 at least."""
+    """Return the attributes of an `Attention` with softmax in at least float32."""
     attributes: dict[str, Any] = {"scale": scale, "is_causal": int(plan.causal_attribute)}
     return attributes | ({"softmax_precision": TensorProto.FLOAT} if g.dtype.itemsize == 2 else {})
 
 
 def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Value) -> Value:
-    """Return zeros for queries that see no key, of which runtimes make zeros, NaN or the mean of all values.
+    """Return zeros for queries that see no key; runtimes return zeros, NaN or the mean of all values.
 
     The heads are (batch, H, queries, D), or (batch, queries, H · D).
     """

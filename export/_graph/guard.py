@@ -1,4 +1,4 @@
-"""Lengths that cannot be computed where an input is longer than the table."""
+"""Lengths that fail at run time if an input is longer than the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 def guarded(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Lengths:
-    """Return lengths that fail to be computed where the input is longer than a table's end without more."""
+    """Return lengths whose computation fails if the input exceeds the limited end of a table."""
     queries, keys, past = lengths.queries, lengths.keys, lengths.past
     same = queries == keys
     if plan.left.past_edge == "limited":
@@ -28,7 +28,7 @@ def guarded(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Lengths:
 
 
 def at_most(g: Emitter, length: Dim, limit: Dim, name: str, reach: str) -> Value:
-    """Return ``length``, as the last number of two ramps ``0 … length``; one of them does not go past ``limit``."""
+    """Return ``length``, as the last number of two ramps ``0 … length``, one of which ends at ``limit``."""
     after = g.plus(length, 1, f"guard/{name}_after")
     symbol = f"{name}_and_1"
     if isinstance(limit, int):

@@ -31,7 +31,7 @@ def attend_in_place(
     given: OptionalInputs,
     sinks: Value | None,
 ) -> tuple[Value, Present]:
-    """Return the heads, laid out as the queries came, and the caches with the new keys and values in them.
+    """Return the heads, laid out like the queries, and the caches with the new keys and values.
 
     ``past (batch, Hkv, cache_length, D)`` holds ``past_lengths (batch,)`` positions of each row; what lies behind them
     is not seen, but must be finite. Attention reads of the caches what the longest row has filled.
@@ -86,7 +86,7 @@ def attend_in_place(
 
 
 class _Rows:
-    """Rows of the batch whose queries follow separate pasts, cut to what the longest of them has filled.
+    """Rows of the batch whose queries follow separate pasts, cut to the filled length of the longest.
 
     All read one window of the table, ``r = -total … 0``. TensorScatter writes each row's products as far to the right,
     in a buffer, at the positions of its queries; then one skew serves them all. What is left of the buffer hides the
@@ -115,7 +115,7 @@ class _Rows:
         self.segments = None if given.segments is None else self._segments(given.segments)
 
     def logits(self, queries: Value) -> Value:
-        """Return the relative logits, ``(batch, H, queries, total)``; the future, and what is past a window, hidden."""
+        """Return the relative logits, ``(batch, H, queries, total)``, with the future and distant positions hidden."""
         g, n, plan = self._g, self._n, self._plan
         whole = self._checked(self._window.logits(queries, n, hide=True))
         batch = g.length(self._past, 0, "batch")
@@ -148,11 +148,11 @@ class _Rows:
         return g.index("Add", [self._past, g.dim(less)], "cache/last_positions", self._past.shape)
 
     def of_filled(self, x: Value, axis: int, name: str, symbol: str = "total_length") -> Value:
-        """Return what the longest row has filled of an axis of the cache's length."""
+        """Return the part of an axis of the cache's length that the longest row has filled."""
         return self._g.cut(x, axis, 0, self.total, symbol, name)
 
     def _checked(self, x: Value) -> Value:
-        """Name the number of columns, so that a row too long for the table fails here, and one too long for its cache.
+        """Give the number of columns a name in errors; rows too long for the table, or for their cache, fail here.
 
         TensorScatter sees to the cache's length by itself.
         """
@@ -169,7 +169,7 @@ class _Rows:
         )
 
     def _placed(self, x: Value, width: Dim, first: Value, filling: float, name: str) -> Value:
-        """Return rows of ``x`` in wider ones, where each row of the batch starts at its own place."""
+        """Place rows of ``x`` into wider ones, at a separate start for each row of the batch."""
         g = self._g
         sizes = g.index("Shape", [x], f"{name}/sizes", (3,), start=0, end=3)
         shape: Shape = (*x.shape[:3], f"{name}_width")

@@ -1,4 +1,4 @@
-"""Nodes of the operator that write the caches which they read, in place of nodes that write and copy them."""
+"""Operator nodes that write the caches that they read, instead of separate nodes that write and copy them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onnx import helper
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME
 
 ALIGNED = "aligned"
-"""An attribute: 1 of a node whose keys are those of the past and one for each query."""
+"""An attribute: 1 if there is one key for each position of the past and for each query."""
 
 K, V, OFFSET, PAST = (INPUTS.index(name) for name in ("k", "v", "offset", "past_key"))
 
 
 def attending(graph: onnx.GraphProto, presents: Mapping[str, object]) -> dict[str, onnx.NodeProto]:
-    """Return by output the nodes that alone read two caches, whose queries go on where these end."""
+    """Return, by output, the nodes that are the only readers of two caches and whose queries continue them."""
     readers: dict[str, int] = {}
     for node in graph.node:
         for name in node.input:
@@ -35,7 +35,7 @@ def attending(graph: onnx.GraphProto, presents: Mapping[str, object]) -> dict[st
 def with_caches(
     model: onnx.ModelProto, node: onnx.NodeProto, new: tuple[str, str], past: tuple[str, str]
 ) -> onnx.NodeProto:
-    """Return a node with the same result that is given what is new and the past, and gives the present."""
+    """Return a node with the same result from the new keys and values and the past, which also gives the presents."""
     changed = onnx.NodeProto()
     changed.CopyFrom(node)
     presents = node.input[K], node.input[V]
@@ -53,7 +53,7 @@ def with_caches(
 
 
 def _with_caches(function: onnx.FunctionProto, overload: str) -> onnx.FunctionProto:
-    """Return a function that writes its caches, reads what is filled, and does what another one does with it."""
+    """Return a function that writes its caches, reads the filled parts, and calls another function with them."""
     made = onnx.FunctionProto()
     made.CopyFrom(function)
     made.overload = overload
@@ -81,7 +81,7 @@ def _with_caches(function: onnx.FunctionProto, overload: str) -> onnx.FunctionPr
 
 
 def drop_unused(model: onnx.ModelProto) -> None:
-    """Leave out the functions that no node calls any more."""
+    """Remove the functions that no node calls."""
     used = {node.overload for node in model.graph.node if node.domain == DOMAIN}
     kept = [one for one in model.functions if one.domain != DOMAIN or one.name != NAME or one.overload in used]
     del model.functions[:]

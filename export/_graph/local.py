@@ -1,4 +1,4 @@
-"""Local attention: blocks folded into the batch, each with the blocks before it that it sees."""
+"""Local attention: blocks folded into the batch, each with the preceding blocks that it sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value:
-    """Return the heads, laid out as the queries came.
+    """Return the heads, laid out like the queries.
 
     The length is filled up to a multiple of the block size with zeros, which only the queries of the filling see. An
     input shorter than a block is one block of that length.
@@ -72,7 +72,7 @@ class _Blocks:
         return g.compute("Reshape", [filled, shape], f"blocks/{name}", ("batch_blocks", "block", width), x.dtype)
 
     def of_keys(self, x: Value, name: str) -> Value:
-        """Return each block with the blocks before it that its queries see; zeros before the first one."""
+        """Return each block with the preceding blocks that its queries see; zeros before the first one."""
         g, before, width = self._g, self._before, int(x.shape[2])
         if not before:
             return self.of_queries(x, f"{name}_folded")
@@ -108,7 +108,7 @@ class _Blocks:
         return g.compute("Concat", pieces, f"blocks/{name}_filled", (x.shape[0], symbol, width), x.dtype, axis=1)
 
     def condition(self, segments: Segments | None) -> Value:
-        """Return which keys a block's queries see, ``(batch * blocks, 1, queries, keys)``."""
+        """Return the keys that a block's queries see, ``(batch * blocks, 1, queries, keys)``."""
         g = self._g
         keys = self._range("key", self._wide, self._wide_symbol)
         whole, shape = self._exists(keys), ("batch_blocks", 1, "block", self._wide_symbol)
@@ -131,7 +131,7 @@ class _Blocks:
         return g.index("Range", limits, f"blocks/{name}_numbers", (symbol,))
 
     def _causal(self, keys: Value) -> Value:
-        """Return which keys of its blocks a query is not before, ``(queries, keys)``."""
+        """Return the keys of its blocks that are not after a query, ``(queries, keys)``."""
         g, queries = self._g, keys
         if self._before:
             bounds = [self._front, g.constant([INT64_MAX])]
@@ -140,7 +140,7 @@ class _Blocks:
         return g.compute("LessOrEqual", [keys, column], "visible/causal", ("block", self._wide_symbol), BOOL)
 
     def _exists(self, keys: Value) -> Value:
-        """Return which of a block's keys there are, ``(batch * blocks, 1, 1, keys)``: none before the first block.
+        """Return which keys of a block exist, ``(batch * blocks, 1, 1, keys)``: none before the first block.
 
         What fills up the last block is hidden by causality already, or here.
         """

@@ -1,4 +1,4 @@
-"""The node ``relskew::RelativeAttention``: one call with all its options, which the operator library serves."""
+"""The node ``relskew::RelativeAttention``: one call with all its options, which the operator library runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INPUTS = (
     "q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "key_table", "mask", "added", "sinks",
     "q_segments", "k_segments", "q_positions", "k_positions", "offset", "past_key", "past_value",
 )  # fmt: skip
-"""The inputs of a node in their order, as `onnx_operator.cpp` has them: all but the first three may be left out."""
+"""The inputs of a node in order, as in `onnx_operator.cpp`: all except the first three are optional."""
 
 OUTPUTS = ("out", "present_key", "present_value", "lse")
 
 
 def attributes_of(options: Options) -> dict[str, Any]:
-    """Return the attributes of a node that say what the options of a call say."""
+    """Return the attributes of a node for the options of a call."""
     span, pattern = options.span, options.visibility
     block = pattern.block_size or 0
     return {
@@ -46,13 +46,13 @@ def attributes_of(options: Options) -> dict[str, Any]:
 
 
 Places: TypeAlias = "tuple[list[str], list[str]]"
-"""Names of inputs and of outputs, at the places that they have in a node."""
+"""The names of inputs and outputs, by their index in a node."""
 
 
 def places_of(
     projected: Projected, stored: Mapping[str, Value], given: OptionalInputs, heads: Value, present: Present | None
 ) -> Places:
-    """Return what goes into the attention of a block, and what comes out of it."""
+    """Return the inputs and outputs of the attention of a block."""
     named = {name: stored.get(name) for name in ("rel_k", "rel_v", "rel_bias", "sinks")}
     named |= {"q": projected.q, "k": projected.k, "v": projected.v, "mask": given.mask, "k_segments": given.segments}
     named["offset"] = given.past_lengths
@@ -64,7 +64,7 @@ def places_of(
 
 
 def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
-    """Return the attributes of a node that does what a plan says, on tables as its graph stores them."""
+    """Return the attributes of a node for a plan, whose tables are as the graph stores them."""
     spec = plan.spec
     ends = {plan.left.past_edge, "hidden" if plan.one_sided else plan.right.past_edge} - {"hidden", "endless"}
     if len(ends) > 1:
@@ -101,7 +101,7 @@ def _side(bound: int | None) -> int:
 
 
 def _number(name: str, value: float) -> dict[str, float]:
-    """Return a number, of which an attribute holds the nearest float, and what is left of it."""
+    """Return a number as an attribute with the nearest float, and one with the rest."""
     nearest = float(np.float32(value))
     rest = float(np.float32(value - nearest))
     return {name: nearest, **({f"{name}_rest": rest} if rest else {})}

@@ -1,4 +1,4 @@
-"""Attention on heads, of standard primitives: relative logits, softmax, weighted sums."""
+"""Attention on heads from standard operators: relative logits, softmax, weighted sums."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Present = tuple[Value, Value]
 
 @dataclass(frozen=True, slots=True)
 class OptionalInputs:
-    """The inputs of a graph that are there on request; ``past_lengths`` with caches that are written in place."""
+    """The optional inputs of a graph; ``past_lengths`` with caches that are written in place."""
 
     mask: Value | None
     segments: Value | None
@@ -50,7 +50,7 @@ class OptionalInputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What one attention works on.
+    """The inputs of one attention.
 
     ``condition`` replaces the visibility that follows from the lengths: blocks folded into the batch bring their own.
     """
@@ -82,7 +82,7 @@ def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, t
 
 
 def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWindow, lengths: Lengths) -> Value:
-    """Return what depends on the relative position, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
+    """Return the contribution of relative positions, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
 
     A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
     """
@@ -139,14 +139,14 @@ def keys_and_values(
 
 
 class Softmax(NamedTuple):
-    """A softmax over keys: its weights in the graph's type, and what it was made of, in float32 at least."""
+    """A softmax over keys: its weights in the graph's type, and its intermediate results, in at least float32."""
 
     weights: Value  # zero where no key is visible
     logits: Value
     shares: Value
 
     def log_sum(self, g: Emitter, *, lowest: float | None = None) -> Value:
-        """Return the log-sum-exp of each query's logits, ``(batch, H, queries, 1)``; ``-inf`` where all are ``lowest``.
+        """Return the log-sum-exp of each query's logits, ``(batch, H, queries, 1)``; ``-inf`` if all are ``lowest``.
 
         The largest share is 1 over the sum of the exponentials, which saves a second pass of them.
         """
@@ -172,7 +172,7 @@ def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bia
 
 
 def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None) -> Softmax:
-    """Softmax of the logits, in float32 at least; zeros where no key may be seen."""
+    """Softmax of the logits, in at least float32; zeros if no key is visible."""
     shape = logits.shape
     if condition is not None:
         logits = hide(g, plan, logits, condition)
@@ -188,7 +188,7 @@ def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value
 
 
 def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
-    """Return the part of the output that sinks leave: a sink is one more exponential in each row's sum."""
+    """Return the part of the output that remains with sinks: a sink adds an exponential to each row's sum."""
     total = softmax.log_sum(g)
     shape, dtype = total.shape, total.dtype
     if sinks.dtype != dtype:
@@ -201,7 +201,7 @@ def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Valu
 
 
 def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
-    """Return ``logits`` where ``condition``, else what no softmax sees."""
+    """Return ``logits`` where ``condition``, else a number that the softmax makes zero."""
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
         # A hidden logit of half precision may have overflowed, so it is replaced; for one head, Where is cheaper.
@@ -240,5 +240,5 @@ def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
 
 
 def as_given(g: Emitter, projected: Projected, heads: Value) -> Value:
-    """Return heads side by side if the queries came so."""
+    """Return heads side by side if the queries were given so."""
     return heads if len(projected.q.shape) == 4 else merge_heads(g, heads)

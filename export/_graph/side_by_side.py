@@ -1,4 +1,4 @@
-"""Nodes of the operator on heads that lie side by side, as projections give them: nothing is turned around for them."""
+"""Operator nodes on heads that are side by side, as projections produce them, so that nothing is transposed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Wide(NamedTuple):
 
 
 def read_side_by_side(model: onnx.ModelProto) -> None:
-    """Let nodes of the operator read and write ``(batch, length, heads * width)`` where a graph has it, in place."""
+    """Let operator nodes read and write ``(batch, length, heads * width)`` where a graph has these tensors."""
     graph = _Graph(model.graph)
     for node in model.graph.node:
         if (node.domain, node.op_type) == (DOMAIN, NAME):
@@ -37,7 +37,7 @@ def read_side_by_side(model: onnx.ModelProto) -> None:
 
 
 class _Graph:
-    """Who makes and who reads what, and of which sizes it is."""
+    """The producers and consumers of tensors, and their sizes."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._made = {name: node for node in graph.node for name in node.output}
@@ -54,7 +54,7 @@ class _Graph:
         }
 
     def rows(self, name: str) -> _Wide | None:
-        """Return what heads ``(batch, heads, length, width)`` are split from."""
+        """Return the tensor that heads ``(batch, heads, length, width)`` are split from."""
         turned = self._made.get(name)
         split = self._made.get(turned.input[0]) if turned is not None and _turns(turned) else None
         if split is None or split.op_type != "Reshape":
@@ -62,7 +62,7 @@ class _Graph:
         return self._joined(split.input[0], split.output[0])
 
     def joined(self, name: str) -> _Wide | None:
-        """Return what heads are joined to, and nothing else reads."""
+        """Return the tensor that heads are joined to, if nothing else reads them."""
         turned = self._reader(name)
         joined = self._reader(turned.output[0]) if turned is not None and _turns(turned) else None
         if turned is None or joined is None or joined.op_type != "Reshape":
@@ -70,7 +70,7 @@ class _Graph:
         return self._joined(joined.output[0], turned.output[0])
 
     def unmake(self, name: str) -> None:
-        """Leave a name to another node than the one that makes it, whose result nothing reads then."""
+        """Free a name for another node; its old producer gets a new one that nothing reads."""
         self._made[name].output[0] = f"{name}/unread"
 
     def _reader(self, name: str) -> onnx.NodeProto | None:
@@ -78,7 +78,7 @@ class _Graph:
         return found[0] if len(found) == 1 and name not in self._outputs else None
 
     def _joined(self, name: str, by_head: str) -> _Wide | None:
-        """Return a tensor that is another one whose last two axes are one, if the sizes say so."""
+        """Return a tensor that equals another one with its last two axes joined, if the sizes show it."""
         whole, split = self._sizes.get(name, ()), self._sizes.get(by_head, ())
         if len(whole) != 3 or len(split) != 4 or not all(whole[:2]) or whole[:2] != split[:2]:
             return None
@@ -118,7 +118,7 @@ def _change(model: onnx.ModelProto, graph: _Graph, node: onnx.NodeProto) -> None
 def _of_rows(
     function: onnx.FunctionProto, overload: str, found: dict[str, _Wide], out: _Wide | None, attributes: dict[str, int]
 ) -> onnx.FunctionProto:
-    """Return a function that splits rows into heads, does what another one does with them, and joins them."""
+    """Return a function that splits rows into heads, calls another function on them, and joins them."""
     made = onnx.FunctionProto()
     made.CopyFrom(function)
     made.overload = overload
@@ -145,7 +145,7 @@ def _split(rows: str, heads: str, x: _Wide) -> Iterator[onnx.NodeProto]:
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Leave out the nodes whose results nothing reads any more, and what they alone had read."""
+    """Remove the nodes whose results are not read, and those that only they had read."""
     used, kept, dropped = {value.name for value in graph.output}, [], set()
     for node in reversed(graph.node):
         if used.isdisjoint(node.output):

@@ -35,7 +35,7 @@ def skew(
 
 
 def unskew(g: Emitter, weights: Value, lengths: Lengths, *, one_sided: bool, symbol: int | str) -> Value:
-    """Move ``s[i, j]`` to ``x[i, c]`` with zeros where no key is: the adjoint of :func:`skew`."""
+    """Move ``s[i, j]`` to ``x[i, c]``, with zeros where there is no key: the adjoint of :func:`skew`."""
     batch, heads, n_symbol, m_symbol = weights.shape
     n, m, zero = lengths.queries, lengths.keys, g.constant([0], g.dtype)
     columns = g.plus(m, 1 if one_sided else n, "unskew/columns_count")

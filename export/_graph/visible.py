@@ -1,4 +1,4 @@
-"""Which keys a query sees, as one boolean tensor where the table's window cannot say it."""
+"""The visible keys of a query, as one boolean tensor, unless the table's window expresses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Segments(NamedTuple):
 def visible(
     g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None, segments: Segments | None = None
 ) -> Value | None:
-    """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying.
+    """Return the condition for visible keys, which broadcasts to the logits; ``None`` if none is needed.
 
     Where a query may see no key at all, the condition must say it all, hidden ends of the table included.
     """
@@ -67,7 +67,7 @@ def visible(
 
 
 def of_own_segment(g: Emitter, segments: Segments) -> Value:
-    """Return which keys are of a query's segment, ``(batch, 1, queries, keys)``."""
+    """Return the keys in a query's segment, ``(batch, 1, queries, keys)``."""
     queries, keys = segments
     rows, columns = (queries.shape[0], 1, queries.shape[1], 1), (keys.shape[0], 1, 1, keys.shape[1])
     of_queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "segments/of_queries", rows)
@@ -76,14 +76,14 @@ def of_own_segment(g: Emitter, segments: Segments) -> Value:
 
 
 def broadcast(one: Shape, other: Shape) -> Shape:
-    """Return the shape of two tensors together; of two symbols the first, the other may be 1."""
+    """Return the broadcast shape of two tensors; of two different symbols the first, because the other may be 1."""
     size = max(len(one), len(other))
     pairs = zip(*((1,) * (size - len(shape)) + shape for shape in (one, other)), strict=True)
     return tuple(b if a == 1 else a for a, b in pairs)
 
 
 class _KeyAndQueryPositions:
-    """Positions of keys ``(keys,)`` and queries ``(queries, 1)``, made when first asked for."""
+    """Positions of keys ``(keys,)`` and queries ``(queries, 1)``, made on first use."""
 
     def __init__(self, g: Emitter, plan: GraphPlan, lengths: Lengths) -> None:
         self._g, self._plan, self._lengths = g, plan, lengths

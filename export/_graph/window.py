@@ -1,4 +1,4 @@
-"""The table's window for one call: which stored columns the relative positions of the input read."""
+"""The table's window for one call: the stored columns that the relative positions of the input read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lengths:
 
 
 class HeadRange(NamedTuple):
-    """Some heads that follow each other: ``first … stop - 1``, ``size`` of them."""
+    """Some consecutive heads: ``first … stop - 1``, ``size`` of them."""
 
     first: Value
     stop: Value
@@ -44,7 +44,7 @@ class StoredTables:
 
 
 class TableWindow:
-    """Chooses positions of the stored tables, in the order that the skew expects, by Slice or by Gather.
+    """Selects positions of the stored tables, in the order that the skew expects, by Slice or by Gather.
 
     One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others give ``queries + keys``,
     ``r = -(queries + past) … keys - past - 1``. The first column is the skew's spare one: it is never read. An input
@@ -69,7 +69,7 @@ class TableWindow:
         self._choose(lengths, heads)
 
     def logits(self, queries: Value, count: Dim, *, hide: bool) -> Value:
-        """Return what depends on the relative position, by column, ``(batch, H, queries, window)``.
+        """Return the contribution of relative positions, by column, ``(batch, H, queries, window)``.
 
         A bias alone is the same for every batch, ``(1, H or 1, queries, window)``, and ``count`` is how many queries
         there are. ``hide``: positions that no query may see are hidden here.
@@ -152,7 +152,7 @@ class TableWindow:
     def _joined(
         self, soft: tuple[bool, bool], ends: tuple[Dim, Dim], counts: tuple[Dim, Dim], symbols: tuple[int | str, ...]
     ) -> Value:
-        """Return the columns of the past, then those from ``r = 0`` on; at a limited end no more than there are."""
+        """Return the columns of the past, followed by those from ``r = 0`` on; at a limited end only existing ones."""
         g, plan = self._g, self._plan
         if soft[0]:
             past = _range(g, ends[0], plan.lead, "past", "stored_past")
@@ -166,7 +166,7 @@ class TableWindow:
         return g.index("Concat", [past, future], "window/index", (self._stored_symbol,), axis=0)
 
     def _bias(self) -> Value | None:
-        """Return what is stored of the bias's window, ``(heads or 1, 1, …)``; zeros where no table makes logits."""
+        """Return the stored part of the bias's window, ``(heads or 1, 1, …)``; zeros if no table adds logits."""
         g, table = self._g, self._tables.rel_bias
         if self._plan.endless:
             return self._by_distance()
@@ -179,7 +179,7 @@ class TableWindow:
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
 
     def _by_distance(self) -> Value:
-        """Return the bias that is a number of each head times the distance, ``(heads or 1, 1, window)``."""
+        """Return a bias of one slope per head times the distance, ``(heads or 1, 1, window)``."""
         g, slopes = self._g, self._tables.rel_bias
         assert self._r is not None
         if slopes is None:
@@ -197,7 +197,7 @@ class TableWindow:
         return g.compute("Unsqueeze", [bias, g.constant([1])], "window/rel_bias_row", (shape[0], 1, self.symbol))
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
-        """Return what is stored of the window of a table whose positions are on ``axis``."""
+        """Return the stored part of the window of a table whose positions are on ``axis``."""
         g, shape = self._g, list(table.shape)
         shape[axis] = self._stored_symbol
         if self._index is not None:
@@ -210,7 +210,7 @@ class TableWindow:
         return g.compute("Slice", [table, *bounds, g.constant(axes)], f"window/{name}", tuple(shape))
 
     def _extended(self, x: Value, axis: int, name: str) -> Value:
-        """Repeat the first and the last of ``axis`` for the positions past the table's soft ends."""
+        """Repeat the first and the last entry of ``axis`` for positions past the table's soft ends."""
         g, pieces, (before, after) = self._g, [x], self._repeats
         whole = (*x.shape[:axis], self.symbol, *x.shape[axis + 1 :])
         if (before, after) != (0, 0) and self._plan.profile.pads:
@@ -234,7 +234,7 @@ class TableWindow:
         return g.compute("Concat", pieces, f"{name}/extended", whole, axis=axis)
 
     def _hidden(self, logits: Value) -> Value:
-        """Add what hides columns of relative positions that no query may see, if there are any."""
+        """Add the mask of columns that no query may see, if there are any."""
         g, plan = self._g, self._plan
         if self._r is not None and plan.endless:
             sides = (("Less", -1, plan.left), ("Greater", 1, plan.right))
@@ -264,6 +264,6 @@ def _range(g: Emitter, start: Dim, end: Dim, name: str, symbol: int | str) -> Va
 
 
 def _ramp(g: Emitter, first: int, size: int, count: Dim, name: str, symbol: int | str) -> Value:
-    """Return ``first, first + 1, …``, ``count`` of them but never more than ``size``: a stored ramp cannot run on."""
+    """Return ``first, first + 1, …``, ``count`` numbers but at most ``size``, because a stored ramp has an end."""
     ramp = g.constant(np.arange(first, first + size, dtype=np.int64))
     return g.index("Slice", [ramp, g.constant([0]), g.dim(count)], name, (symbol,))

@@ -1,1 +1,1 @@
-"""Graphs held against float64 in the runtimes."""
+"""Comparison of graphs with float64 in the runtimes."""

@@ -1,4 +1,4 @@
-"""What can be said of a model without running it: its form, its inputs and outputs, its stored weights."""
+"""Checks of a model without running it: its form, its inputs and outputs, its stored weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Subject:
 def inspect_model(
     model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None], tolerance: float | None = None
 ) -> Subject | None:
-    """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
+    """Check everything that needs no runtime; return ``None`` if the model cannot be compared at all."""
 
     def answer(name: str, problem: str = "", detail: str = "") -> bool:
         tell(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
@@ -86,7 +86,7 @@ def _load(model_or_path: Any) -> Source:
 
 
 def _unread(model: onnx.ModelProto) -> str:
-    """Name the tensors that are stored and have no part in any result."""
+    """Return the names of stored tensors that no result depends on."""
     stored = [tensor.name for tensor in model.graph.initializer]
     stored += [tensor.values.name for tensor in model.graph.sparse_initializer]
     read = {name for graph in all_graphs(model.graph) for node in graph.node for name in node.input}
@@ -96,7 +96,7 @@ def _unread(model: onnx.ModelProto) -> str:
 
 
 def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
-    """Say what only some runtimes would understand."""
+    """Return a description of operators that only some runtimes support."""
     ours = {function.name for function in model.functions if function.domain == DOMAIN}
     domains = {"", "ai.onnx", *([DOMAIN] if ours else []), *([CONTRIB] if profile.contrib else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
@@ -109,7 +109,7 @@ def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
 
 
 def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> GraphPlan:
-    """Read back the arguments of the export."""
+    """Read the arguments of the export back."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
     first = "x" if "x" in inputs else "q"
@@ -130,7 +130,7 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> Gra
 
 
 def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
-    """Compare the inputs and outputs with those of the contract, in order."""
+    """Compare the inputs and outputs with those of the specification, in order."""
     spec = plan.spec
     cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
     total = (*cache[:2], "total_length", spec.head_dim)
@@ -177,7 +177,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 def _other_weights(
     model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray], tolerance: float | None
 ) -> tuple[str, str]:
-    """Compare the stored weights bit for bit by default: a changed bias of the keys would not show."""
+    """Compare the stored weights, by default bit for bit, because a changed bias of the keys would not show."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = {weight.key: weight.array for weight in graph_layout(plan, rounded.items())}
     present = [key for key in expected if key in stored]

@@ -1,4 +1,4 @@
-"""A validation in a separate process: files are untrusted, and may take unlimited time and memory."""
+"""A validation in a separate process: files are untrusted, and may need unlimited time and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_isolated(
     tell: Callable[[Check], None],
     progress: Callable[[str], None],
 ) -> None:
-    """Answer a request in another process, which ends after ``seconds`` and gets no more than ``memory`` bytes."""
+    """Answer a request in another process, limited to ``seconds`` and to ``memory`` bytes."""
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
     step, done, late = "start", False, threading.Event()
 
@@ -73,7 +73,7 @@ def run_isolated(
 
 
 def _ending(status: int, errors: IO[bytes]) -> str:
-    """Say how a process ended that did not finish."""
+    """Return how a process ended that did not finish."""
     errors.seek(0)
     last = " ".join(errors.read().decode(errors="replace").split())[-300:]
     how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -81,7 +81,7 @@ def _ending(status: int, errors: IO[bytes]) -> str:
 
 
 def answer() -> None:
-    """Answer the parent's request, in the child: every check is a line of JSON, since nothing of it can be trusted."""
+    """Answer the parent's request, in the child: one line of JSON per check, because the parent trusts nothing else."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the output of runtimes is not part of the answer
     request, memory = pickle.load(sys.stdin.buffer)
@@ -97,7 +97,7 @@ def answer() -> None:
 
 
 def _limit_memory(memory: int | None) -> None:
-    """Limit the memory of this process, where the system supports it."""
+    """Limit the memory of this process, if the system supports it."""
     if memory is None or sys.platform != "linux":
         return
     import resource
@@ -108,6 +108,6 @@ def _limit_memory(memory: int | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of what the parent may send: the parent has ended too then."""
+    """Wait for the end of the parent's pipe, which means that the parent has ended."""
     os.read(0, 1)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What a model's metadata says of its export, read as untrusted input: everything wrong in it is reported."""
+"""A model's metadata about its export, read as untrusted input: all mistakes in it are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relskew_core.export._profiles import PROFILES
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The arguments of the export that the metadata names; ``None`` for what it does not."""
+    """The arguments of the export in the metadata; ``None`` for missing ones."""
 
     spec: BlockSpec | None = None
     profile: str | None = None
@@ -24,7 +24,7 @@ class Metadata:
 
 
 def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
-    """Return what can be read, and what cannot, in words."""
+    """Return the readable arguments, and messages about the others."""
     written = {entry.key: entry.value for entry in model.metadata_props}
     problems: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The questions that a validation asks of a loaded model, and how an answer is judged."""
+"""The questions of a validation to a loaded model, and the judgement of its answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
 
 
 class Questions:
-    """The questions to one loaded model; ``tell`` gets every answer."""
+    """The questions to one loaded model; ``tell`` receives every check."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class Questions:
         self._tolerance = TOLERANCES[subject.plan.dtype.name] if tolerance is None else tolerance
 
     def placement(self) -> None:
-        """Ask whether every node that works on data runs on the provider asked for."""
+        """Check that every node on data runs on the requested provider."""
         wrong = "; ".join(self._runner.misplaced)
         self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail) if part))
 
     def trial(self, trial: Trial, seed: int) -> None:
-        """Ask whether the outputs are right, or the input is refused."""
+        """Check that the outputs are right, or that the input is rejected."""
         feeds = self._inputs(trial, seed)
         try:
             results = self._runner.run(feeds)
@@ -99,13 +99,13 @@ class Questions:
             self._compare("optimiser off", str(trial), pair[0], pair[1], tolerance)
 
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
-        """Report an exception, which is right where the runtime has no operator for an empty batch."""
+        """Report an exception, which is right if the runtime does not support an empty batch in an operator."""
         operator = "" if trial.batch else refuses_empty_batch(error)
         told = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
         self._add(name, str(trial), bool(operator), told)
 
     def _filled(self, cache: np.ndarray, feeds: Feeds) -> np.ndarray:
-        """Return a cache with zeros behind its rows' ends, if what writes it copies no more than them."""
+        """Return a cache with zeros after its rows' ends, unless its writer needs more than them."""
         plan = self._subject.plan
         if not (plan.profile.contrib and plan.in_place) or cache.ndim != 4:
             return cache
@@ -114,7 +114,7 @@ class Questions:
         return np.where(there[:, None, :, None], cache, np.zeros((), cache.dtype))
 
     def decoding(self, length: int) -> None:
-        """Ask whether an input in pieces, each with the presents of the one before, gives what the whole gives."""
+        """Check that an input in pieces, each with the presents of the last, gives the result of the whole input."""
         plan = self._subject.plan
         batch = 1 if plan.profile.contrib else 2
         trial = Trial(batch, length, length, 0, True, length + 1 if plan.in_place else None)
@@ -177,7 +177,7 @@ class Questions:
 
 
 def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:
-    """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit's size."""
+    """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit."""
     if not all(map(len, feeds.values())):  # an empty batch has the inputs of one item, without the item
         one = {name: x if len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for name, x in feeds.items()}
         outputs, _ = expected_outputs(subject, one, rows)
@@ -196,7 +196,7 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = N
 
 
 def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) -> tuple[list[np.ndarray], float]:
-    """Work out every row of the batch alone, with the part of its cache that counts; the rest of it stays."""
+    """Compute every row of the batch separately, with the filled part of its cache; the rest is unchanged."""
     appending = replace(subject, plan=replace(subject.plan, in_place=False))
     caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
     queries = feeds["x" if subject.plan.projections else "q"].shape[-2]
@@ -217,7 +217,7 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) ->
 
 
 def _sample(queries: int, seed: int) -> np.ndarray:
-    """Return the queries to compare: all, or of many the ends and some in between."""
+    """Return the queries to compare: all, or for long inputs the ends and some in between."""
     if queries <= _ROWS:
         return np.arange(queries, dtype=np.int64)
     some = np.random.default_rng(seed).choice(queries, _ROWS, replace=False)

@@ -1,4 +1,4 @@
-"""What a validation found: one check per question and case."""
+"""The results of a validation: one check per question and case."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether anything was checked and every answer was right."""
+        """Whether anything was checked and every check passed."""
         return bool(self.checks) and not self.failures
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks whose answer was wrong."""
+        """The checks that failed."""
         return tuple(check for check in self.checks if not check.ok)
 
     def table(self) -> str:

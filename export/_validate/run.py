@@ -1,4 +1,4 @@
-"""One validation from the file to the last answer, in the current process."""
+"""One validation, from the file to the last check, in the current process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DECODED = 64
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a validation; it travels to another process as it is."""
+    """The arguments of a validation, which can be sent to another process."""
 
     model_or_path: Any
     spec: BlockSpec
@@ -35,7 +35,7 @@ class Request:
 
 
 def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
-    """Answer a request, check by check; raises nothing."""
+    """Answer a request, check by check, without raising an error."""
     try:
         subject = inspect_model(request.model_or_path, request.spec, request.weights, tell, request.tolerance)
         if subject is None:

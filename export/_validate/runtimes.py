@@ -1,4 +1,4 @@
-"""The runtimes that a model can be validated in, behind one call: named arrays in, arrays out."""
+"""The runtimes for validation, behind one interface: named arrays in, arrays out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Runtime: TypeAlias = Literal["onnxruntime", "reference", "openvino"]
 Provider: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 
 WITH_OPERATOR = "onnxruntime, operator"
-"""onnxruntime once more, for models that have nodes for our operators."""
+"""onnxruntime a second time, for models with nodes of our operators."""
 
 BFLOAT16 = DTYPES["bfloat16"]
 SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
@@ -35,13 +35,13 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to run: the proto with its weights, and the file that it came from, if it is one."""
+    """A model to run: the proto with its weights, and its file if it has one."""
 
     model: onnx.ModelProto
     path: str | None
 
     def content(self) -> str | bytes:
-        """Return what a runtime loads: the path, which external data needs, or the bytes."""
+        """Return the model as a runtime loads it: the path, if there is external data, or the bytes."""
         return self.path if self.path is not None else self.model.SerializeToString()
 
 
@@ -108,14 +108,14 @@ def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
 
 
 def refuses_empty_batch(error: Exception) -> str:
-    """Return which operator of onnxruntime raised, if it is one that takes no empty batch in any graph."""
+    """Return the operator of onnxruntime that raised, if it does not support an empty batch in any graph."""
     *_, last = str(error).split("while running ")  # loops nest this message
     found = re.match(r"Attention(?= node)|(Fused)?MatMul(?= node.*cannot broadcast on dim 0)", last, re.DOTALL)
     return "" if found is None else found[0]
 
 
 def _placement(session: Any, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the nodes that work on data yet run elsewhere, and how many nodes run where."""
+    """Return the nodes on data that run elsewhere, and how many nodes run where."""
     misplaced: list[str] = []
     counts: dict[str, int] = {}
     for assignment in session.get_provider_graph_assignment_info():
@@ -170,11 +170,11 @@ def open_reference(source: Source, provider: Provider) -> Runner:
 
 
 def _attention() -> type:
-    """Return the evaluator's attention, which by itself cannot take an empty batch, as one that can."""
+    """Return the evaluator's attention with support for an empty batch."""
     own = importlib.import_module("onnx.reference.ops.op_attention").Attention
 
     def run(self: Any, *given: Any, **attributes: Any) -> Any:
-        """Take an empty batch as one item, of whose results none is kept."""
+        """Run an empty batch as one item, and drop its results."""
         if all(x is None or len(x) for x in given):
             return own._run(self, *given, **attributes)
         one = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
@@ -200,7 +200,7 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO without its telemetry, which would fork this process and call home at import."""
+    """Import OpenVINO without its telemetry, which would fork this process and use the network at import."""
     if "openvino" in sys.modules or "openvino_telemetry" in sys.modules:
         return importlib.import_module("openvino")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's way to say: not to be imported
@@ -229,7 +229,7 @@ OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {
 
 
 def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
-    """Return what loads a model in a runtime."""
+    """Return a function that loads a model in a runtime."""
     if runtime not in OPENERS:
         names = ", ".join(repr(name) for name in OPENERS if name != WITH_OPERATOR)
         raise UnavailableError(f"`runtimes` must be among {names}, got {runtime!r}")
@@ -237,7 +237,7 @@ def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
 
 
 def provider_name(provider: Any) -> str:
-    """Return the name of a provider given with or without options."""
+    """Return the name of a provider that is given with or without options."""
     name = provider[0] if isinstance(provider, Sequence) and not isinstance(provider, str) and provider else provider
     return SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name)
 

@@ -1,4 +1,4 @@
-"""The inputs that a validation tries: a sweep around every edge of the table, and drawn lengths and batches."""
+"""The inputs of a validation: a sweep around every edge of the table, and random lengths and batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = 3
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too.
+    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` includes the past.
 
     ``cache`` is the length of a cache that is written in place; ``past`` then is that of the batch's first item.
     """
@@ -44,14 +44,14 @@ class Trial:
         return told + (", large logits" if self.large_logits else "")
 
     def pasts(self) -> np.ndarray:
-        """Return the past of every item of the batch, where the cache is written in place."""
+        """Return the past of every item of the batch, for caches written in place."""
         return self.past - 2 * np.arange(self.batch, dtype=np.int64) % (self.past + 1)
 
 
 def make_trials(
     plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int] | None, seed: int
 ) -> list[tuple[Trial, int]]:
-    """Return the inputs to try, each once and with the seed of its numbers, the ones that must fail last."""
+    """Return the inputs to try, each once and with the seed of its numbers; those that must fail come last."""
     sweep = dict.fromkeys(_sweep(plan, lengths, batches or BATCHES))
     seeds = {trial: index for index, trial in enumerate(sweep)}
     if plan.dtype.itemsize >= 4:  # half precision rounds large logits too coarsely to compare
@@ -69,7 +69,7 @@ def make_trials(
 
 
 def empty_batch(trials: Sequence[tuple[Trial, int]]) -> Trial | None:
-    """Return an input without items, of several positions behind a past if that is tried; ``None`` if nothing fits."""
+    """Return an input without items, with several positions after a past if tried; ``None`` if nothing fits."""
     fits = [trial for trial, _ in trials if trial.fits]
     short = [trial for trial in fits if trial.keys <= max(LENGTHS)] or fits[:1]
     some = max(short, key=lambda trial: (min(trial.queries, 2), min(trial.past, 1), trial.keys), default=None)
@@ -77,7 +77,7 @@ def empty_batch(trials: Sequence[tuple[Trial, int]]) -> Trial | None:
 
 
 def longest(plan: GraphPlan) -> tuple[int | None, int | None]:
-    """Return the most queries (cross) or positions (self) and the most keys that the stored table serves."""
+    """Return the most queries (cross) or positions (self), and the most keys, that the stored table supports."""
     left = plan.left.rows + 1 if plan.left.past_edge == "limited" else None
     right = plan.right.rows + 1 if plan.right.past_edge == "limited" else None
     if plan.spec.cross:
@@ -96,7 +96,7 @@ def _trial(plan: GraphPlan, batch: int, queries: int, keys: int, past: int = 0) 
 
 
 def _batch(plan: GraphPlan, batch: int, queries: int, past: int) -> int:
-    """Return the batch to try: GroupQueryAttention takes several queries behind a past for one item alone."""
+    """Return the batch to try: GroupQueryAttention supports several queries after a past only for one item."""
     return 1 if plan.profile.contrib and past and queries > 1 else batch
 
 
@@ -139,7 +139,7 @@ def _sweep_of_sequences(plan: GraphPlan, lengths: Sequence[int] | None, batches:
 
 
 def _drawn(plan: GraphPlan, batches: Sequence[int] | None, random: np.random.Generator) -> Iterator[Trial]:
-    """Draw inputs that the table serves: what is wrong in the middle only, no edge shows."""
+    """Draw inputs that fit the table, since errors in its middle do not show at the edges."""
     queries_end, keys_end = longest(plan)
     rows = max(plan.left.rows, plan.right.rows, plan.spec.block_size or 0)
     limit = min(max(2 * rows, max(LENGTHS)), LONGEST_DRAWN)
@@ -161,7 +161,7 @@ def _drawn(plan: GraphPlan, batches: Sequence[int] | None, random: np.random.Gen
 
 
 def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> list[int]:
-    """Return the lengths for one axis: those asked for, or the usual ones, the longest, and past every soft edge."""
+    """Return the lengths for one axis: the requested ones, or the usual ones, the longest, and past every soft edge."""
     if lengths is not None:
         return list(lengths)
     usual, chunk = set(LENGTHS), plan.chunk_size
@@ -178,7 +178,7 @@ def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> l
 
 
 def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0) -> dict[str, np.ndarray]:
-    """Draw the arrays of a trial, in the graph's element type and the order of its inputs; numbers ``factor`` wide."""
+    """Draw the arrays of a trial, in the graph's element type and the order of its inputs, scaled by ``factor``."""
     spec, random = plan.spec, np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Validation: a model against the float64 definition of its block, in the runtimes that will run it."""
+"""Validation: comparison of a model with the float64 definition of its block, in the runtimes that will run it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def validate(
 
 
 def _model_or_file(model_or_path: Any) -> tuple[Any, str]:
-    """Return the model, or the path of a file that can be opened without waiting, or why there is none."""
+    """Return the model, or the path of a file that can be opened without waiting, or the reason why there is none."""
     if isinstance(model_or_path, onnx.ModelProto):
         return model_or_path, ""
     try:
@@ -172,7 +172,7 @@ def _model_or_file(model_or_path: Any) -> tuple[Any, str]:
 
 
 def _seed_of(model: Any) -> int:
-    """Return a number that follows from what the model computes; of a file, from its beginning and its size."""
+    """Return a seed derived from a model's computation, or from the beginning and size of a file."""
     digest = hashlib.sha256()
     if isinstance(model, onnx.ModelProto):
         for node in model.graph.node:

@@ -1,1 +1,1 @@
-"""Whole models of torch as graphs, and tokens from the graphs without torch."""
+"""Whole torch models as graphs, and generating tokens from the graphs without torch."""

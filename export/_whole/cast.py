@@ -1,4 +1,4 @@
-"""Models of another dtype, as they are deployed: the one that was trained stays as it is."""
+"""Copies of models in another dtype, for deployment; the original does not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype | None:
-    """Return the dtype that is meant, if there is one."""
+    """Return the requested dtype, if there is one."""
     if dtype is None:
         return None
     named: torch.dtype = getattr(torch, check_dtype(dtype))
@@ -41,12 +41,12 @@ def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
 
 
 def _frequencies(model: nn.Module) -> set[int]:
-    """Return which buffers models of transformers compute rotary positions from, in float32 whatever else they have."""
+    """Return the buffers from which Hugging Face models compute rotary positions, in float32 for every dtype."""
     homes = [module for module in model.modules() if type(module).__module__.startswith("transformers.")]
     named = [pair for module in homes for pair in module.named_buffers(recurse=False)]
     return {id(value) for name, value in named if name.endswith("inv_freq")}
 
 
 def cast(given: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor of another dtype if it is floating, and anything else as it is."""
+    """Return a floating tensor in another dtype, and anything else unchanged."""
     return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given

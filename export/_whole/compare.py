@@ -1,4 +1,4 @@
-"""Whether a graph gives what its model gives, in onnxruntime."""
+"""Comparison of a graph with its model, in onnxruntime."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from relskew_core.export._validate.report import Check
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
-"""Runs a graph on inputs; the text says for which case, in an error."""
+"""Runs a graph on inputs; errors contain the text, which describes the case."""
 
 _TOO_NEW = re.compile(r"Opset (\d+) is under development.* till opset (\d+)", re.DOTALL)
 _UNSERVED = re.compile(r"Could not find an implementation for (\w+)")
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Relative L2 errors: of many layers, and far below what a wrong position costs."""
+"""The allowed relative L2 errors of many layers, far below the effect of a wrong position."""
 
 
 def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
-    """Return what runs the file at ``path`` on the tensors that its inputs are called, with the operator library."""
+    """Return a function that runs the file at ``path`` on tensors for its inputs, perhaps with the operator library."""
     session = opened(path, operator=operator)
     taken = {value.name for value in session.get_inputs()}  # inputs on which no output depends are missing
 
@@ -44,7 +44,7 @@ def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
 
 
 def after(memory: Path, run: Run, inputs: Sequence[str], *, operator: bool = False) -> Run:
-    """Return what runs the graph of a memory on the last inputs, which are called ``inputs``, and gives its results."""
+    """Return a function that runs the graph of a memory on the last inputs, ``inputs``, and passes its results on."""
     first = runner(memory, inputs, operator=operator)
 
     def both(given: Sequence[Tensor], case: str, **options: Any) -> Arrays:
@@ -56,7 +56,7 @@ def after(memory: Path, run: Run, inputs: Sequence[str], *, operator: bool = Fal
 
 
 def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, operator: bool = False) -> Run:
-    """Return what runs a decoder whose caches have one length as if they grew, in one buffer for past and present."""
+    """Return a function that runs a decoder with fixed caches as if they grew, in one buffer for past and present."""
     import onnxruntime
 
     session = opened(path, operator=operator)
@@ -92,7 +92,7 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
 
 
 def opened(path: Path, *, operator: bool) -> Any:
-    """Open a file on the CPU, with the operator library if asked for."""
+    """Open a file on the CPU, with the operator library if requested."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
@@ -125,7 +125,7 @@ def _in_bfloat16(path: Path) -> bool:
 
 @contextmanager
 def _told(case: str) -> Iterator[None]:
-    """Say for which case a runtime fails."""
+    """Add the case to the errors of a runtime."""
     try:
         yield
     except Exception as error:  # runtimes raise their own exception types
@@ -133,13 +133,13 @@ def _told(case: str) -> Iterator[None]:
 
 
 def results_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return what torch gives."""
+    """Return torch's results."""
     with torch.no_grad():
         return [value.detach() for value in model(*(value.clone() for value in inputs))]
 
 
 def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:
-    """Say whether a graph neither fails nor marks its first result as none, which is full of NaN then."""
+    """Whether a graph neither fails nor returns a first result full of NaN."""
     try:
         return bool(np.isfinite(run(inputs, "inputs that the model refuses")[0]).any())
     except RuntimeError:
@@ -154,7 +154,7 @@ def check_equal(
     tolerance: float | None,
     checks: list[Check],
 ) -> None:
-    """Raise unless a runtime's results are torch's; note in ``checks`` how near they are."""
+    """Raise unless a runtime's results are torch's; record the differences in ``checks``."""
     import onnxruntime
 
     told_by = f"onnxruntime {onnxruntime.__version__}", "CPUExecutionProvider", case

@@ -1,4 +1,4 @@
-"""A module of torch as a graph with the same inputs and outputs, in the order of their leaves."""
+"""A torch module as a graph with the same inputs and outputs, in the order of their leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Axis = tuple[int, int]
 
 
 class Flat(nn.Module):
-    """A model from the tensors among its arguments to the tensors among its results."""
+    """A model as a function from the tensors in its arguments to the tensors in its results."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Flat(nn.Module):
         self.output_names: list[str] = []
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the tensors that were given, each its own: torch takes one tensor for one input."""
+        """Return the given tensors as separate ones, because torch treats the same tensor as one input."""
         return tuple(self._given[place].detach() for place in self._places)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ class Flat(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A graph, and what torch has found out about the lengths of its inputs: ints, and expressions of symbols."""
+    """A graph, and torch's facts about the lengths of its inputs: ints, and expressions of symbols."""
 
     model: onnx.ModelProto
     shapes: list[tuple[Any, ...]]
@@ -85,7 +85,7 @@ def convert(
     prefix: str = _PREFIX,
     chunk_size: int | None = None,
 ) -> Conversion:
-    """Export a model; ``axes`` says which of each input vary, ``lengths`` makes names of (input, axis) from all shapes.
+    """Export a model; ``axes`` lists the varying axes of each input, and ``lengths`` names them from all shapes.
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
@@ -128,7 +128,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """Which axes of each input a model lets vary, which ones no graph does, and what fixed others, if known."""
+    """The axes of each input that vary, those that cannot, and the reasons for fixed ones, if known."""
 
     axes: list[dict[int, Any]]
     never: frozenset[Axis]
@@ -136,7 +136,7 @@ class Varying:
 
 
 def varying(flat: Flat) -> Varying:
-    """Return what of a model's inputs varies: torch's ONNX exporter leaves that to the runtime."""
+    """Return the axes of a model's inputs that vary, which torch's ONNX exporter would only check at run time."""
     every = [dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO) for value in flat.inputs()]
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.export.export(flat, flat.inputs(), dynamic_shapes=(tuple(every),))
@@ -155,7 +155,7 @@ def varying(flat: Flat) -> Varying:
 
 
 def _heads_and_widths(program: torch.export.ExportedProgram) -> set[Any]:
-    """Return the symbols in the numbers of heads and the widths of attention, which are no lengths."""
+    """Return the symbols in the numbers of heads and the widths of attention, which are not lengths."""
     calls = [node for node in program.graph.nodes if node.target in torch_translation_table()]
     arrays = [x.meta["val"] for node in calls for x in node.args[:3]]
     sizes = [size for x in arrays for size in (x.shape[-3], x.shape[-1]) if not isinstance(size, int)]
@@ -163,7 +163,7 @@ def _heads_and_widths(program: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
-    """Return where axes of inputs were fixed, as far as this release of torch reports it."""
+    """Return the source lines that fixed axes of inputs, if this release of torch reports them."""
     found: dict[Axis, Any] = {}
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     env = values[-1].fake_mode.shape_env
@@ -177,7 +177,7 @@ def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """Return a module of torch on the CPU, without what ``torch.compile`` has put around it."""
+    """Return a torch module on the CPU, without the wrappers of ``torch.compile``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
     for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -189,7 +189,7 @@ def checked_model(model: Any) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation for a while."""
+    """Switch a model to evaluation mode temporarily."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -201,7 +201,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what torch's exporter says of itself."""
+    """Suppress the messages of torch's exporter."""
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -224,7 +224,7 @@ def _plain(size: Any) -> Any:
 
 
 def _input_name(path: Any, parameters: Sequence[str]) -> str:
-    """Return the name of an argument, or where in it a tensor is."""
+    """Return the name of an argument, or the path of a tensor in it."""
     by_name, first, *rest = map(_part, path)
     if not by_name:
         first = parameters[first] if first < len(parameters) else f"input_{first}"
@@ -232,7 +232,7 @@ def _input_name(path: Any, parameters: Sequence[str]) -> str:
 
 
 def _output_name(path: Any) -> str:
-    """Return where in the results a tensor is."""
+    """Return the path of a tensor in the results."""
     if not path:
         return "output"
     name = "_".join(str(_part(key)) for key in path)
@@ -240,5 +240,5 @@ def _output_name(path: Any) -> str:
 
 
 def _part(key: Any) -> Any:
-    """Return the index, the key or the name that one step into a structure is."""
+    """Return the index, key or name of one step into a structure."""
     return next(getattr(key, kind) for kind in ("idx", "key", "name") if hasattr(key, kind))

@@ -27,7 +27,7 @@ GROWING = "growing"
 """The caches of a graph: all keys and values so far, one longer with every token."""
 
 IN_PLACE = "in_place"
-"""The caches of a graph: buffers of one length, of which the input ``past_length`` says how much is filled."""
+"""The caches of a graph: buffers of a fixed length; the input ``past_length`` is the filled part."""
 
 
 def decoder_to_onnx(
@@ -291,7 +291,7 @@ def _why(length: int | None, name: str, axis: int) -> str:
 
 
 def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, genai: Any) -> int:
-    """Return the version of the operators, if the arguments that are for caches in place fit together."""
+    """Return the opset, if the arguments for caches in place fit together."""
     check_bool("in_place", in_place)
     check_bool("contrib", contrib)
     if not in_place:
@@ -312,7 +312,7 @@ def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool,
 
 
 def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, contrib: bool) -> onnx.ModelProto:
-    """Return a decoder with caches in place, of ``length`` if there is one."""
+    """Return a decoder with caches in place, of ``length`` if given."""
     if length is not None and reach is not None and length > reach:
         raise ValueError(f"`length` must be at most {reach}, the positions that the model's tables reach, got {length}")
     fixed = caches_in_place(growing, contrib=contrib)

@@ -1,4 +1,4 @@
-"""What a decoder is called with: the caches of a first call, an example, and decoders of transformers called alike."""
+"""The arguments of a decoder: the caches of a first call, an example, and a common form of Hugging Face decoders."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from relskew_core.export._whole.fixed import drawn
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 Layers = Sequence[Sequence[Tensor]]
-"""The caches of every layer: keys and values, and with those of a memory four."""
+"""The caches of every layer: keys and values, and four tensors with those of a memory."""
 
 BATCH = 2
-"""The rows of an example."""
+"""The number of rows of the examples."""
 
 
 def cache_of(past: Layers) -> Any:
-    """Return the cache of transformers that holds keys and values."""
+    """Return a transformers cache with these keys and values."""
     cache = _caches().DynamicCache()
     _fill(cache, past)
     return cache
 
 
 def cache_with_memory(past: Layers, of_memory: Layers = ()) -> Any:
-    """Return the cache of a decoder that attends to a memory too, whose keys and values are still made if not given."""
+    """Return the cache of a decoder with cross-attention; keys and values of the memory are computed if not given."""
     cache = _caches().EncoderDecoderCache(cache_of(()), cache_of(()))
     for own, layers in ((cache.self_attention_cache, past), (cache.cross_attention_cache, of_memory)):
         _fill(own, layers)
@@ -51,12 +51,12 @@ def _caches() -> Any:
 
 
 def pairs_of(cache: Any) -> list[list[Tensor]]:
-    """Return the keys and values that a cache of transformers holds."""
+    """Return the keys and values in a transformers cache."""
     return [[layer.keys, layer.values] for layer in cache.layers]
 
 
 class Causal(nn.Module):
-    """A decoder of transformers, from tokens and pairs of keys and values to logits and pairs."""
+    """A transformers decoder, from tokens and pairs of keys and values to logits and pairs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Causal(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Call the model with a cache of transformers, which holds nothing of a memory yet."""
+        """Call the model with a transformers cache without keys of a memory."""
         given: dict[str, Any] = {"encoder_attention_mask": encoder_attention_mask}
         if encoder_hidden_states is None:
             given, cache = {}, cache_of(past)
@@ -88,7 +88,7 @@ class Causal(nn.Module):
         return results.logits, pairs_of(own)
 
     def empty_cache(self, batch: int) -> list[list[Tensor]]:
-        """Return the caches of a first call, of the shapes that the model fills."""
+        """Return the caches of a first call, with the shapes that the model fills."""
         token = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         with torch.no_grad():
             _, pairs = self(token, ())
@@ -101,7 +101,7 @@ class Causal(nn.Module):
 
 
 def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Module:
-    """Return a model as it is called with tokens and pairs: one of transformers is called by other names."""
+    """Return a model that is called with tokens and pairs, wrapping transformers models."""
     generates = callable(getattr(model, "prepare_inputs_for_generation", None))
     if past is not None or callable(getattr(model, "empty_cache", None)) or not generates:
         return model
@@ -114,7 +114,7 @@ def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Modu
 
 
 def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """Return what makes the caches of a first call."""
+    """Return a function that makes the caches of a first call."""
     if past is not None:
         if not callable(past):
             raise TypeError(f"`past` must be a function that returns the caches of a batch, got {describe(past)}")
@@ -138,7 +138,7 @@ def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[
 def example(
     model: nn.Module, empty: Callable[[int], Any], memory: Sequence[Tensor], dtype: torch.dtype | None
 ) -> tuple[Any, ...]:
-    """Return the arguments of an example, whose lengths are neither 0 nor 1 and all differ from the batch."""
+    """Return example arguments, whose lengths are neither 0 nor 1 and all differ from the batch."""
     batch, length = BATCH, 3
     past = empty(batch)
     if dtype is not None:
@@ -158,7 +158,7 @@ def example(
 
 
 def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return what a decoder is called with besides tokens and a past."""
+    """Return the arguments of a decoder besides tokens and a past."""
     if given is None:
         return []
     tensors = list(given) if isinstance(given, tuple | list) else [given]
@@ -174,7 +174,7 @@ def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
 
 
 class Memories:
-    """Draws memories from an example, in turn of other lengths where they may have any.
+    """Draws memories like an example, with other lengths in turn where these may vary.
 
     What is of one length in the example stays so.
     """
@@ -195,7 +195,7 @@ class Memories:
 
 
 def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:
-    """Return heads and width of every tensor of the caches, if they are keys and values of that many positions."""
+    """Check keys and values of that many positions, and return heads and width of every tensor of the caches."""
     pairs = list(caches) if isinstance(caches, tuple | list) else []
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise TypeError(

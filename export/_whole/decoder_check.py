@@ -1,4 +1,4 @@
-"""Whether a decoder's graph decodes as torch does, however it is fed, and fails past its tables."""
+"""Checks that a decoder's graph decodes like torch with any cut of its input, and fails past its tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relskew_core.export._whole.compare import Arrays, Run, check_equal, results
 from relskew_core.export._whole.convert import Flat
 
 Draw = Callable[[int], list[Tensor]]
-"""Makes a memory of this many rows, or nothing."""
+"""Makes a memory for this many rows, or none."""
 
 LONGEST = 40
 FAR = 300
 FULL = 4
 LARGEST = 2**29
-"""Bytes of caches that are tried."""
+"""The most bytes of caches that are tried."""
 
 
 def check_decoder(
@@ -106,7 +106,7 @@ def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
 
 
 def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[int]) -> Arrays:
-    """Return logits and caches of a prompt that is cut."""
+    """Return the logits and caches of a prompt in pieces."""
     tokens, past, memory = prompt[0], list(prompt[1 : 1 + caches]), prompt[1 + caches :]
     logits = []
     for start, stop in pairwise(sorted(cuts)):

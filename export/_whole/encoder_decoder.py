@@ -1,4 +1,4 @@
-"""``encoder_decoder_to_onnx``: an encoder–decoder of transformers as three graphs, under the names of optimum."""
+"""``encoder_decoder_to_onnx``: a transformers encoder–decoder as three graphs, under the names of optimum."""
 
 from __future__ import annotations
 
@@ -203,14 +203,14 @@ def encoder_decoder_to_onnx(
 
 
 def _why(name: str, axis: int) -> str:
-    """Return why an axis of an input is fixed: no lengths are."""
+    """Return the reason for a fixed axis of an input; lengths are never fixed."""
     if name.startswith("past_key_values."):
         return "the heads of the layer" if axis == 1 else "the width of a head"
     return "the width of the model"
 
 
 def _directory(home: Path) -> bool:
-    """Make the directory unless it is there; say whether it was made."""
+    """Make the directory unless it exists; return whether it was made."""
     if home.is_symlink() or (home.exists() and not home.is_dir()):
         raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
     if home.is_dir():
@@ -222,7 +222,7 @@ def _directory(home: Path) -> bool:
 
 
 def _start(model: Any) -> int:
-    """Return the token that a decoded text begins with, of a model that is an encoder–decoder."""
+    """Return the token with which an encoder–decoder begins its text."""
     config = getattr(model, "config", None)
     if not callable(getattr(model, "get_encoder", None)) or not getattr(config, "is_encoder_decoder", False):
         raise TypeError(

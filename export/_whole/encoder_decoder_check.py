@@ -1,4 +1,4 @@
-"""Whether the three graphs of an encoder–decoder give torch's memory, logits and caches, from graph to graph."""
+"""Checks that the three graphs of an encoder–decoder give torch's memory, logits and caches, from graph to graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from relskew_core.export._whole.convert import Flat
 from relskew_core.export._whole.encoder_decoder_parts import GraphPart, source_of
 
 CASES = ((1, 1, 1), (3, 7, 4), (2, 150, 20))
-"""Rows, the length of the memory and that of the text before single tokens."""
+"""The rows, the length of the memory, and the length of the text before single tokens."""
 
 
 def check_parts(
     parts: Sequence[GraphPart], files: Sequence[Path], tolerance: float | None, checks: list[Check]
 ) -> None:
-    """Raise unless each graph, given what torch gives the next part, gives what torch gives."""
+    """Raise unless each graph, given torch's results of the part before, gives torch's results."""
     runs = [runner(file, part.inputs) for part, file in zip(parts, files, strict=True)]
     model: Any = parts[0].module.model
     generator = torch.Generator("cpu").manual_seed(1)
@@ -50,7 +50,7 @@ def check_parts(
 
 
 def _arguments(part: GraphPart, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return tensors as the module of a part takes them."""
+    """Return tensors as the arguments of a part's module."""
     first = len([x for x in part.example if isinstance(x, Tensor)])
     if first == len(inputs):
         return tuple(inputs)

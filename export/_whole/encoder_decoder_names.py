@@ -1,4 +1,4 @@
-"""What the graphs of an encoder–decoder, their caches and their metadata are called."""
+"""The names of the graphs of an encoder–decoder, their caches and their metadata."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.on
 """The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
 
 START = "relskew.decoder_start_token_id"
-"""What the metadata hold: the token that a text begins with."""
+"""The metadata's key for the token with which a text begins."""
 
 KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
-"""The caches of a layer: of itself, and of the memory."""
+"""The caches of a layer: of self-attention, and of the memory."""

@@ -16,7 +16,7 @@ from relskew_core.export._whole.encoder_decoder_names import KINDS
 
 
 class Encoder(nn.Module):
-    """From tokens, or sounds, and their mask to the memory.
+    """From tokens, or audio features, and their mask to the memory.
 
     ``broadcasts``: the mask is added as ``(batch, 1, 1, memory_length)``, so that the model makes none of all pairs.
     """
@@ -67,7 +67,7 @@ class LaterCall(_TextDecoder):
         self.width = width
 
     def forward(self, mask: Tensor, tokens: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
-        """Take what the memory gave from its caches: the memory is nothing but a shape."""
+        """Read the memory's projections from its caches; only the memory's shape is needed."""
         keys = past[0][2]
         memory = keys.new_zeros((1, 1, 1)).expand(keys.shape[0], keys.shape[2], self.width)
         logits, layers = self.decode(mask, tokens, memory, past)
@@ -76,7 +76,7 @@ class LaterCall(_TextDecoder):
 
 @dataclass(frozen=True, slots=True)
 class GraphPart:
-    """One of the three graphs: its module, an example, its names, and what the lengths of its inputs are called."""
+    """One of the three graphs: its module, an example, its names, and the names of its inputs' lengths."""
 
     module: nn.Module
     example: tuple[Any, ...]
@@ -85,7 +85,7 @@ class GraphPart:
     axes: list[dict[int, str]]
 
     def called(self, _: Sequence[tuple[Any, ...]]) -> dict[tuple[int, int], str]:
-        """Return what the lengths are called, by input and axis."""
+        """Return the names of the lengths, by input and axis."""
         return {(index, axis): name for index, names in enumerate(self.axes) for axis, name in names.items()}
 
 
@@ -100,7 +100,7 @@ def source_of(model: Any, batch: int, length: int, generator: torch.Generator) -
 
 
 def takes_sounds(model: Any) -> bool:
-    """Whether the encoder takes vectors, and no tokens."""
+    """Whether the encoder takes audio features instead of tokens."""
     return "input_features" in inspect.signature(model.forward).parameters
 
 

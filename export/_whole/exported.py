@@ -1,4 +1,4 @@
-"""What an export made: inputs and outputs of its graphs, which axes are fixed and why, and what was checked."""
+"""The results of an export: inputs and outputs of its graphs, fixed axes and the reasons, and the checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relskew_core._array.checks import describe
 from relskew_core.export._validate.report import Check
 
 Why = Callable[[str, int], str]
-"""Says why an axis of an input has one length."""
+"""Returns the reason why an axis of an input is fixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ExportReport:
     unchecked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return some lines to read."""
+        """Return several lines of text."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -144,13 +144,13 @@ class ExportReport:
 
 
 def check_report(report: Any) -> None:
-    """Refuse what cannot be called with a report, before anything is made."""
+    """Refuse a ``report`` that is not callable, before anything is made."""
     if report is not None and not callable(report):
         raise TypeError(f"`report` must be a function of an ExportReport, got {describe(report)}")
 
 
 def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:
-    """Return the inputs and outputs of a graph; ``why`` is asked for the axes of inputs that are fixed."""
+    """Return the inputs and outputs of a graph; ``why`` explains the fixed axes of inputs."""
     inputs = tuple(_tensor(value, why) for value in model.graph.input)
     outputs = tuple(_tensor(value, None) for value in model.graph.output)
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))

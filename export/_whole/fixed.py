@@ -1,4 +1,4 @@
-"""Axes that a graph fixes although its model does not, and who fixed them."""
+"""Axes that a graph fixes although its model does not, and their source lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 def drawn(value: Tensor, lengths: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return a tensor of other lengths, with numbers of this one, or zeros where it has none."""
+    """Return a tensor of another shape with this one's numbers, or zeros if it is empty."""
     if not value.numel():
         return value.new_zeros(list(lengths))
     places = torch.randint(value.numel(), list(lengths), generator=generator, dtype=torch.int64, device="cpu")
@@ -23,7 +23,7 @@ def drawn(value: Tensor, lengths: Sequence[int], generator: torch.Generator) -> 
 
 
 def fixed_by_chance(flat: Flat, shapes: Sequence[tuple[Any, ...]], meant: frozenset[Axis]) -> list[list[Axis]]:
-    """Return the axes longer than 1 that came out fixed while the model takes one more, in groups that go together.
+    """Return the axes longer than 1 that were fixed although the model accepts one more, in groups that vary together.
 
     ``meant`` are fixed on purpose. What belongs together has one size, mostly on one axis.
     """
@@ -67,7 +67,7 @@ def _takes_more(flat: Flat, leaves: Sequence[Tensor], group: Sequence[Axis]) -> 
 def explained(
     groups: Sequence[Sequence[Axis]], names: Sequence[str], leaves: Sequence[Tensor], frames: Mapping[Axis, Any]
 ) -> Iterator[str]:
-    """Say which axes are fixed, where that was done, and what to do about it."""
+    """Return a message about fixed axes: which, by which line, and what to do."""
     for group in groups:
         index, axis = group[0]
         listed = " and ".join(f"axis {axis} of {names[index]!r}" for index, axis in group)
@@ -82,7 +82,7 @@ def explained(
 def reasons_of(
     leaves: Sequence[Tensor], varies: Varying, chance: Sequence[Sequence[Axis]], *, asked: bool
 ) -> dict[Axis, str]:
-    """Return why each axis of the inputs is fixed, if it is; ``asked``: the caller has named those that vary."""
+    """Return the reasons of each input's fixed axes; ``asked``: the caller has named those that vary."""
     groups = {place: group for group in chance for place in group}
     found = {}
     for index, value in enumerate(leaves):
@@ -103,7 +103,7 @@ def reasons_of(
 
 
 def _where(group: Sequence[Axis], frames: Mapping[Axis, Any]) -> str:
-    """Return which line of a model fixed axes, as far as torch reports it."""
+    """Return the line of a model that fixed axes, if torch reports it."""
     frame = next((frames[place] for place in group if place in frames and not _of_torch(frames[place])), None)
     return "" if frame is None else f", by `{frame.line}` in {frame.filename}:{frame.lineno}"
 

@@ -1,4 +1,4 @@
-"""``torch_to_onnx``: any model of torch, in one call."""
+"""``torch_to_onnx``: any torch model, in one call."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _names(argument: str, given: Any, usual: list[str], inputs: Sequence[str] = ()) -> list[str]:
-    """Return the names that are given, or the usual ones, made different from each other and from those of inputs."""
+    """Return the given names, or the usual ones, made different from each other and from those of inputs."""
     if given is None:
         names: list[str] = []
         for name in usual:
@@ -253,7 +253,7 @@ def _names(argument: str, given: Any, usual: list[str], inputs: Sequence[str] = 
 
 
 def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Iterable[int]]) -> list[dict[int, Any]]:
-    """Return which axes of each input vary, as ``torch.export`` wants it."""
+    """Return the axes of each input that vary, in the form of ``torch.export``."""
     from torch.export import Dim
 
     wrong = {name: axes for name, axes in vary.items() if name not in names}
@@ -269,7 +269,7 @@ def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Ite
 
 
 def _lengths(names: Sequence[str], shapes: Sequence[tuple[Any, ...]]) -> dict[tuple[int, int], str]:
-    """Return what lengths are called in the graph: that of the first axis of all, and the others by their input."""
+    """Return the names of lengths in the graph: "batch" for the first axis of all, and others by their input."""
     batch = shapes[0][0] if shapes[0] else None
     found = {(0, 0): "batch"} if shapes[0] else {}
     for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):

@@ -1,4 +1,4 @@
-"""The file next to a decoder's graph with which onnxruntime-genai runs it."""
+"""The configuration file with which onnxruntime-genai runs a decoder's graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relskew_core._files import whole
 
 NAME = "genai_config.json"
 UNLIMITED = 2**20
-"""The ``context_length`` where no table ends."""
+"""The ``context_length`` of models whose tables have no end."""
 
 
 def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
-    """Refuse what is no part of a config, what never ends, and a file that is there."""
+    """Refuse unknown keys of a config, texts without an end token, and an existing file."""
     if genai is not True and not isinstance(genai, Mapping):
         raise TypeError(f"`genai` must be False or a mapping of entries for {NAME}, got {describe(genai)}")
     ends = None if genai is True else genai.get("eos_token_id")
@@ -34,13 +34,13 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write the config next to a graph, all or nothing."""
+    """Write the config next to a graph, completely or not at all."""
     with whole(folder / NAME) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any], reach: int | None) -> str:
-    """Return the config of a decoder's graph, of the simplest type that has one cache a layer."""
+    """Return the config of a decoder's graph, of the simplest type with one cache per layer."""
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.input, *model.graph.output)}
     caches = [shape for name, shape in shapes.items() if name.startswith("past_key_values.")]
     sizes = {(shape[1].dim_value, shape[3].dim_value) for shape in caches}

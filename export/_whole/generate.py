@@ -1,4 +1,4 @@
-"""``generate``: tokens from a decoder's graph, by onnxruntime and NumPy alone."""
+"""``generate``: tokens from a decoder's graph, with onnxruntime and NumPy only."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def generate(
 
 
 class _Decoder:
-    """A session, what it calls its caches, and how far they and its tables reach."""
+    """A session, the names of its caches, and the reach of the caches and tables."""
 
     def __init__(self, model: Any, providers: Sequence[Any]) -> None:
         try:
@@ -219,7 +219,7 @@ class _Decoder:
             self._ends["caches hold"] = self._length
 
     def check(self, rows: Array, n: int) -> None:
-        """Refuse tokens that are none, and more of them than tables and caches reach."""
+        """Refuse invalid tokens, and more tokens than tables and caches allow."""
         low, high, size = rows.min(), rows.max(), self._vocabulary
         if low < 0 or (isinstance(size, int) and high >= size):
             known = f"0 … {size - 1}" if isinstance(size, int) else "of at least 0"
@@ -237,7 +237,7 @@ class _Decoder:
             )
 
     def attend_to(self, model: Any, memory: Any, rows: int, providers: Sequence[Any]) -> None:
-        """Compute what every step takes of a memory, by the graph next to the decoder's."""
+        """Compute the inputs of every step that depend on a memory, with the graph next to the decoder's."""
         if not self._of_memory:
             if memory is not None:
                 raise ValueError(f"`memory` must be None because the decoder attends to none, got {describe(memory)}")
@@ -257,7 +257,7 @@ class _Decoder:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
     def steps(self, rows: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
-        """Yield the last logits ``n`` times; ``made`` has the tokens that followed from them by then."""
+        """Yield the last logits ``n`` times; before the next one, ``made`` must contain the token chosen from them."""
         binding = self._session.io_binding()
         device = self._device
         for name, held in self._fed.items():

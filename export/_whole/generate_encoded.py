@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class EncoderDecoder:
-    """Three sessions, and the token that a text begins with."""
+    """Three sessions, and the token with which a text begins."""
 
     def __init__(self, folder: str | os.PathLike[str], providers: Sequence[Any]) -> None:
         import onnxruntime
@@ -40,7 +40,7 @@ class EncoderDecoder:
         self._source = self._encoder.get_inputs()[0]
 
     def prompt(self, given: Any, mask: Any) -> tuple[Array, Array, bool]:
-        """Return the encoder's input with a batch axis, its mask, and whether that axis was given."""
+        """Return the encoder's input with a batch axis, its mask, and whether the axis was given."""
         sounds = self._source.type != "tensor(int64)"
         axes = 2 + sounds
         try:
@@ -71,7 +71,7 @@ class EncoderDecoder:
         return source, seen.astype(np.int64), batched
 
     def steps(self, source: Array, mask: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
-        """Yield the last logits ``n`` times; ``made`` has the tokens that followed from them by then."""
+        """Yield the last logits ``n`` times; before the next one, ``made`` must contain the token chosen from them."""
         value = self._ort.OrtValue.ortvalue_from_numpy
         seen = value(mask)
         (memory,) = self._encoder.run_with_ort_values(

@@ -1,4 +1,4 @@
-"""What a decoder takes of a memory at every step, computed once by the graph that lies next to the decoder's."""
+"""The inputs of a decoder that depend on a memory, computed once by the graph next to the decoder's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = {
 
 
 def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
-    """Open a file, on the CPU with the operator library if there is one."""
+    """Open a file on the CPU, with the operator library if there is one."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -39,7 +39,7 @@ def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
 def results_for_memory(
     path: Path, given: Any, rows: int, written_with: str | None, providers: Sequence[Any]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Run the graph of a memory; refuse one of another decoder, and arrays that do not fit it."""
+    """Run the graph of a memory; refuse that of another decoder, and arrays that do not fit it."""
     if not path.is_file():
         raise FileNotFoundError(f"`model` must have the graph of its memory next to it, {path.name!r}, got none")
     session = with_library(path, providers)

@@ -1,4 +1,4 @@
-"""A decoder that attends to a memory, as two graphs: what depends on the memory alone is computed once for a text."""
+"""A decoder with a memory as two graphs: nodes that depend on the memory alone run once per text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import onnx
 from relskew_core.export._graph.functions import all_graphs, names_read, rename
 
 MADE = "memory."
-"""What the results of the memory's graph are called, and the inputs of the decoder that take them, with a number."""
+"""The numbered names of the results of the memory's graph, and of the decoder's inputs for them."""
 
 
 def memory_path(path: str | os.PathLike[str]) -> Path:
-    """Return where the graph of the memory lies, next to the decoder's."""
+    """Return the path of the graph of the memory, next to the decoder's."""
     return Path(path).with_name(f"{Path(path).stem}_memory.onnx")
 
 
@@ -63,7 +63,7 @@ def _part(
     inputs: Sequence[onnx.ValueInfoProto],
     outputs: Sequence[onnx.ValueInfoProto],
 ) -> onnx.ModelProto:
-    """Return a model of some nodes, with what they need and nothing else."""
+    """Return a model of some nodes, with only their inputs."""
     needed = {value.name for value in outputs}
     kept: list[onnx.NodeProto] = []
     for node in reversed(nodes):
@@ -96,7 +96,7 @@ def _without_graph(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _with_names(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
-    """Return copies of nodes that read and give values under other names."""
+    """Return copies of nodes with other names of inputs and outputs."""
     copies = onnx.GraphProto(node=nodes).node
     rename(copies, names)
     return list(copies)

@@ -1,4 +1,4 @@
-"""Names that say what made a node, for runtimes' errors, profiles and viewers; nothing of the machine that made it."""
+"""Names that describe the source of a node, for errors, profiles and viewers, without details of the machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 SCOPES = "pkg.torch.onnx.name_scopes"
 _OURS = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
 _COMPILED = re.compile(r"\b_orig_mod\.|\._orig_mod$")
-"""What ``torch.compile`` adds to the names of modules."""
+"""The parts that ``torch.compile`` adds to the names of modules."""
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def first_free(name: str, taken: Collection[str]) -> str:
-    """Return a name, with a number behind it if it is taken."""
+    """Return a name, followed by a number if it is taken."""
     return next(found for found in chain([name], (f"{name}_{number}" for number in count(2))) if found not in taken)
 
 
 def name_nodes(model: Any, prefix: str) -> None:
-    """Name nodes by the module that made them and their purpose, and what they give by the node.
+    """Name nodes by their module and purpose, and their outputs by the node.
 
     ``prefix`` is left out of modules' names. torch's notes, which hold paths of the machine's files, are removed.
     """
@@ -67,7 +67,7 @@ def name_nodes(model: Any, prefix: str) -> None:
 
 
 def name_lengths(model: Any, names: Mapping[str, str]) -> None:
-    """Replace torch's symbols in the shapes of all tensors, and sums of names that have a name."""
+    """Replace torch's symbols, and sums of them that have a name, in the shapes of all tensors."""
     import onnx_ir
 
     def renamed(size: Any) -> int | str | None:
@@ -85,7 +85,7 @@ def name_lengths(model: Any, names: Mapping[str, str]) -> None:
 
 
 def _homes(nodes: Sequence[Any], prefix: str) -> list[str]:
-    """Return the module that made each node; nodes of a loop's body or of a branch are of what made the loop."""
+    """Return the module that made each node; nodes in a loop or branch belong to the module of the loop."""
     inherited: dict[int, str] = {}
     homes = []
     for node in nodes:
@@ -97,7 +97,7 @@ def _homes(nodes: Sequence[Any], prefix: str) -> list[str]:
 
 
 def _module_of(node: Any, prefix: str) -> str:
-    """Return the path of the module that made a node, empty if that is the model itself or not known."""
+    """Return the path of the module that made a node, empty for the model itself or if unknown."""
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
     path: str = scopes[-2] if len(scopes) > 1 else ""
     return _COMPILED.sub("", path.removeprefix(prefix)) if path.startswith(prefix) else ""

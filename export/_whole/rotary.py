@@ -1,4 +1,4 @@
-"""Rotary positions as runtimes take them, where torch's exporter leaves cosines for a batch of one."""
+"""Rotary positions in the form that runtimes accept: torch's exporter leaves cosines for a batch of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def expand_rotary(model: Any) -> None:
-    """Give ``RotaryEmbedding`` cosines and sines of the batch of what they turn; onnxruntime refuses a batch of one."""
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the batch: onnxruntime rejects a batch of one."""
     import onnx_ir as ir
 
     def constant(name: str, numbers: list[int]) -> Any:

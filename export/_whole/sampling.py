@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The likeliest token where there is no temperature, else one that is drawn."""
+    """Chooses the most likely token if there is no temperature, else draws one."""
 
     temperature: float
     top_k: int | None

@@ -1,4 +1,4 @@
-"""Tensors of one content, stored once: tables that layers share, an embedding that is the head too."""
+"""Tensors with equal content are stored once: shared tables, or an embedding that is also the head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onnx import numpy_helper
 from relskew_core.export._graph.functions import rename
 
 SMALLEST = 256
-"""Bytes of a tensor that is looked for elsewhere."""
+"""The least bytes of tensors that are compared."""
 
 
 def store_once(model: onnx.ModelProto) -> None:
-    """Leave out tensors that others equal, as they are or transposed; a ``Transpose`` makes the latter."""
+    """Remove tensors that equal others, as they are or transposed; a ``Transpose`` then makes the latter."""
     large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= SMALLEST]
     results = {value.name for value in model.graph.output}
     # Results stay; tensors of the state dict keep their names.
@@ -48,5 +48,5 @@ def store_once(model: onnx.ModelProto) -> None:
 
 
 def _digest(content: bytes | memoryview) -> bytes:
-    """Return a hash to compare contents by, since keeping all contents would take as much memory as the model."""
+    """Return a hash of the content, because keeping all contents would take as much memory as the model."""
     return hashlib.sha256(content).digest()

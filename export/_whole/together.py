@@ -1,4 +1,4 @@
-"""Graphs that belong together: all their files appear, or none."""
+"""Graphs that belong together: all of their files appear, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relskew_core.export._publish import publish
 from relskew_core.export._save import unpublished
 
 SET = "relskew.set"
-"""What the metadata hold: the same text in files that were written together."""
+"""The metadata's key for a text that is the same in files that were written together."""
 
 
 def write_together(
@@ -25,7 +25,7 @@ def write_together(
     external_threshold: int,
     check: Callable[[Sequence[Path]], None] | None,
 ) -> None:
-    """Save graphs, each of which then says which others it belongs to; ``check`` is given the finished files."""
+    """Save graphs that refer to each other; ``check`` is called with the finished files."""
     if len(graphs) > 1:
         digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
         for graph in graphs:
@@ -41,7 +41,7 @@ def write_together(
 
 
 def _publish_all(files: Sequence[tuple[Path, Path | None]], targets: Sequence[Path], overwrite: bool) -> None:
-    """Give all files their names; if one cannot get its name, take back those that replaced nothing."""
+    """Give all files their names; if one fails, remove those that replaced nothing."""
     done: list[Path] = []
     try:
         for (new, data), target in zip(files, targets, strict=True):
