@@ -26,11 +26,11 @@ NATIVE = ("cupy", "dask", "jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
 COMPILED = ("jax", "numpy", "torch")
-"""Those whose calls the compiled kernels take."""
+"""The libraries whose calls the compiled kernels run."""
 
 
 FOLDERS = frozenset((*NATIVE, "mlx"))
-"""The libraries that have something of their own here: MLX a form of the portable kernels."""
+"""The libraries with special code here: MLX has a variant of the portable kernels."""
 
 
 def available() -> dict[str, list[str]]:
@@ -58,7 +58,7 @@ def available() -> dict[str, list[str]]:
 
 
 def path(function: str, call: Problem, impl: Impl) -> Path:
-    """Return the kernels that serve a call.
+    """Return the kernels that run a call.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def path(function: str, call: Problem, impl: Impl) -> Path:
 
 
 def prepared(kind: type) -> Any:
-    """Return a library's kernels for calls that are prepared, by the type of its arrays; ``None`` without any."""
+    """Return a library's kernels for prepared calls, by the type of its arrays; ``None`` if it has none."""
     if kind not in _prepared:
         library = kind.__module__.partition(".")[0].removesuffix("lib")  # JAX's arrays are defined in jaxlib
         kernels = getattr(_module(library), "prepared", None) if library in NATIVE else None
@@ -89,7 +89,7 @@ _prepared: dict[type, Any] = {}
 
 
 def _instead(call: Problem) -> Path:
-    """Return what serves where the native path does not or is the slower one, in the form that a library wants."""
+    """Return the kernels for calls that the native path does not support or runs more slowly."""
     library = library_name(call.xp)
     choose = getattr(_module(library), "instead", None) if library in FOLDERS else None
     path: Path = PORTABLE if choose is None else choose(call)
@@ -97,7 +97,7 @@ def _instead(call: Problem) -> Path:
 
 
 def _native(function: str, call: Problem) -> Path | str:
-    """Return the native path for a call, or say why there is none."""
+    """Return the native path for a call, or the reason why there is none."""
     library = library_name(call.xp)
     if library not in NATIVE:
         return f"{library} has none"
@@ -115,7 +115,7 @@ def _native(function: str, call: Problem) -> Path | str:
 
 
 def _module(library: str) -> Any:
-    """Import a library's fast path: by statements, which torch.compile can trace through."""
+    """Import a library's fast path, by statements that torch.compile can trace."""
     if library == "cupy":
         from relskew_core.backends import _cupy
 

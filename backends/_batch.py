@@ -1,4 +1,4 @@
-"""Operands with one batch axis, as kernels get them that work head by head."""
+"""Operands with one batch axis, for kernels that run head by head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def by_batch(x: Array, *, xp: Namespace) -> Array:
 
 
 def flattened(operands: Operands, *, xp: Namespace) -> Operands:
-    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
+    """Return operands with one batch axis; that of labels and masks may be 1, and only ragged tables have one."""
     lead = operands.q.ndim - 3
     whole = operands.mask is None or operands.mask.ndim == 4
     if lead == 1 and whole and operands.q_segments is operands.q_positions is None:
@@ -34,13 +34,13 @@ def flattened(operands: Operands, *, xp: Namespace) -> Operands:
 
 
 def labels_by_batch(labels: Array, *, xp: Namespace) -> Array:
-    """Return labels, which are one for all items or one for each, with one axis before that of their sequence."""
+    """Return labels, shared or one for each item, with one axis before that of their sequence."""
     *lead, count = labels.shape
     return xp.reshape(labels, (math.prod(lead), count))
 
 
 def mask_by_batch(mask: Array, q: Array, *, xp: Namespace) -> Array:
-    """Return a mask with axes for batch, heads, queries and keys, each whole or 1."""
+    """Return a mask with axes for batch, heads, queries and keys, each of full length or 1."""
     lead = q.ndim - 3
     mask = xp.reshape(mask, (1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
     if any(size > 1 for size in mask.shape[:lead]):

@@ -1,4 +1,4 @@
-"""Kernels that serve a call: the portable ones, or a library's native ones."""
+"""The kernels for a call: the portable ones, or a library's native ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from relskew_core._kernel import backward, forward
 ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
 OPTIONS = ("beyond", "offset", "left", "right", "block_size", "chunk_size", "return_lse", "part")
 COMMON = frozenset((*ARRAYS, *OPTIONS))
-"""The arrays and options that every native path knows so far. What is not here a path has to name, or it is refused."""
+"""The arrays and options that every native path supports. A path must name all others that it supports."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """Two kernels, and which calls they take."""
+    """Two kernels, and the calls that they support."""
 
     attention: Callable[..., Any]  # like _kernel.forward.attention
     attention_vjp: Callable[..., Any]  # like _kernel.backward.attention_vjp

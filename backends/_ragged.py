@@ -1,4 +1,4 @@
-"""A ragged batch on CPUs as separate calls, one for all items after one another that have the same offset.
+"""A ragged batch on CPUs as separate calls, one for each run of items with equal offsets.
 
 The windows of an item's tables are at offset 0 already: what may be seen is moved there as well.
 """
@@ -19,13 +19,13 @@ from relskew_core.backends import _compiled
 from relskew_core.backends._batch import flattened
 
 KNOWN = _compiled.KNOWN | {"offset_by_item"}
-"""The arrays and options that such calls may have."""
+"""The arrays and options that such calls support."""
 
 Split = Callable[[Array, list[int]], Sequence[Array]]
 
 
 def refusal(options: Options) -> str | None:
-    """Say why items are not called for on their own: blocks and dropout go by where queries are."""
+    """Return why items cannot be separate calls: blocks and dropout depend on the positions of queries."""
     pattern = options.visibility
     if not getattr(pattern, "known", None):
         return "the values of `offset` are not known, or there are none"
@@ -37,7 +37,7 @@ def refusal(options: Options) -> str | None:
 def attention(
     operands: Operands, options: Options, *, xp: Namespace, attend: Callable[..., Any], split: Split
 ) -> tuple[Array, Array | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
+    """Return the output and, if requested, the log-sum-exp."""
     found = [attend(*run) for run in runs(operands, options, xp=xp, split=split)]
     outs, sums = zip(*found, strict=True)
     out = xp.reshape(xp.concat(outs), shape_of_out(operands))
@@ -94,12 +94,12 @@ def slices(x: Array, sizes: list[int]) -> list[Array]:
 
 
 def _sizes(options: Options) -> list[int]:
-    """Return how many items one after the other have the same offset."""
+    """Return the numbers of consecutive items with the same offset."""
     return [sum(1 for _ in items) for _, items in groupby(getattr(options.visibility, "known", None) or ())]
 
 
 def _apart(name: str, x: Array | None, sizes: list[int], split: Split) -> Sequence[Any]:
-    """Return what each run has of a flattened array; of windows of tables, which are the same for all, the first's."""
+    """Return each run's part of a flattened array; all windows of a run's tables are equal, so the first one's."""
     if x is None or name == "seed" or x.shape[0] < sum(sizes):
         return [x] * len(sizes)
     pieces = split(x, sizes)

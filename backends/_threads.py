@@ -1,4 +1,4 @@
-"""On how many threads the compiled kernels work for NumPy's arrays."""
+"""The number of threads of the compiled kernels for NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numpy_threads() -> int:
 
 @contextmanager
 def numpy_on_one_thread() -> Iterator[None]:
-    """Keep the compiled kernels to one thread for NumPy's arrays."""
+    """Limit the compiled kernels to one thread for NumPy's arrays."""
     before = _numpy_threads
     set_numpy_threads(1)
     try:

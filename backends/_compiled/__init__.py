@@ -1,4 +1,4 @@
-"""Kernels compiled at installation, where there was a compiler: whole calls of every floating dtype on CPUs.
+"""Kernels compiled at installation, if there is a compiler: whole calls of every floating dtype on CPUs.
 
 Products, skew, softmax and mixing of a block of queries and keys happen in one core's cache. What they do not serve
 stays with the library's own path, as does everything where nothing was compiled.
@@ -37,29 +37,28 @@ from relskew_core.backends._path import OPTIONS
 
 _arrays = attrgetter(*(ARRAYS or Operands._fields))
 ALONE = (0, 1)
-"""Of a call on one thread: what comes last."""
+"""The last arguments of a call on one thread."""
 
 NO_INTEGERS = (None,) * len(INTEGERS)
-"""Of calls that have no labels, and of which nothing is dropped."""
+"""The integers of a call without labels and dropout."""
 
 OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
 
 DTYPES = ("float16", "float32", "float64")  # and bfloat16
-"""How all libraries end the names of dtypes that the kernels take."""
+"""The end of the names of supported dtypes in all libraries."""
 
 LONGEST = 2**16
-"""Rows of a table whose products with a block of queries are kept."""
+"""The most rows of a table: their products with a block of queries are kept."""
 
 APART = 2**30
-"""How far apart integers of queries and keys may be."""
+"""The limit of the distance between integers of queries and keys."""
 
 KNOWN = frozenset((*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout", "sides"))
-"""The arrays that the kernels name, and the options that make numbers of theirs; whatever else a call has keeps it from
-them."""
+"""The arrays of the kernels, and the options from which their numbers follow; calls with others are not supported."""
 
 
 class Library(NamedTuple):
-    """What differs from array library to array library.
+    """The differences between array libraries.
 
     An array is passed as an object with a buffer, or as a DLPack capsule. Where a `BufferError` says so, it is not as
     the kernels need it: rows are not in one piece, or numbers not where a processor wants them.
@@ -77,12 +76,12 @@ class Library(NamedTuple):
 
 
 def missing() -> str | None:
-    """Say that there are no kernels, if so."""
+    """Return why there are no kernels, ``None`` if there are."""
     return "no kernels were compiled at installation" if kernels is None else None
 
 
 def refusal(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> str | None:
-    """Say why a call is not one for these kernels, or for those who bring it to them and take more."""
+    """Return why a call is not for these kernels, ``None`` if it is; other backends may support more."""
     if (reason := missing()) is not None or serves(x, options, known):
         return reason
     names = unknown(x, options, known)
@@ -91,7 +90,7 @@ def refusal(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> str
 
 
 def serves(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
-    """Whether a call is one for these kernels."""
+    """Whether these kernels support a call."""
     if not serves_kind(x, options, known):
         return False
     if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
@@ -100,7 +99,7 @@ def serves(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool
 
 
 def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
-    """Whether the kernels take such a call if its integers fit 32 bits and tables reach them."""
+    """Whether the kernels support a call, provided that its integers fit 32 bits and its tables reach them."""
     if (
         kernels is None
         or not str(x.q.dtype).endswith(DTYPES)
@@ -122,7 +121,7 @@ def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) ->
 
 
 def _ends(of_queries: Any, of_keys: Any) -> tuple[int, ...]:
-    """Return the least and the greatest integer of queries, and of keys."""
+    """Return the minimum and maximum integer of queries, and of keys."""
     return tuple(map(int, (of_queries.min(), of_queries.max(), of_keys.min(), of_keys.max())))
 
 
@@ -131,7 +130,7 @@ def _near(*ends: int) -> bool:
 
 
 def _reached(x: Operands, options: Options) -> bool:
-    """Whether positions are near each other, and reached where tables have to; traced ones were not checked before."""
+    """Whether positions are close enough, and within tables with ``beyond="error"``; traced ones are not checked."""
     first_query, last_query, first_key, last_key = ends = _ends(x.q_positions, x.k_positions)
     if not _near(*ends) or options.span.beyond != "error" or not has_tables(x):
         return _near(*ends)
@@ -141,7 +140,7 @@ def _reached(x: Operands, options: Options) -> bool:
 
 
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
-    """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
+    """Write the output (B, H, Lq, Dv) and, if there is an array for it, the log-sum-exp (B, H, Lq)."""
     try:
         _attend(x, call, out, lse, library)
     except BufferError:
@@ -155,12 +154,12 @@ def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> No
 
 
 def _threads(call: Call, library: Library) -> tuple[int, int]:
-    """Return the team for a call, and of how many threads: the library's own, or new ones if it has none."""
+    """Return the team for a call, and its number of threads: the library's, or new ones if it has none."""
     return ALONE if call.work <= library.shared else (library.team(), library.threads())
 
 
 def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
-    """Return the results that a backward pass goes by, computed where they are not given.
+    """Return the results that the backward pass needs, computed if they are not given.
 
     An ``lse`` is taken at its word: of attention over more keys, these have a share.
     """
@@ -183,7 +182,7 @@ def pull_back(
     library: Library,
     wanted: Container[str] = GRADIENTS,
 ) -> dict[str, Any]:
-    """Return the gradients of a call's arrays; of those that are not ``wanted``, only the mask's is left out.
+    """Return the gradients of a call's arrays; of those that are not ``wanted``, only the mask's is skipped.
 
     They have the dtype of the accumulation, as they may have to be added up.
 
@@ -212,7 +211,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
 
 
 def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict[str, Any]:
-    """Return the gradients of arrays with one batch axis in the shapes and dtypes of a call's own arrays.
+    """Return the gradients of arrays with one batch axis in the shapes and dtypes of the call's arrays.
 
     Each is taken out of what was found: where they are rounded, there are never twice as many.
     """

@@ -1,4 +1,4 @@
-"""A call as the compiled kernels get it: numbers, by the names that the kernels declare."""
+"""A call for the compiled kernels: numbers, by the names that the kernels declare."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ _declared: list[tuple[str, ...]] = [
     getattr(kernels, names, ()) for names in ("WHOLE", "REAL", "ARRAYS", "INTEGERS", "GRADIENTS")
 ]
 WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = _declared
-"""What the kernels are given and give, by names that they say themselves, in their order: numbers, of which keys and
-offset come first, arrays, integers of queries and keys, gradients."""
+"""The names of the kernels' arguments and results, as they declare them, in order."""
 
 FAR = 2**40
-"""Further than anything is that is seen …"""
+"""Beyond every visible position, for offsets up to ``OFFSETS``."""
 
 OFFSETS = FAR // 2
-"""… as long as no offset is this large: such calls are for others."""
+"""The limit of offsets; calls with larger ones are not supported."""
 
 ALONE_WORTH = 2
-"""Queries whose products take as long as one's, which waits for its keys."""
+"""Up to this many queries, products take as long as for one, because they wait for keys."""
 
 SIDES = 4
-"""Axes of a grid at most."""
+"""The most axes of a grid."""
 
 
 def has_additive_mask(x: Operands) -> bool:
-    """Whether a call has a mask that is added, which has a gradient."""
+    """Whether a call has an additive mask, which has a gradient."""
     return x.mask is not None and bool(x.mask.dtype == x.q.dtype)
 
 
 def numbers(x: Operands, options: Options) -> dict[str, Any]:
-    """Return the numbers of a call of four axes each, by the names that the kernels have for them."""
+    """Return the numbers of a call with four axes, by the names that the kernels declare."""
     pattern, span = options.visibility, options.span
     before = FAR if pattern.left is None else min(pattern.left, FAR)
     after = FAR if pattern.right is None else min(pattern.right, FAR)
@@ -64,7 +63,7 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
 
 
 def _sides(options: Options) -> dict[str, int]:
-    """Return the numbers of the sides of a call's grids; those before the first are 0."""
+    """Return the numbers of the sides of a call's grids; missing sides come first and are 0."""
     given = options.sides if isinstance(options, GridOptions) else ()
     sides = [*[(0, 0, 0, 0)] * (SIDES - len(given)), *given]
     return {f"{name}_{place}": number for place, side in enumerate(sides)
@@ -85,7 +84,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
-        """Return the description."""
+        """Return the description of a call."""
         found = numbers(x, options)
         keys, offset, before = found["keys"], found["offset"], found["before"]
         labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
@@ -94,7 +93,7 @@ class Call(NamedTuple):
         return cls(keys, offset, others, options, per_key, before, before + found["after"] + 1, labelled)
 
     def at(self, keys: int, offset: int) -> Call | None:
-        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
+        """Return a call like this one with one query at another position, ``None`` if a table may not reach."""
         _, _, numbers, options, work_per_key, before, keys_seen, labelled = self
         if not keys or not -OFFSETS < offset < OFFSETS:
             return None
@@ -107,7 +106,7 @@ class Call(NamedTuple):
 
     @property
     def own_options(self) -> Options:
-        """The options; for a single query, those at its position."""
+        """The options, for a single query at its position."""
         pattern = self.options.visibility
         if pattern.n_queries > 1:
             return self.options
@@ -115,6 +114,6 @@ class Call(NamedTuple):
 
     @property
     def work(self) -> int:
-        """About how many multiplications it is."""
+        """The approximate number of multiplications."""
         keys, seen = self.keys, self.keys_seen
         return self.work_per_key * (keys if keys < seen else seen)  # faster than `min`

@@ -1,4 +1,4 @@
-"""Says whether there are compiled kernels here, and for which processors; and warns once where they are missed."""
+"""The message whether there are compiled kernels, and for which processors; and a warning if they are missing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 
 LONG = 2**28
-"""Multiplications of queries with keys, hidden ones too, from which a call without kernels takes tenths of a second."""
+"""The multiplications of queries with keys, including hidden ones, that take tenths of a second without kernels."""
 
 TO_COMPILE = f"`{compile_line()}`{where_to_run()} compiles them"
 
 
 def told() -> str:
-    """Say which processors the kernels are for that work here, or why there are none and what to do."""
+    """Return the processors for which the kernels are compiled, or why there are none and what to do."""
     try:
         kernels = importlib.import_module("relskew_core.backends._compiled._kernels")
     except ModuleNotFoundError:
@@ -42,7 +42,7 @@ def told() -> str:
 
 
 def warn_of_long_calls(x: Operands) -> None:
-    """Warn, once, of a long call on a CPU where there are no kernels; ``RELSKEW_PURE=1`` means that this is known."""
+    """Warn once about a long call on a CPU without kernels, unless ``RELSKEW_PURE=1`` asks for none."""
     if _compiled.kernels is not None or is_compiling() or os.environ.get("RELSKEW_PURE") == "1":
         return
     lengths = (*x.q.shape, x.k.shape[-2])

@@ -1,4 +1,4 @@
-"""CuPy: torch's fused kernels on CuPy's memory where torch is there, else cuBLAS and one custom kernel.
+"""CuPy: torch's fused kernels on CuPy's memory if torch is installed, else cuBLAS and one custom kernel.
 
 Arrays go to torch and back through DLPack, without a copy, and torch works on CuPy's current stream.
 """
@@ -19,7 +19,7 @@ from relskew_core.backends._path import COMMON, PORTABLE, Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that serve a call, or say why there are none."""
+    """Return the kernels that support a call, or why there are none."""
     reason = torch_refusal(call.given, call.options)
     if reason is None:  # pragma: gpu only
         return FUSED
@@ -29,7 +29,7 @@ def serve(function: str, call: Problem) -> Path | str:
 
 
 def torch_refusal(operands: Operands, options: Options) -> str | None:
-    """Say why torch's fused kernels do not take a call, ``None`` if they do."""
+    """Return why torch's fused kernels do not support a call, ``None`` if they do."""
     if find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -73,7 +73,7 @@ CUBLAS = Path(_by_cublas, PORTABLE.attention_vjp, knows=COMMON | {"softcap"})
 
 @contextmanager
 def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
-    """Let torch work where CuPy works: on the array's device and CuPy's current stream."""
+    """Let torch use the array's device and CuPy's current stream."""
     import torch
 
     number, pointer = like.device.id, _cupy().cuda.get_current_stream().ptr
@@ -85,12 +85,12 @@ def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
 
 
 def to_torch(operands: Operands) -> Operands:
-    """Return tensors on the same memory."""
+    """Return tensors that share their memory with arrays."""
     return Operands(*(None if x is None else _tensor(x) for x in operands))
 
 
 def _tensor(x: Array) -> Any:
-    """Return a tensor on an array's memory; on a copy's where a stride is negative, which torch cannot have."""
+    """Return a tensor that shares an array's memory; a copy if a stride is negative, which torch does not support."""
     import torch
     from torch.utils.dlpack import from_dlpack
 

@@ -1,4 +1,4 @@
-"""CuPy without torch: cuBLAS adds ``QKᵀ`` to the skewed product in place, one kernel makes weights of it, in place.
+"""CuPy without torch: cuBLAS adds ``QKᵀ`` to the skewed product in place, and one kernel computes the softmax in place.
 
 All arithmetic goes through a :class:`Device`, so that the same steps run on NumPy arrays in the tests.
 """
@@ -20,7 +20,7 @@ from relskew_core.backends._cupy.softmax import NO_END
 
 
 class Device(Protocol):
-    """What the algorithm asks of a library and its device."""
+    """The operations that the algorithm needs from a library and its device."""
 
     xp: Namespace
 
@@ -31,7 +31,7 @@ class Device(Protocol):
         """Write ``alpha · a b + beta · c`` into ``c``: (P or 1, n, k), (P or 1, k, m), (P, n, m)."""
 
     def softmax(self, x: Array, lse: Array, mask: Array | None, numbers: dict[str, Any]) -> None:
-        """Turn logits into weights in place, as ``_cupy_softmax.SOURCE`` does, a block for every row."""
+        """Turn logits into weights in place, as ``_cupy_softmax.SOURCE`` does, with a block for every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _attend(call: BatchedCall, chunk: Chunk, out: Array, lse: Array) -> None:
 
 
 def _by_table(call: BatchedCall, alpha: float, a: Array, rows: Array, beta: float, c: Array) -> None:
-    """Multiply by a table that all heads share, or that every head has one of."""
+    """Multiply by a table that is shared by all heads, or separate for each head."""
     if rows.ndim == 2:
         call.device.multiply(alpha, a, rows[None], beta, c)
         return
@@ -120,7 +120,7 @@ def _by_table(call: BatchedCall, alpha: float, a: Array, rows: Array, beta: floa
 
 
 def _write_relative(call: BatchedCall, chunk: Chunk, rel_q: Array, x: Array) -> bool:
-    """Write what depends on the relative position alone, (P, n, width); ``False`` if nothing does."""
+    """Write the contribution of relative positions, (P, n, width); return ``False`` if there is none."""
     rel_k, bias = call.tables.rel_k, call.tables.rel_bias
     if rel_k is not None:
         extension = rel_k.plan(chunk.low, chunk.high)
@@ -180,7 +180,7 @@ def _regions(extension: Extension, x: Array) -> tuple[Array, list[tuple[Array, A
 
 
 def _fill(edges: Iterable[tuple[Array, Array]], zeros: Iterable[Array]) -> None:
-    """Write what lies beyond a core that is written."""
+    """Write the columns beyond a core that is written."""
     for place, edge in edges:
         place[...] = edge
     for place in zeros:

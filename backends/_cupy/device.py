@@ -15,7 +15,7 @@ REALS = {"float32": "float", "float64": "double"}
 
 
 class Cuda:
-    """What :class:`relskew_core.backends._cupy.blas.Device` asks for, of CuPy."""
+    """The operations of :class:`relskew_core.backends._cupy.blas.Device`, in CuPy."""
 
     def __init__(self, xp: Namespace) -> None:
         self.xp = xp
@@ -26,11 +26,11 @@ class Cuda:
         return self.library().lib.stride_tricks.as_strided(x.reshape(-1)[start:], shape, strides)
 
     def library(self) -> Any:  # pragma: gpu only
-        """Return CuPy itself, which has more than the standard's functions."""
+        """Return CuPy itself, which has more functions than the standard."""
         return import_module("cupy")
 
     def multiply(self, alpha: float, a: Array, b: Array, beta: float, c: Array) -> None:
-        """Write ``alpha · a b + beta · c`` into ``c`` where it lies: (P or 1, n, k), (P or 1, k, m), (P, n, m).
+        """Write ``alpha · a b + beta · c`` into ``c`` in place: (P or 1, n, k), (P or 1, k, m), (P, n, m).
 
         cuBLAS is column-major, so it gets the transposed product ``cᵀ = bᵀ aᵀ``, all memory as it is.
         """
@@ -63,11 +63,11 @@ class Cuda:
         return cublas.sgemmStridedBatched if dtype == "float32" else cublas.dgemmStridedBatched
 
     def handle(self) -> int:  # pragma: gpu only
-        """Return cuBLAS's handle on the current device, whose products go to the current stream."""
+        """Return cuBLAS's handle on the current device, set to the current stream."""
         return int(self.library().cuda.device.get_cublas_handle())
 
     def pointer(self, x: Array) -> int:  # pragma: gpu only
-        """Return where an array starts."""
+        """Return the address of an array."""
         return int(x.data.ptr)
 
 
@@ -82,7 +82,7 @@ def _kernel(cupy: Any, dtype: str) -> Any:  # pragma: gpu only
 
 
 def _layout(x: Array) -> tuple[int, int, int]:
-    """Return whether cuBLAS has to transpose (P, rows, columns), the pitch within a matrix and between matrices."""
+    """Return whether cuBLAS must transpose (P, rows, columns), and the pitch within a matrix and between matrices."""
     batch, row, column = (stride // x.itemsize for stride in x.strides)
     transposed = x.shape[-1] > 1 and column != 1
     pitch, least = (column, x.shape[-2]) if transposed else (row, x.shape[-1])

@@ -1,4 +1,4 @@
-"""CuPy: the custom kernel, a softmax over rows of a given pitch, in place."""
+"""CuPy: the custom kernel, a softmax over rows with a given pitch, in place."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ extern "C" __global__ void skewed_softmax(
     if (threadIdx.x == 0) lse[p * lse_pitch + lse_start + i] = largest + log(total == 0 ? (real)1 : total);
 }
 """
-"""CUDA C++ for a dtype named by the macro ``real``; ``NO_END`` stands for a pattern that sees all of the future."""
+"""CUDA C++ for a dtype in the macro ``real``; ``NO_END`` represents a pattern that sees all of the future."""
 
 NO_END = 2**31 - 1

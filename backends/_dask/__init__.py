@@ -1,4 +1,4 @@
-"""dask: every pair of a block of queries and a block of keys is one call on what the blocks hold.
+"""dask: every pair of a block of queries and a block of keys is one call on the contents of the blocks.
 
 So no task needs more than two blocks, however many there are, and pairs that do not see each other are no tasks. The
 backward pass has a task for each block of the batch and the heads.
@@ -22,7 +22,7 @@ KNOWN_BACKWARD = frozenset(Operands._fields) | {x.name for kind in (Options, Spa
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that serve a call, or say why there are none."""
+    """Return the kernels that support a call, or why there are none."""
     if 0 in (*call.given.q.shape, *call.given.k.shape):
         return "dask's is for calls with something in them"
     if call.given.seed is not None:
@@ -32,5 +32,5 @@ def serve(function: str, call: Problem) -> Path | str:
 
 
 def instead(call: Problem) -> Path:
-    """Return the portable kernels, for arrays of one block each: dask does not reshape all others."""
+    """Return the portable kernels for arrays with a single block each: dask does not reshape all others."""
     return Path(whole.attention, whole.attention_vjp)

@@ -1,4 +1,4 @@
-"""dask: gradients block by block of the batch and of the heads; only lengths and widths are brought into one block."""
+"""dask: gradients by block of the batch and of the heads; only lengths and widths are rechunked to one block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_vjp(d_out: Any, operands: Operands, options: Options, *, xp: Any, 
 
 
 def _pull_back(options: Options, arrays: Arrays, results: Arrays) -> Arrays:
-    """Return the gradients of a block, in what the blocks are made of."""
+    """Return the gradients of a block, in the library of the blocks."""
     operands = Operands(**arrays)
     xp = namespace_of_arrays({"q": operands.q})
     call = Problem(operands, options, xp, operands.q.dtype, heads=True, ragged=None, sinks=None, scales=None)
@@ -46,7 +46,7 @@ def _pull_back(options: Options, arrays: Arrays, results: Arrays) -> Arrays:
 
 
 def _array(shares: Any, like: Any) -> Any:
-    """Return an array of the sums of what belongs to each of its blocks."""
+    """Return an array of the sums of the parts that belong to each of its blocks."""
     blocks = np.empty(like.numblocks, dtype=object)
     for at in np.ndindex(like.numblocks):
         shape = tuple(sizes[index] for sizes, index in zip(like.chunks, at, strict=True))

@@ -23,11 +23,11 @@ delayed: Any = untyped_delayed
 
 HEADS, LENGTH, WIDTH = -3, -2, -1
 LIBRARIES = {"cupy": _cupy, "numpy": _numpy}
-"""What blocks are made of, and who serves it."""
+"""The library of the blocks, and the kernels for it."""
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     x = Blocks.of(operands)
     q, v = x.arrays["q"], x.arrays["v"]
     queries, keys = runs(q.chunks[LENGTH]), runs(x.arrays["k"].chunks[LENGTH])
@@ -96,7 +96,7 @@ class Pair:
 
 
 def kernels(function: str, call: Problem) -> Path:
-    """Return what serves a call in the library of the blocks."""
+    """Return the kernels for a call in the library of the blocks."""
     library = LIBRARIES.get(call.xp.__name__.rpartition(".")[2])
     found = None if library is None else library.serve(function, call)
     served = isinstance(found, Path) and found.faster and not unknown(call.given, call.options, found.knows)
@@ -109,7 +109,7 @@ def _merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _blocks(total: Any, sizes: tuple[int, ...], width: int, like: Any) -> tuple[Any, Any]:
-    """Return a block of the output and of the log-sum-exp, for queries that see nothing those of nothing."""
+    """Return a block of the output and of the log-sum-exp; for queries that see nothing, those of an empty set."""
     if total is None:
         return arrays_of.zeros_like(like, shape=(*sizes, width)), arrays_of.full_like(like, -np.inf, shape=sizes)
     meta = like._meta
@@ -122,14 +122,14 @@ def _blocks(total: Any, sizes: tuple[int, ...], width: int, like: Any) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The arrays of a call in blocks that fit each other, and the blocks as tasks."""
+    """The arrays of a call in matching blocks, and the blocks as tasks."""
 
     arrays: dict[str, Any]
     pieces: dict[str, Any]
 
     @classmethod
     def of(cls, operands: Operands) -> Blocks:
-        """Cut keys, values and all others as the queries are cut; heads only between the groups that share keys."""
+        """Cut keys, values and all other arrays like the queries; heads only between the groups that share keys."""
         q, k = operands.q, operands.k
         group = q.shape[HEADS] // k.shape[HEADS]
         whole = {WIDTH % q.ndim: -1}
@@ -158,11 +158,11 @@ class Blocks:
         return cls(arrays, {name: x.to_delayed(optimize_graph=False) for name, x in arrays.items()})
 
     def here(self, place: tuple[int, ...], j: int) -> dict[str, Any]:
-        """Return the blocks of a pair: where its queries are, and which block of keys it is."""
+        """Return the blocks of a pair, by the position of its queries and the index of its block of keys."""
         return {name: pieces[self.at(name, place, j)] for name, pieces in self.pieces.items()}
 
     def at(self, name: str, place: tuple[int, ...], j: int) -> tuple[int, ...]:
-        """Return which block of an array belongs to a pair."""
+        """Return the block of an array that belongs to a pair."""
         *lead, head, i = place
         kind, x = KINDS[name], self.arrays[name]
         if kind is Kind.SEQUENCE:

@@ -1,4 +1,4 @@
-"""JAX: loops over chunks of one shape, compiled once, under a differentiation rule that keeps the memory promise.
+"""JAX: loops over chunks of one shape, compiled once, with a differentiation rule that keeps memory linear.
 
 Left to themselves, ``jax.jit`` unrolls the portable kernel's chunks, which takes compile time by the length and memory
 by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass. Calls of few logits need no loops.
@@ -29,16 +29,16 @@ from relskew_core.backends._path import Path
 KNOWN = frozenset(Operands._fields) | {
     option.name for kind in (Options, Span, RaggedVisibility) for option in fields(kind)
 }
-"""The arrays and options that the loops know: all of them."""
+"""The arrays and options that the loops support: all of them."""
 
 COMPILED = tangent.Passes(compiled.attention, compiled.attention_vjp, keeps_sums=True)
 
 LARGEST_ON_CPUS = 64
-"""Queries of a chunk at most: a turn of a loop costs little, and every query more is work on hidden keys."""
+"""The most queries of a chunk: a turn of a loop costs little, and every additional query multiplies hidden keys."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that serve a call, or say why there are none."""
+    """Return the kernels that support a call, or why there are none."""
     forward, x = function == "attention", call.operands()
     if compiled.serves(x, call.options) if forward else compiled.serves_backward(x, call.options):
         return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), knows=KNOWN)
@@ -48,14 +48,14 @@ def serve(function: str, call: Problem) -> Path | str:
 
 
 def instead(call: Problem) -> Path:
-    """Return the kernels for the calls that loops are not the faster way for."""
+    """Return the kernels for calls that loops do not speed up."""
     return Path(at_once.attention, attention_vjp)
 
 
 def attention(
     operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes = tangent.LOOPS
 ) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options), passes)
     return result
 
@@ -75,7 +75,7 @@ def attention_vjp(
 
 
 def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, Ranges | None]:
-    """Return a call whose options are constants, its chunk size known; and the keys of its documents if they are."""
+    """Return a call with constant options and a chosen chunk size, and the keys of its documents if known."""
     operands, options = split(operands, options)
     options, documents = replace(options, visibility=options.visibility.bounded()), documents_of(operands)
     size = options.chunk_size

@@ -1,4 +1,4 @@
-"""JAX: calls of few logits, all queries at once, differentiated by JAX itself.
+"""JAX: calls with few logits, all queries at once, differentiated by JAX itself.
 
 A loop of one turn is dear: its places are traced, and its backward pass computes the weights anew. Here the compiler
 sees one expression of constant shapes and joins what it can, and the weights stay for the backward pass.
@@ -29,17 +29,17 @@ from relskew_core.backends._jax.manual import axes_of
 from relskew_core.backends._path import COMMON
 
 KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
-"""The arrays and options that this way knows."""
+"""The arrays and options that this path supports."""
 
 KEPT = 2**20
-"""Weights up to which a call may keep them for its backward pass: 4 MiB."""
+"""The most weights that a call may keep for its backward pass: 4 MiB."""
 
 LOGITS = 2**14
-"""Logits of a head up to which this is the faster way, and keeps little under ``jax.vmap``, which hides the batch."""
+"""The most logits of a head for this path, so that it is faster, and keeps little under ``jax.vmap``."""
 
 
 def serves(x: Operands, options: Options) -> bool:
-    """Whether this is the faster way, and all that a call asks for is known here."""
+    """Whether this path is faster, and the values that a call depends on are known."""
     if axes_of(x) or explicitly_split(x):  # the loops create arrays with the types that these require
         return False
     if unknown(x, options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
@@ -50,7 +50,7 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     result: tuple[Array, Array | None] = _attend(operands, options)
     return result
 
@@ -92,7 +92,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
 
 
 def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:
-    """Return the logits (..., H, n, m) before softcap and masks. Scaled last: the compiler does it on the way."""
+    """Return the logits (..., H, n, m) before softcap and masks. Scaling last lets the compiler fuse it."""
     product = grouped_matmul(x.q, jnp.matrix_transpose(k), xp=jnp)
     relative = None
     if x.rel_k is not None:
@@ -111,7 +111,7 @@ def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:
 
 
 def _visible(options: Options, x: Operands, layout: Layout) -> Array | None:
-    """Return which keys the queries may see, ``None`` if all of them."""
+    """Return the visible keys of the queries, ``None`` if all are visible."""
     pattern = options.visibility
     visible = pattern.mask(0, pattern.n_queries, layout.first, layout.end, xp=np, device="cpu")
     visible = None if visible is None else jnp.asarray(visible)
@@ -145,7 +145,7 @@ def _places(span: Span, layout: Layout) -> list[int]:
 
 
 def _taken(x: Array, places: list[int], axis: int) -> Array:
-    """Return places of an axis, zeros for what is past its end."""
+    """Return entries along an axis, zeros for indices past its end."""
     count = x.shape[axis]
     if places[-1] - places[0] == len(places) - 1 and places[-1] < count:  # the places are consecutive
         return lax.slice_in_dim(x, places[0], places[-1] + 1, axis=x.ndim + axis)

@@ -1,4 +1,4 @@
-"""JAX: the backward pass, the forward's loops once more, carrying the gradients of everything that chunks share."""
+"""JAX: the backward pass, the forward pass's loops again, which carry the gradients of everything that chunks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX: one chunk of attention at traced positions, and the tables that chunks look into."""
+"""JAX: one chunk of attention at traced positions, and the tables that chunks read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relskew_core.backends._jax.offsets import AnyOffset, in_small_numbers
 
 @dataclass(frozen=True)
 class ScannedCall:
-    """The operands of a call with their tables extended, and the plan of its chunks."""
+    """The operands of a call with extended tables, and the plan of its chunks."""
 
     operands: Operands
     options: Options
@@ -61,7 +61,7 @@ def _drawn(operands: Operands, options: Options) -> tuple[Array, Array] | None:
 
 
 class TracedChunk:
-    """A chunk of a loop at its traced place."""
+    """A chunk of a loop at traced positions."""
 
     def __init__(self, call: ScannedCall, loop: Loop, place: ChunkPlace) -> None:
         self.call, self.loop, self.place = call, loop, place
@@ -81,11 +81,11 @@ class TracedChunk:
         return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 1)
 
     def queries(self, x: Array) -> Array:
-        """Cut (..., queries, D) to the chunk's."""
+        """Cut (..., queries, D) to the chunk."""
         return lax.dynamic_slice_in_dim(x, self.place.start, self.loop.n, axis=x.ndim - 2)
 
     def fresh(self, x: Array) -> Array:
-        """Cut (..., queries, D) to the chunk's, zeros for queries that another chunk has had."""
+        """Cut (..., queries, D) to the chunk, zeros for queries of an earlier chunk."""
         x = self.queries(x)
         if not self.loop.overlap:
             return x
@@ -93,7 +93,7 @@ class TracedChunk:
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def keys(self, x: Array) -> Array:
-        """Cut (..., keys, D) to the chunk's, zeros for those that none of its queries may see."""
+        """Cut (..., keys, D) to the chunk, zeros for keys that none of its queries may see."""
         rows = lax.dynamic_slice_in_dim(x, self.place.first, self.loop.m, axis=x.ndim - 2)
         rows = jnp.matrix_transpose(self.seen(jnp.matrix_transpose(rows)))
         if self.visible is None or self.visible.ndim == 2:  # one pattern for all: every key of the range is visible
@@ -113,7 +113,7 @@ class TracedChunk:
         return lax.dynamic_slice_in_dim(columns, self.column(table), self.loop.width, axis=columns.ndim - 1)
 
     def mixed(self, weights: Array, table: Columns) -> Array:
-        """Return sums of a table's rows by weights in relative layout; look-ups have rows that no query sees."""
+        """Return sums of a table's rows by weights in relative layout; look-ups may include rows that no query sees."""
         columns = self.columns(table)
         columns = weighed(columns, weights, xp=jnp) if isinstance(self.layout, LookUpChunk) else columns
         return jnp.matmul(weights, jnp.matrix_transpose(columns))
@@ -145,7 +145,7 @@ class TracedChunk:
         return self.layout.relative(s, xp=jnp)
 
     def _visible(self) -> Array | None:
-        """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
+        """Return the visible keys of the queries, masks aside, (..., n, m), ``None`` if all are visible."""
         pattern, labels = in_small_numbers(self.call.options.visibility), self._labels
         if labels.q_positions is None:
             queries = (_numbers(self.place.start, self.loop.n).astype(int) + pattern.offset)[:, None]
@@ -193,12 +193,12 @@ class TracedChunk:
         return lax.dynamic_slice_in_dim(columns, self.key_side_start(table), size, axis=columns.ndim - 1)
 
     def key_side_logits(self, k: Array, columns: Array, *, product: key_side.Product = jnp.matmul) -> Array:
-        """Return what the table's columns add to the logits."""
+        """Return the table's contribution to the logits."""
         heads = self.call.operands.q.shape[-3]
         return key_side.logits(k * self.call.options.rel_scale, columns, self.layout, heads, product=product)
 
     def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
-        """Return the softmax over what may be seen and, if asked for, the log-sum-exp."""
+        """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
         mask, visible = self.call.operands.mask, self.visible
         if mask is not None:
             allowed = self.of_mask(mask)
@@ -210,7 +210,7 @@ class TracedChunk:
         return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), lse=lse, xp=jnp)
 
     def kept(self, weights: Array) -> Array:
-        """Put zeros for the weights that dropout does not keep, and the others over the share that is kept."""
+        """Replace the weights that dropout drops by zeros, and divide the others by the share that is kept."""
         if self.call.drawn is None:
             return weights
         rows, columns = self.call.drawn
@@ -221,5 +221,5 @@ class TracedChunk:
 
 
 def _numbers(first: Array, count: int) -> Array:
-    """Return ``count`` integers from a traced one on, of its dtype."""
+    """Return ``count`` integers from a traced one on, with its dtype."""
     return first + jnp.arange(count, dtype=first.dtype)

@@ -1,4 +1,4 @@
-"""JAX: tables by columns, extended once to all that the chunks of a call touch."""
+"""JAX: tables by columns, extended once to all positions that the chunks of a call use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core.backends._jax.loops import reach
 
 @dataclass(frozen=True)
 class Columns:
-    """A table by columns, (..., D, columns), extended once to all relative positions that chunks touch.
+    """A table by columns, (..., D, columns), extended once to all relative positions that chunks use.
 
     Columns that no query sees are zeros, even where the table is NaN.
     """
@@ -54,7 +54,7 @@ class Columns:
         return cls(columns, low, extension, before, highest - lowest + 1, table.columns.shape[-1], **more)
 
     def gradient(self, columns: Array) -> Array:
-        """Turn the gradient of the columns into the gradient of the caller's table."""
+        """Convert the gradient of the columns to that of the caller's table."""
         core = self.extension.fold(columns[..., self.before : self.before + self.seen], xp=jnp)
         rows = jnp.matrix_transpose(self.extension.place(core, self.rows, xp=jnp))
         return jnp.flip(rows, axis=-2) if self.descending else rows

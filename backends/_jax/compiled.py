@@ -34,11 +34,11 @@ from relskew_core.backends._numpy import compiled as of_numpy
 Arrays = tuple[Array, ...]
 
 RESULTS = ("d_out", "out", "lse", "d_lse")
-"""What the backward pass gets beside the operands."""
+"""The inputs of the backward pass in addition to the operands."""
 
 
 def serves(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call, where it is lowered for CPUs."""
+    """Whether the kernels support a call that is lowered for CPUs."""
     if any(map(is_symbol, (*x.q.shape, *x.k.shape))):
         return False
     if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
@@ -52,12 +52,12 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call's backward pass, which gives no gradient of a mask."""
+    """Whether the kernels support a call's backward pass, which has no gradient of a mask."""
     return serves(x, options) and (x.mask is None or x.mask.dtype == bool)
 
 
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    """Return what ``forward.attention`` does."""
+    """Return the results of ``forward.attention``."""
     if not explicitly_split(operands):
         return _attend(options, operands)
     like = operands.q, operands.q[..., 0] if options.return_lse else None
@@ -73,7 +73,7 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array | None]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, ranges: Ranges | None) -> Gradients:
-    """Return what ``backward.attention_vjp`` does, but for the gradient of a mask."""
+    """Return the results of ``backward.attention_vjp``, except for the gradient of a mask."""
     like = {name: x for name in pulled(operands._asdict()) if (x := getattr(operands, name)) is not None}
     gradients: Gradients = split_by_compiler(partial(_pull_back, options), Gradients(**like), cotangents, operands)
     return gradients
@@ -120,7 +120,7 @@ def _types(*arrays: Any, names: tuple[str, ...], options: Options, maps: int) ->
 
 
 def _run(primitive: Primitive, *arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:
-    """Work on arrays that are there."""
+    """Run the kernels on concrete arrays."""
     if watched():
         return _by_loops(*arrays, names=names, options=options, maps=maps)
     if not maps and lent.may_be(arrays):
@@ -129,7 +129,7 @@ def _run(primitive: Primitive, *arrays: Array, names: tuple[str, ...], options: 
 
 
 def watched() -> bool:
-    """Whether somebody wants to see every step."""
+    """Whether a debugging mode has to see every step."""
     config: Any = jax.config
     return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
@@ -181,7 +181,7 @@ def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, **parameters: Any) -> 
 
 
 def _has_the_whole(context: Any) -> bool:
-    """Whether every device has the whole of the arrays that it sees, and the process that lowers runs it, too."""
+    """Whether every device has all of its arrays, and the process that lowers also runs them."""
     if context.lowering_parameters.for_export:  # the machine that loads the export may have no kernels
         return False
     axes = context.axis_context
@@ -194,7 +194,7 @@ def _has_the_whole(context: Any) -> bool:
 def _mapped(
     primitive: Primitive, arrays: Any, axes: Any, *, names: tuple[str, ...], options: Options, maps: int
 ) -> Any:
-    """Put the new axis in front of all arrays: whole, or as one of what the items may share."""
+    """Move the new axis of all arrays to the front: of full length, or 1 if the items may share the array."""
     (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
 
     def with_axis(name: str, x: Array, axis: int | None) -> Array:

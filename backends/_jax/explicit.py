@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def split_by_compiler(function: Callable[..., Any], like: Any, *arrays: Any) -> Any:
-    """Return ``function(*arrays)``, with each result split as the first axes of the array are that it is ``like``."""
+    """Return ``function(*arrays)``, with each result split like the first axes of the array that it is ``like``."""
     mesh = _mesh(arrays)
     if mesh is None:
         return function(*arrays)
@@ -23,7 +23,7 @@ def split_by_compiler(function: Callable[..., Any], like: Any, *arrays: Any) -> 
 
 
 def explicitly_split(arrays: Any) -> bool:
-    """Whether the type of some array says how it is split."""
+    """Whether the type of an array says how it is split."""
     return _mesh(arrays) is not None
 
 

@@ -25,15 +25,15 @@ from relskew_core.backends._batch import mask_by_batch
 from relskew_core.backends._compiled.call import REAL, WHOLE, Call, numbers
 
 SHARED = (*TABLES, "seed")
-"""What all items of a call have in common; each of a mapped call may have its own."""
+"""The numbers that all items of a call share; in a mapped call each entry may have different ones."""
 
 SHARE = 2**17
-"""Multiplications for which it pays to wake one of XLA's threads: 8 microseconds of them."""
+"""The multiplications for which waking one of XLA's threads pays: 8 microseconds of them."""
 
 
 @cache
 def known() -> bool:
-    """Register the kernels with XLA, which has been initialised; false if their version is too old for it."""
+    """Register the kernels with XLA, which has been initialised; return false if its version is too old."""
     kernels = _compiled.kernels
     try:
         jax.ffi.register_ffi_target("relskew_attend", kernels.XLA_ATTEND, platform="cpu")
@@ -49,7 +49,7 @@ def pulled(arrays: dict[str, Any]) -> list[str]:
 
 
 def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options, maps: int) -> list[Array]:
-    """Return the results of a call whose arrays have ``maps`` mapped axes in front; with cotangents its gradients."""
+    """Return the results of a call whose arrays have ``maps`` leading mapped axes; with cotangents, its gradients."""
     lead, shared = given.q.shape[:maps], [x for name in SHARED if (x := getattr(given, name)) is not None]
     apart = cotangents is not None or any(math.prod(x.shape[:maps]) > 1 for x in shared)
     entries = math.prod(lead) if shared and apart else 1  # split the items, so that each has its tables
@@ -83,7 +83,7 @@ def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted:
 
 
 def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
-    """Return an array with axes for items, heads, rows and columns; of tables, the items are entries of the map."""
+    """Return an array with axes for items, heads, rows and columns; the items of tables are the entries of the map."""
     x, q = getattr(given, name), given.q
     if x is None or KINDS[name] is Kind.SEED:
         return None
@@ -110,7 +110,7 @@ def _of_gradient(name: str, x: Operands, entries: int) -> tuple[int, ...] | None
 
 
 def _drawn(x: Operands, options: Options, maps: int) -> tuple[Array, Array]:
-    """Return the hashes of queries and keys that dropout goes by; the keys' have some to spare for whole vectors."""
+    """Return the hashes of queries and keys for dropout; those of keys are padded to whole vectors."""
     assert x.seed is not None
     n, m, lead = x.q.shape[-2], x.k.shape[-2], x.q.shape[:maps]
     own = x._replace(q=x.q[(0,) * maps])

@@ -20,7 +20,7 @@ from relskew_core.backends._jax.manual import axes_of, varying
 
 @partial(jax.jit, static_argnames="options")
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     like = operands.q, operands.q[..., 0] if options.return_lse else None
     results: tuple[Array, Array | None] = split_by_compiler(partial(_attention, options), like, operands, ranges)
     return results
@@ -44,7 +44,7 @@ def _attention(options: Options, operands: Operands, ranges: Ranges | None) -> t
 def _step(
     call: ScannedCall, loop: Loop, results: tuple[Array, Array | None], place: ChunkPlace
 ) -> tuple[tuple[Array, Array | None], None]:
-    """Attend from one chunk, and put its rows where they belong."""
+    """Attend from one chunk, and write its rows into the output."""
     chunk = TracedChunk(call, loop, place)
     logits = chunk.logits(*chunk.scaled_queries(), chunk.keys(call.operands.k))
     weights, sums = chunk.weights(logits, lse=results[1] is not None)

@@ -27,12 +27,12 @@ Product = Callable[[Array, Array], Array]
 
 
 def width(loop: Loop, options: Options) -> int:
-    """Return how many columns of ``key_table`` a chunk uses."""
+    """Return the number of columns of ``key_table`` that a chunk uses."""
     return loop.width if options.visibility.by_value else (_blocks(loop.n, loop.m) + 1) * loop.n
 
 
 def reach(plan: LoopPlan, options: Options) -> tuple[int, int]:
-    """Return the lowest and the highest query position − key position that the chunks' windows touch."""
+    """Return the lowest and the highest query position − key position in the chunks' windows."""
     if options.visibility.by_value or not plan.loops:
         return -plan.high, -plan.low
     lows = [-loop.low[1] - loop.spare - _blocks(loop.n, loop.m) * loop.n for loop in plan.loops]
@@ -49,7 +49,7 @@ def start(loop: Loop, place: ChunkPlace, options: Options, table: Columns) -> Ar
 
 @jax.custom_vjp
 def product_of_seen(keys: Array, columns: Array) -> Array:
-    """Return a product of keys with columns, of which those that no gradient leads to have no part in the keys'."""
+    """Return a product of keys with columns; columns without a gradient do not contribute to that of the keys."""
     return jnp.matmul(keys, columns)
 
 
@@ -86,14 +86,14 @@ def _blocks(n: int, m: int) -> int:
 
 
 def _cut(x: Array, n: int) -> Array:
-    """Cut (..., m, a) into blocks of ``n`` rows, the last one filled up with zeros: (..., blocks, n, a)."""
+    """Cut (..., m, a) into blocks of ``n`` rows, the last one padded with zeros: (..., blocks, n, a)."""
     count = _blocks(n, x.shape[-2])
     full = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * n - x.shape[-2]), (0, 0)])
     return jnp.reshape(full, (*x.shape[:-2], count, n, x.shape[-1]))
 
 
 def _joined(x: Array) -> Array:
-    """Return the adjoint of :func:`_cut`, the filling left in: (..., blocks, n, a) to (..., blocks · n, a)."""
+    """Return the adjoint of :func:`_cut`, including the padding: (..., blocks, n, a) to (..., blocks · n, a)."""
     return jnp.reshape(x, (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]))
 
 

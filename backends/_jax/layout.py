@@ -1,4 +1,4 @@
-"""A call whose queries are attended from all at once, laid out: which keys, and which columns of the relative layout.
+"""The layout of a call with all queries at once: its keys, and the columns of the relative layout.
 
 Column ``c`` of the relative layout holds ``r = low + c``, and ``s[i, j] = x[i, n - 1 - i + j]``.
 """
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return self.row >= 0 and self.row + self.width <= span.rows
 
     def rows(self, span: Span) -> list[int]:
-        """Return the row of every column: the nearest, or one past the last where tables count for nothing.
+        """Return the row of every column: the nearest, or one past the last for positions beyond ``"zero"`` tables.
 
         A table that has to reach has a row for what is seen; what is not seen may be anything.
         """

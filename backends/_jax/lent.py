@@ -13,11 +13,11 @@ from relskew_core._array.typing import Array
 from relskew_core.backends._numpy import compiled as of_numpy
 
 ALIGNMENT = 64
-"""Bytes that XLA wants an array to begin at a multiple of, else it is copied."""
+"""The alignment of arrays that XLA reads without a copy."""
 
 
 def may_be(arrays: Sequence[Array]) -> bool:
-    """Whether arrays are there, whole, on one CPU."""
+    """Whether arrays are concrete, unsplit, and on one CPU."""
     device = None
     for x in arrays:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):  # arrays made inside `jax.jit` are tracers
@@ -30,13 +30,13 @@ def may_be(arrays: Sequence[Array]) -> bool:
 
 
 def back(found: Sequence[Any], like: Sequence[Any]) -> list[Array]:
-    """Return what NumPy's arrays hold as arrays of JAX, where those are that it was made of."""
+    """Return NumPy arrays as JAX arrays, on the device of those that they were computed from."""
     place = next((x.sharding for x in like if x.committed), None)
     return [jax.device_put(x, place) for x in found]
 
 
 def _empty(shape: Sequence[int], dtype: Any) -> Any:
-    """Return an array that JAX takes over without a copy."""
+    """Return an array that JAX adopts without a copy."""
     count, size = math.prod(shape), dtype.itemsize
     room = np.empty(count + ALIGNMENT // size, dtype)
     start = -room.ctypes.data % ALIGNMENT // size

@@ -1,4 +1,4 @@
-"""JAX: how a call is cut into chunks of one shape, so that a loop over traced positions runs them all.
+"""JAX: cutting a call into chunks of one shape, so that a loop over traced positions runs them all.
 
 A loop's body is compiled once and its memory is taken once, but every turn has the same shapes. Chunks that see about
 as many keys form one loop; a causal pattern is cut into a few, so that little of its triangle is worked on in vain.
@@ -20,14 +20,14 @@ from relskew_core._kernel.call import Options
 from relskew_core._positions.labels import Documents
 
 LOOPS = 6
-"""At most this many loops: compiling takes time by the loop, and of a triangle 1 / LOOPS is worked on in vain."""
+"""The most loops: each takes time to compile, and a share of 1 / LOOPS of a triangle is computed in vain."""
 
 TURNS = 4
-"""At least this many turns of every loop; for less, one more loop is not worth compiling."""
+"""The fewest turns of a loop; for fewer, another loop is not worth compiling."""
 
 
 class ChunkPlace(NamedTuple):
-    """The position of a chunk: in a plan one entry for each chunk, in a loop one traced integer each."""
+    """The position of a chunk: in a plan one entry per chunk, in a loop one traced integer each."""
 
     start: Array  # first query
     fresh: Array  # first query that no earlier chunk has: the last chunk may overlap its predecessor
@@ -39,7 +39,7 @@ class ChunkPlace(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["first", "end"], meta_fields=["longest"])
 @dataclass(frozen=True)
 class Ranges:
-    """The keys of each chunk's documents, where they are known: numbers that a compiled loop is given."""
+    """The keys of each chunk's documents, if known: numbers that are passed to a compiled loop."""
 
     first: Array  # one for each chunk
     end: Array
@@ -47,7 +47,7 @@ class Ranges:
 
     @classmethod
     def of(cls, options: Options, size: int, documents: Documents | None) -> Ranges | None:
-        """Return the ranges of a call's chunks, ``None`` where they are unknown or leave out too little."""
+        """Return the ranges of a call's chunks, ``None`` if they are unknown or skip too little."""
         if documents is None:
             return None
         starts, _, n = _starts(options.visibility.n_queries, size)
@@ -88,7 +88,7 @@ class LoopPlan:
 
     @classmethod
     def of(cls, options: Options, size: int, ranges: Ranges | None = None) -> LoopPlan:
-        """Cut a call into chunks of at most ``size`` queries; those that see no key are left out."""
+        """Cut a call into chunks of at most ``size`` queries, without chunks that see no key."""
         starts, freshs, n = _starts(options.visibility.n_queries, size)
         if ranges is None:
             chunks = [
@@ -111,7 +111,7 @@ class LoopPlan:
 
 
 def reach(options: Options) -> tuple[int, int]:
-    """Return the lowest and the highest relative position that tables are read at."""
+    """Return the lowest and highest relative position at which tables are read."""
     low, high = options.positions()
     if not options.visibility.by_value:
         return low, high
@@ -120,7 +120,7 @@ def reach(options: Options) -> tuple[int, int]:
 
 
 def _parts(chunks: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
-    """Cut the chunks into the fewest runs of which one key in twenty is worked on in vain, or as many as is allowed."""
+    """Cut the chunks into the fewest runs in which at most one key in twenty is computed in vain, up to the limit."""
     if not chunks:
         return []
     seen = sum(end - first for *_, first, end in chunks)
@@ -135,7 +135,7 @@ def _parts(chunks: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int,
 
 
 def _starts(n_queries: int, size: int) -> tuple[list[int], list[int], int]:
-    """Return the first query of each chunk, the first that no chunk before has had, and how many a chunk has."""
+    """Return the first query of each chunk, the first that no earlier chunk has, and a chunk's number of queries."""
     count = -(-n_queries // size)
     n = -(-n_queries // max(count, 1))
     freshs = list(range(0, n_queries, max(n, 1)))
@@ -159,7 +159,7 @@ def _loop_of_ranges(options: Options, starts: list[int], freshs: list[int], n: i
 
 
 def _laid(options: Options, places: ChunkPlace, n: int, m: int, ahead: tuple[int, int], *, unseen: bool) -> Loop:
-    """Lay out a loop whose chunks' first queries are ``ahead`` of their first keys by so much at least and at most."""
+    """Lay out a loop whose chunks' first queries are ``ahead`` of their first keys, between these bounds."""
     overlap, (low, high) = bool((places.fresh > places.start).any()), reach(options)
     if options.visibility.by_value:
         return Loop(places, n, m, 0, high - low + 1, (low, low), overlap, unseen)

@@ -1,4 +1,4 @@
-"""JAX inside ``shard_map``: the type of an array says over which axes of the mesh its values vary.
+"""JAX inside ``shard_map``: the type of an array says along which axes of the mesh its values vary.
 
 A loop wants what it carries to vary over the same axes from its first turn on, so everything varies over all of them.
 """
@@ -12,12 +12,12 @@ from jax import lax
 
 
 def axes_of(tree: Any) -> frozenset[str]:
-    """Return the axes of the mesh over which some array varies."""
+    """Return the axes of the mesh along which some array varies."""
     return frozenset().union(*(_axes(x) for x in jax.tree.leaves(tree)))
 
 
 def varying(tree: Any, axes: frozenset[str]) -> Any:
-    """Return arrays that vary over axes of the mesh; their gradients are summed over those that are new."""
+    """Return arrays that vary along axes of the mesh; their gradients are summed over the new ones."""
     return jax.tree.map(lambda x: _cast(x, tuple(sorted(axes - _axes(x)))), tree) if axes else tree
 
 

@@ -1,4 +1,4 @@
-"""JAX: offsets in 32 bits, and those by item, whose values are unknown to a compiled loop."""
+"""JAX: offsets in 32 bits, and offsets by item, whose values are unknown in a compiled loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relskew_core._positions.visibility import Visibility
 
 @dataclass(frozen=True)
 class AnyOffset(Visibility):
-    """The pattern of a batch whose items have any offset: visibility follows positions, and tables by item.
+    """The pattern of a batch with arbitrary offsets: visibility follows positions, and tables are by item.
 
     It holds no array, so that calls of one shape are compiled once.
     """
@@ -35,7 +35,7 @@ class AnyOffset(Visibility):
         return True
 
     def bounded(self) -> AnyOffset:
-        """Return the pattern: with unknown positions, anything may be hidden."""
+        """Return the pattern unchanged: with unknown positions, any bound may hide keys."""
         return self
 
     def ragged(self, stands: Array) -> RaggedVisibility:
@@ -55,7 +55,7 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
 
 
 def in_small_numbers(pattern: Visibility) -> Visibility:
-    """Return a pattern that hides the same, and whose numbers fit 32 bits however far away the queries are."""
+    """Return an equivalent pattern whose numbers fit 32 bits, however far away the queries are."""
     offset = pattern.offset
     if pattern.block_size is None and offset:
         left = None if pattern.left is None else pattern.left - offset
@@ -70,7 +70,7 @@ def in_small_numbers(pattern: Visibility) -> Visibility:
 
 
 def step_of(options: Options) -> int:
-    """Return a distance, of whole blocks, beyond which all distances are the same to every table, window and block."""
+    """Return a distance, in whole blocks, beyond which all distances are equivalent for tables, windows and blocks."""
     pattern, span = options.visibility, options.span
     size = pattern.block_size or 1
     behind = pattern.whole_blocks_before * size if pattern.block_size else 0
@@ -78,7 +78,7 @@ def step_of(options: Options) -> int:
 
 
 def nearer(x: Operands, options: Options, *, maps: int = 0, xp: Any) -> Operands:
-    """Return positions of which all differences fit 31 bits, and all that decide something are what they were.
+    """Return equivalent positions whose differences fit 31 bits.
 
     Of the positions of an item, one after the other, what two are further apart than a step is left out.
     """

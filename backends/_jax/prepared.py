@@ -1,4 +1,4 @@
-"""JAX on CPUs: calls of arrays that are there, checked once for all that are alike; nothing is traced or compiled."""
+"""JAX on CPUs: calls on concrete arrays, checked once for all equal calls, without tracing or compiling."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from relskew_core.backends._numpy import compiled as of_numpy
 # if the first array is made inside `jax.jit`, the type would otherwise be a tracer's
 with jax.ensure_compile_time_eval():
     TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
-"""Of arguments: arrays that are there. One that is traced has another type."""
+"""The types of arguments: concrete arrays. Traced ones have a different type."""
 
 HALF = False
-"""Whether the kernels get half precision as it is."""
+"""Whether the kernels accept half precision."""
 
 
 def ordinary() -> bool:
-    """Whether no debugging mode of JAX asks for every step."""
+    """Whether no debugging mode of JAX has to see every step."""
     return not kernels.watched()
 
 
 about = attrgetter("dtype", "sharding")
-"""What a call's checks look at in an array, its shape aside."""
+"""The properties of an array that a call's checks depend on, except for its shape."""
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
     there = lent.may_be([each for each in x if each is not None])
     return of_numpy.call_of(_lent(x), options) if there and kernels.serves(x, options) else None
 
 
 def attend(x: Operands, call: Call) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     out, lse = of_numpy.attend(_lent(x), call, lent.LIBRARY)
     like = [each for each in x if each is not None]
     if lse is None:

@@ -1,4 +1,4 @@
-"""JAX: the derivative of the results in a direction: a linear map with a custom transpose.
+"""JAX: the directional derivative of the results, as a linear map with a custom transpose.
 
 ``jax.custom_vjp`` cannot be pushed forward under ``jax.jit``, and what ``jax.custom_jvp`` alone gives is transposed by
 JAX itself, which keeps every chunk's weights. So the rule's linear part is a primitive: pushed forward it is JAX's
@@ -32,7 +32,7 @@ else:  # the same class without `jax.extend`, which imports Pallas in a fifth of
 
 
 class Passes(NamedTuple):
-    """What computes a call and its gradients."""
+    """The kernels of a call and of its gradients."""
 
     attention: Callable[[Operands, Options, Ranges | None], Results]
     pull_back: Callable[[Cotangents, Operands, Options, Ranges | None], Gradients]
@@ -44,7 +44,7 @@ LOOPS = Passes(forward.attention, backward.attention_vjp)
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 3))
 def attention(operands: Operands, options: Options, ranges: Ranges | None, passes: Passes) -> Results:
-    """Return what the forward pass does; its gradient is the backward pass."""
+    """Return the results of the forward pass, whose gradient is the backward pass."""
     return passes.attention(operands, options, ranges)
 
 
@@ -68,7 +68,7 @@ def _pushed(
 
 @dataclass(frozen=True)
 class Change:
-    """The map, from changes of some operands to changes of the results, and its transpose."""
+    """The map from changes of some operands to changes of the results, and its transpose."""
 
     options: Options
     passes: Passes
@@ -95,7 +95,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A map under ``jax.vmap``: tangents and cotangents have the new axis in front, and so has what is known or not."""
+    """A map under ``jax.vmap``: the new axis of tangents, cotangents and known arrays comes first."""
 
     change: Any
     axes: tuple[int | None, ...]
@@ -110,7 +110,7 @@ class Mapped:
 
 
 tangent_p = Primitive("relative_attention_tangent")
-"""``known, tangents -> changes of the results``; the last of what is known are ``results`` results."""
+"""``known, tangents -> changes of the results``; the last ``results`` entries of ``known`` are results."""
 tangent_p.multiple_results = True
 
 

@@ -1,4 +1,4 @@
-"""MLX: the portable kernels as one function whose gradient keeps the inputs, not the weights of every chunk."""
+"""MLX: the portable kernels as one function whose gradient keeps the inputs instead of the weights of every chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def instead(call: Problem) -> Path:
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     visibility: Any = options.visibility
     if isinstance(visibility, RaggedVisibility):  # only arguments are mapped

@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return the description for the kernels of a call that they take."""
+    """Return the description of a call for the kernels, which support it."""
     return Call.of(flattened(operands, xp=xp), options)
 
 
@@ -31,7 +31,7 @@ def attention(
 
 
 def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
-    """Return the same for a call of which all is known."""
+    """Return the same for a prepared call."""
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
     out = library.empty(shape_of_out(x), dtype=x.q.dtype)
     lse = library.empty(shape_of_rows(x), dtype=wide(x.q.dtype, xp=xp)) if call.options.return_lse else None
@@ -65,7 +65,7 @@ def attention_vjp(
 
 
 def _in_rows(x: Array | None) -> Array | None:
-    """Return an array whose rows are in one piece, and whose numbers are aligned."""
+    """Return an array that is contiguous along its last axis and aligned."""
     if x is None or (x.flags.aligned and (x.strides[-1] == x.itemsize or x.shape[-1] == 1)):
         return x
     return x.copy()

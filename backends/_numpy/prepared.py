@@ -1,4 +1,4 @@
-"""NumPy: calls that are checked once for all that are alike."""
+"""NumPy: calls that are checked once for all equal calls."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from relskew_core.backends._numpy import compiled
 from relskew_core.backends._numpy.compiled import attend as attend
 
 TYPES = frozenset((np.ndarray, NoneType))
-"""Of arguments; subclasses have ways of their own."""
+"""The types of arguments; subclasses may behave differently."""
 
 HALF = True
-"""Whether the kernels get half precision as it is."""
+"""Whether the kernels accept half precision."""
 
 
 def ordinary() -> bool:
-    """Whether nothing traces, records or changes what is computed here."""
+    """Whether nothing traces, records or changes the computation."""
     return True
 
 
 about = attrgetter("dtype")
-"""What a call's checks look at in an array, its shape aside."""
+"""The properties of an array that a call's checks depend on, except for its shape."""
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None

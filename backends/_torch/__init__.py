@@ -1,4 +1,4 @@
-"""torch: compiled kernels for arrays on CPUs and, fused, on CUDA devices; operators with autograd formulas."""
+"""torch: compiled kernels for tensors on CPUs and fused ones on CUDA devices; operators with autograd formulas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relskew_core.backends._torch.watched import (
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that serve a call, or say why there are none."""
+    """Return the kernels that support a call, or why there are none."""
     device = call.given.q.device.type
     if differentiates_by_function() or has_tangents(call.given):
         return "torch.func.grad and forward mode go through the portable code alone"
@@ -41,7 +41,7 @@ def serve(function: str, call: Problem) -> Path | str:
 
 
 def _on_cpus(call: Problem) -> Path | str:
-    """Return the kernels as they are; where others take part in a call, in an operator that looks at the values."""
+    """Return the kernels for CPUs; inside an operator if transformations or autograd take part in the call."""
     x, options, attend, half = call.given, call.options, eager.attention, call.is_final
     is_ragged = isinstance(options.visibility, RaggedVisibility)
     knows = _ragged.KNOWN if is_ragged else _compiled.KNOWN
@@ -62,11 +62,11 @@ def _on_cpus(call: Problem) -> Path | str:
 
 
 KEPT = 2**20
-"""Logits up to which autograd may keep what the portable kernels make: less than to compute it anew costs time."""
+"""The most logits that autograd may keep of the portable kernels, because recomputing them would take longer."""
 
 
 def instead(call: Problem) -> Path:
-    """Return the portable kernels, as one operator where autograd would keep too much of them, and in exports.
+    """Return the portable kernels, as one operator if autograd would keep too much of them, and in exports.
 
     There an operator is what the ONNX translation converts, at any length, and what DTensors have rules for.
     """

@@ -36,7 +36,7 @@ COUNT = len(Operands._fields)
 
 
 def _flattened(kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """List the fields of dataclasses in dataclasses, but for the operands' lengths: where they are, and their types."""
+    """List the fields of nested dataclasses, except for the operands' lengths: their paths and types."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint = hints[field.name]
@@ -58,17 +58,17 @@ def _schema_type(hint: Any) -> str:
 
 
 PATHS, HINTS = zip(*_flattened(Options), strict=True)
-"""Where the numbers are that :class:`Options` is made of, and their types."""
+"""The paths of the numbers in :class:`Options`, and their types."""
 
 NAMES = ["_".join(path) for path in PATHS]
-"""What the operators' schemas call them."""
+"""The names of these numbers in the operators' schemas."""
 
 _ARRAYS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _NUMBERS = ", ".join(f"{_schema_type(hint)} {name}" for name, hint in zip(NAMES, HINTS, strict=True))
 
 
 def flat(options: Options) -> list[Any]:
-    """Return the options as the numbers that an operator's schema takes."""
+    """Return the options as the numbers of an operator's schema."""
     numbers = []
     for path in PATHS:
         value: Any = options
@@ -79,13 +79,13 @@ def flat(options: Options) -> list[Any]:
 
 
 def options_of(operands: Operands, numbers: Sequence[Any]) -> Options:
-    """Return what :func:`flat` took apart."""
+    """Return the options from the result of :func:`flat`."""
     options: Options = _make_options(operands, iter(numbers))
     return options
 
 
 def _maker(kind: Any) -> Callable[[Operands, Iterator[Any]], Any]:
-    """Return what makes a dataclass of dataclasses from all values in order, and from the operands' lengths."""
+    """Return a function that makes nested dataclasses from all values in order, and from the operands' lengths."""
     hints = get_type_hints(kind)
     makers = {field.name: _maker_of(field, hints[field.name]) for field in fields(kind)}
     return lambda operands, values: kind(**{name: make(operands, values) for name, make in makers.items()})
@@ -159,12 +159,12 @@ class Operator:
         explain(self.op._opoverload, self._fake)
 
     def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
-        """Attend; the log-sum-exp is ``None`` unless asked for."""
+        """Attend; the log-sum-exp is ``None`` unless requested."""
         out, lse = self.op(*operands, *flat(options))
         return out, lse if options.return_lse else None
 
     def gradients(self, d_out: Tensor, operands: Operands, options: Options, *, d_lse: Tensor | None) -> Gradients:
-        """Return the gradients of every operand, of results that are made anew where they are kept otherwise."""
+        """Return the gradients of every operand, from results that are computed again unless they were kept."""
         args, arrays = [*operands, *flat(options)], operands._asdict()
         out, lse = self.op(*args) if self._keeps else (None, None)
         given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
@@ -173,7 +173,7 @@ class Operator:
 
     @staticmethod
     def parts(args: Sequence[Any]) -> tuple[Operands, Options]:
-        """Put together what an operator was given."""
+        """Reassemble the arguments of an operator."""
         operands = Operands(*args[:COUNT])
         return operands, options_of(operands, args[COUNT:])
 
@@ -233,7 +233,7 @@ class Operator:
         _keep(ctx, args, d_out, d_lse)
 
     def _second_backward(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiate the portable gradient, in which the output is a function of the operands once more."""
+        """Differentiate the portable gradient, in which the output is again a function of the operands."""
         args, d_out, d_lse = _kept(ctx)
         operands, options = self.parts(args)
         names = ctx.wanted.split()
@@ -297,20 +297,20 @@ class Operator:
 
 
 def _keep(ctx: Any, args: Sequence[Any], *more: Tensor | None) -> None:
-    """Keep an operator's arguments, tensors where autograd looks after them."""
+    """Save an operator's arguments, with tensors in autograd's care."""
     ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args), *more)
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in args]
 
 
 def _kept(ctx: Any) -> tuple[list[Any], Tensor | None, Tensor | None]:
-    """Return what :func:`_keep` kept."""
+    """Return the arguments that :func:`_keep` saved."""
     *tensors, one, two = ctx.saved_tensors
     args = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
     return args, one, two
 
 
 def _standing_alone(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous and in separate memory, as operators must and as the fake kernel says."""
+    """Return ``x`` contiguous and in separate memory, as operators must, and as the fake kernel declares."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""torch: the portable kernels as one operator, which keeps nothing but its inputs and computes the rest anew.
+"""torch: the portable kernels as one operator, which saves only its inputs and recomputes the rest.
 
 For long calls that no other path serves: left to autograd, every chunk's weights would stay until the backward pass.
 """
@@ -17,7 +17,7 @@ from relskew_core.backends._torch.operator import Operator
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
+    """Return the output and, if requested, the log-sum-exp."""
     return OPERATOR(operands, options)
 
 

@@ -15,7 +15,7 @@ _KEPT: ContextVar[bool] = ContextVar("relskew_kept", default=False)
 
 @contextmanager
 def operators_kept() -> Iterator[None]:
-    """Say that an export has a translation of the operators."""
+    """Mark exports as having a translation of the operators."""
     token = _KEPT.set(True)
     try:
         yield
@@ -24,12 +24,12 @@ def operators_kept() -> Iterator[None]:
 
 
 def must_decompose() -> bool:
-    """Whether torch exports a program, perhaps by an exporter that has no translation of the operators."""
+    """Whether torch exports a program, possibly by an exporter without a translation of the operators."""
     return torch.compiler.is_exporting() and not _KEPT.get()
 
 
 def explain(operator: Any, fake: Callable[..., Any]) -> None:
-    """Make an export to ONNX without a translation of ``operator`` fail with what to do about it.
+    """Make an ONNX export without a translation of ``operator`` fail with an error that says what to do.
 
     The exporter decomposes what it has no translation of, and it alone looks into this table for that. Fake tensors
     look there too, but never for what has a kernel of shapes in Python.
@@ -39,7 +39,7 @@ def explain(operator: Any, fake: Callable[..., Any]) -> None:
 
 
 class UntranslatedError(ValueError):
-    """Says what to do, and nothing of what the exporter adds to it on its way to the person who called it."""
+    """An error that says what to do, without the exporter's additions on the way to the caller."""
 
     def __str__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""torch: calls in which others have a part: transformations, modes, tracers, autograd, tensors of other kinds.
+"""torch: calls in which others take part: transformations, modes, tracers, autograd, other kinds of tensors.
 
 Operators show themselves to all of these but forward mode. Kernels that are called by themselves are seen by none.
 """
@@ -18,7 +18,7 @@ from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends._torch.operator import Operator
 
 TYPES = (Tensor, torch.nn.Parameter)
-"""Of arrays; subclasses have ways of their own."""
+"""The types of arrays; subclasses may behave differently."""
 
 Arrays = Iterable[Tensor | None]
 
@@ -34,7 +34,7 @@ def is_transformed() -> bool:
 
 
 def is_ordinary() -> bool:
-    """Whether nothing traces, records or changes what is computed here, where nothing is compiled."""
+    """Whether nothing traces, records or changes the computation, outside compilation."""
     return not (
         torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -51,7 +51,7 @@ def are_mapped(cotangents: Arrays) -> bool:
 
 
 def is_watched(arrays: Arrays) -> bool:
-    """Whether anybody but the caller and autograd has a part in a call."""
+    """Whether anything but the caller and autograd takes part in a call."""
     plain = all(x is None or type(x) in TYPES for x in arrays)
     return not plain or is_transformed() or has_tangents(arrays)
 
@@ -66,24 +66,24 @@ def differentiates_by_function() -> bool:
 
 
 def has_tangents(arrays: Arrays) -> bool:
-    """Whether forward mode differentiates one of the arrays, which no operator takes part in either."""
+    """Whether forward mode differentiates one of the arrays, which operators do not support."""
     return forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in arrays
     )
 
 
 def asks_for_gradients(arrays: Arrays) -> bool:
-    """Whether autograd has to record the results of a call."""
+    """Whether autograd must record the results of a call."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
 
 
 def by_itself(arrays: Arrays) -> bool:
-    """Whether only the caller takes part in a call, whose results autograd does not have to record either."""
+    """Whether only the caller takes part in a call, without autograd."""
     return not is_watched(arrays) and not asks_for_gradients(arrays)
 
 
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:
-    """Return what calls a kernel for gradients where it may be called by itself, and else the operator for them.
+    """Return a function for gradients that calls the kernels directly if possible, and else the operator.
 
     The operator computes ``out`` and ``lse`` itself; a call that passes them runs in the portable code, as does a call
     that no operator supports.

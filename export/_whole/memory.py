@@ -20,7 +20,7 @@ def memory_path(path: str | os.PathLike[str]) -> Path:
 
 
 def split_off(model: onnx.ModelProto, inputs: Sequence[str]) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    """Return what a graph computes from these inputs alone as one model, and the rest, which takes the results."""
+    """Split the nodes that depend on these inputs alone into a model; return it and the rest, which uses its output."""
     graph = model.graph
     given = {value.name for value in graph.input}
     of_memory, others = set(inputs), given - set(inputs)

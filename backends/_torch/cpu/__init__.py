@@ -1,1 +1,1 @@
-"""torch on CPU: stacks of heads, chunk by chunk, in place."""
+"""torch on CPU: the compiled kernels, and their operators."""

@@ -18,7 +18,7 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 
 SHARED = 2**20
-"""Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
+"""The multiplications for which waking one of torch's threads pays; usually it is awake."""
 
 
 flattened = partial(_batch.flattened, xp=xp)
@@ -26,12 +26,12 @@ flattened = partial(_batch.flattened, xp=xp)
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return the description for the kernels of a call that they take."""
+    """Return the description of a call for the kernels, which support it."""
     return Call.of(flattened(operands), options)
 
 
 def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq) of a prepared call."""
     shape, x = shape_of_rows(operands), flattened(operands)
     out = operands.q.new_empty((*shape, operands.v.shape[-1]))
     lse = (
@@ -56,7 +56,7 @@ def pull_back(
     d_lse: Tensor | None = None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients of a prepared call; of those that are not wanted, only the mask's is left out."""
+    """Return the gradients of a prepared call; of those that are not wanted, only the mask's is skipped."""
     if flattened(operands) is operands:
         found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH, wanted=wanted)
         return found if found["q"].dtype == operands.q.dtype else _compiled.of_call(found, operands, xp=xp)
@@ -72,7 +72,7 @@ def attention_vjp(
     d_lse: Tensor | None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients; of those that are not wanted, only the mask's is left out."""
+    """Return the gradients; of those that are not wanted, only the mask's is skipped."""
     whole = flattened(operands)
     rows = shape_of_rows(whole)
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
@@ -94,7 +94,7 @@ def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _in_rows(x: Tensor | None) -> Tensor | None:
-    """Return a tensor whose rows are in one piece, where numbers are as a processor wants them."""
+    """Return a tensor that is contiguous along its last axis and aligned."""
     if x is None:
         return None
     if x.numel() and not x.untyped_storage().nbytes() and not x._is_zerotensor():

@@ -16,12 +16,12 @@ from relskew_core.backends._torch.watched import are_mapped, asks_for_gradients,
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     return attend(operands, compiled.call_of(operands, options))
 
 
 def attend(x: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the same for a call of which all is known."""
+    """Return the same for a prepared call."""
     if not asks_for_gradients(x):
         return compiled.attention(x, call)
     apply: Any = _Attention.apply
@@ -44,7 +44,7 @@ def attention_vjp(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by the compiled kernels, which keep the log-sum-exp."""
+    """Attention by the compiled kernels, which saves the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Any:
@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Return the gradients; where these are to be differentiated again, or others take part, the operator's."""
+        """Return the gradients, by the operator if they will be differentiated again or others take part."""
         *operands, out, lse = ctx.saved_tensors  # checkpoints only allow this once
         x, call = operands_of(operands), ctx.call
         wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[1:], strict=True) if needs]

@@ -1,4 +1,4 @@
-"""torch on CPU: gradients of calls over grids that others see or differentiate again, by what torch differentiates."""
+"""torch on CPU: gradients of calls on grids under transformations, or of second order, from torch's operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relskew_core.backends._torch.cpu.operator import OPERATOR
 def gradients(
     d_out: Tensor, d_lse: Tensor | None, x: GridOperands, options: GridOptions, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the gradients by name, from the call whose mask has what the tables of the axes add."""
+    """Return the gradients by name, from the call whose mask includes the products with the tables of the axes."""
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
     with torch.enable_grad():
         own = {name: each if each is None else each.view_as(each) for name, each in x._asdict().items()}

@@ -1,4 +1,4 @@
-"""torch on CPU as an operator, which keeps its output and the log-sum-exp for the backward pass.
+"""torch on CPU as an operator, which saves its output and the log-sum-exp for the backward pass.
 
 It is for calls in which others take part, who see its shapes and no values. Where these are not for the compiled
 kernels, the portable ones do the same work.
@@ -24,13 +24,13 @@ from relskew_core.backends._torch.operator import Operator
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
+    """Return the output and, if requested, the log-sum-exp."""
     return OPERATOR(operands, options)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep the caller's autograd and autocast out of what an operator computes."""
+    """Disable the caller's autograd and autocast inside an operator."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 

@@ -1,4 +1,4 @@
-"""torch on CPU: calls that are checked once for all that are alike."""
+"""torch on CPU: calls that are checked once for all equal calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.eager import attend as attend
 
 TYPES = frozenset((*watched.TYPES, NoneType))
-"""Of arguments; subclasses have ways of their own."""
+"""The types of arguments; subclasses may behave differently."""
 
 HALF = True
-"""Whether the kernels get half precision as it is."""
+"""Whether the kernels accept half precision."""
 
 ordinary = watched.is_ordinary
 
 about = attrgetter("dtype", "device", "layout")
-"""What a call's checks look at in a tensor, its shape aside."""
+"""The properties of a tensor that a call's checks depend on, except for its shape."""
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
     if x.q.device.type != "cpu" or any(each is not None and each.layout != torch.strided for each in x):
         return None
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None

@@ -1,4 +1,4 @@
-"""The threads that torch works on, which work on the parts of a call, too."""
+"""torch's threads, which also run the parts of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _forked = False
 
 
 def team() -> int:
-    """Return the address of OpenMP's ``GOMP_parallel``, which runs a function on the threads that torch works on.
+    """Return the address of OpenMP's ``GOMP_parallel``, which runs a function on torch's threads.
 
     They are awake where torch has just been computing, and other threads would compete with them. 0 if there is none,
     or if this process is a fork: OpenMP's threads did not come along.
@@ -37,5 +37,5 @@ def _address() -> int:
 
 @cache
 def _symbol(name: str) -> Any:
-    """Look in torch's library and those that it is linked to."""
+    """Look up a symbol in torch's library and those that it links."""
     return getattr(ctypes.PyDLL(torch._C.__file__), name, None)

@@ -1,4 +1,4 @@
-"""Triton: the backward pass on the host: chunks of queries, and what they leave behind for tables and masks."""
+"""Triton: the backward pass on the host: chunks of queries, and their buffers for tables and masks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel
 from relskew_core.backends._torch.triton.kernels.queries import query_gradient_kernel
 
 BUFFER_BYTES = 2**30
-"""Budget of what a chunk of queries leaves behind: long chunks fill the device, short ones spare its memory."""
+"""The budget of a chunk's buffers: long chunks fill the device, short ones save its memory."""
 
 SLAB_ROWS = 2048
-"""Queries whose share of a table's gradient one program sums."""
+"""The queries whose share of a table's gradient one program sums."""
 
 
 def attention_vjp(
@@ -110,21 +110,21 @@ def _kept(buffer: str, far: str, flag: str, relative: _Relative | None) -> dict[
 
 
 class _Memory:
-    """One piece of memory for the buffers of all chunks: the first chunk is the longest, so it makes room for all."""
+    """One allocation for the buffers of all chunks; the first chunk is the longest."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.flat: Tensor | None = None
 
     def zeros(self, shape: tuple[int, ...], *, room: int) -> Tensor:
-        """Return zeros at its start; the first call makes room."""
+        """Return zeros at its start; the first call allocates."""
         if self.flat is None:
             self.flat = self.like.new_empty(room)
         return self.flat[: math.prod(shape)].view(shape).zero_()
 
 
 class _Relative:
-    """Sums over all queries of their numbers by relative position times their rows: a table's gradient."""
+    """Sums over all queries of their numbers by relative position times their rows: the gradient of a table."""
 
     def __init__(self, call: TiledCall, rows: Tensor, table: str, bias: str | None = None) -> None:
         self.call, self.rows, self.names = call, rows, (table, bias)
@@ -146,7 +146,7 @@ class _Relative:
         self.buffer = self.memory.zeros(shape, room=programs * rows * self.all.width)
 
     def end(self, start: int, stop: int) -> None:
-        """Add what the kernel left of a chunk."""
+        """Add the kernel's results of a chunk."""
         here, programs = self.call.columns(start, stop), self.call.batch * self.call.heads
         column = here.first - self.all.first
         if self.bias is not None:
@@ -167,7 +167,7 @@ class _Relative:
         )  # fmt: skip
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the table and of the bias, whichever are there, in float32."""
+        """Return the gradients of the table and of the bias, if present, in float32."""
         result = {}
         scale = self.call.options.rel_scale if self.names[0] == "rel_k" else 1.0
         if self.table is not None:
@@ -195,7 +195,7 @@ class _Relative:
 
 
 class _Mask:
-    """The gradient of an additive mask: a chunk's gradients of logits, summed along what the mask broadcasts."""
+    """The gradient of an additive mask: a chunk's gradients of logits, summed along the axes on which it broadcasts."""
 
     wanted = True
 
@@ -207,7 +207,7 @@ class _Mask:
 
     @classmethod
     def of(cls, call: TiledCall) -> _Mask | None:
-        """Return ``None`` where there is nothing to differentiate by."""
+        """Return ``None`` if there is no additive mask to differentiate."""
         mask = call.operands.mask
         return None if mask is None or mask.dtype == torch.uint8 else cls(call, mask)
 
@@ -217,7 +217,7 @@ class _Mask:
         self.buffer = self.memory.zeros(shape, room=math.prod(shape))
 
     def end(self, start: int, stop: int) -> None:
-        """Add what the kernel left of a chunk."""
+        """Add the kernel's results of a chunk."""
         target = self.sums if self.like.shape[2] == 1 else self.sums[:, :, start:stop]
         axes = [axis for axis, size in enumerate(target.shape) if size == 1]
         target += self.buffer.sum(axes, keepdim=True, dtype=torch.float32) if axes else self.buffer

@@ -1,4 +1,4 @@
-"""Triton: a call in the form of the kernels' arguments, numbers and strides, and the tiles it is cut into."""
+"""Triton: a call as the kernels' arguments, numbers and strides, and its tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relskew_core.backends._batch import by_batch, mask_by_batch
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel is launched: queries and keys of a tile, warps, loads in flight."""
+    """The launch configuration of a kernel: queries and keys of a tile, warps, loads in flight."""
 
     size: int
     warps: int
@@ -33,7 +33,7 @@ TILES = {
 """The launch configurations."""
 
 SHARED_BYTES = 160 * 2**10
-"""Shared memory that several loads in flight take; devices with less have one."""
+"""The shared memory for several loads in flight; devices with less have one."""
 
 
 def tiles(dtype: torch.dtype, width: int) -> tuple[Tile, Tile] | None:
@@ -52,11 +52,11 @@ AXES = {
     "rel_v": "hr",
     "rel_bias": "h",
 }
-"""The arrays that the kernels take, and the axes that they are told the strides of."""
+"""The arrays of the kernels, and the axes whose strides they get."""
 
 
 class ColumnRange(NamedTuple):
-    """ColumnRange in relative layout: the position of the first, and how many there are."""
+    """A range of columns in relative layout: the position of the first, and their number."""
 
     first: int
     width: int
@@ -75,7 +75,7 @@ class TiledCall:
 
     @classmethod
     def of(cls, operands: Operands, options: Options) -> TiledCall:
-        """Flatten the leading axes; copies only what no stride can describe."""
+        """Flatten the leading axes; copy only arrays that no strides can describe."""
         flat = {}
         for name, x in operands._asdict().items():
             if x is not None and name == "mask":
@@ -92,7 +92,7 @@ class TiledCall:
         return cls(tiled, options, heads, batch, forward, backward)
 
     def columns(self, start: int, stop: int) -> ColumnRange:
-        """Return the windows that a chunk of queries leaves gradients in: whole tiles."""
+        """Return the windows in which a chunk of queries stores gradients, in whole tiles."""
         visibility, size = self.options.visibility, self.backward.size
         low, high = self.options.positions()
         first_part, last_part, band_low, band_high = self.parts(size)
@@ -106,7 +106,7 @@ class TiledCall:
         return ColumnRange(low - visibility.offset, high - low + size)
 
     def parts(self, size: int) -> tuple[int, int, int, int]:
-        """Return the first and the last part, where whole tiles fit before and after the band, and its ends."""
+        """Return the first and the last part, depending on whether tiles fit around the band, and its ends."""
         x, span = self.operands, self.options.span
         low, high = self.options.positions()
         band_low, band_high = -span.left - (span.beyond == "zero"), span.right + (span.beyond == "zero")
@@ -116,14 +116,14 @@ class TiledCall:
 
     @property
     def precision(self) -> str:
-        """How float32 is multiplied: exactly, unless torch itself may use TF32."""
+        """Return how float32 is multiplied: exactly, unless torch itself may use TF32."""
         flags: Any = torch.backends.cuda.matmul
         # torch before 2.9 only has allow_tf32; later versions raise an error if the other flag was set
         tf32 = flags.fp32_precision == "tf32" if hasattr(flags, "fp32_precision") else flags.allow_tf32
         return "tf32" if tf32 else "ieee"
 
     def arguments(self, tile: Tile) -> dict[str, Any]:
-        """Return everything that all kernels share, by the names of their arguments."""
+        """Return the arguments that all kernels share, by name."""
         x, options = self.operands, self.options
         pattern, span = options.visibility, options.span
         low, high = options.positions()
@@ -157,19 +157,19 @@ class TiledCall:
 
 
 def widest(operands: Operands) -> int:
-    """Return the widest of a call's heads."""
+    """Return the largest width of a call's heads."""
     return max(x.shape[-1] for x in (operands.q, operands.v, operands.rel_q) if x is not None)
 
 
 def fitted(tile: Tile, major: int, shared_bytes: int) -> Tile:
-    """Fit a tile to a device: its compute capability's first number, and the shared memory a program may have."""
+    """Fit a tile to a device, given its major compute capability and the shared memory of a program."""
     if tile.size == 64 and major not in (9, 10):  # only warpgroup multiplication leaves enough registers
         tile = Tile(32, 4, 2)
     return tile if shared_bytes >= SHARED_BYTES else Tile(tile.size, tile.warps, 1)
 
 
 def limits(device: torch.device) -> tuple[int, int]:
-    """Return a device's compute capability's first number, and the shared memory that a program may have."""
+    """Return a device's major compute capability, and the shared memory of a program."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
         return properties.major, properties.shared_memory_per_block_optin
@@ -177,14 +177,14 @@ def limits(device: torch.device) -> tuple[int, int]:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launch kernels where a tensor lies: Triton takes torch's current device."""
+    """Launch kernels on a tensor's device, because Triton uses torch's current device."""
     if x.is_cuda:  # pragma: gpu only
         return torch.cuda.device(x.device)
     return nullcontext()
 
 
 def block(width: int) -> int:
-    """Return the power of two that a width is padded to; products take no less than 16."""
+    """Return the power of two to which a width is padded, at least 16 for products."""
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -193,7 +193,7 @@ def _rows(x: Any) -> Any:
 
 
 def _strides(name: str, x: Tensor | None, axes: str) -> dict[str, int]:
-    """Name the strides, zero along axes that broadcast; tables shared by all heads have none for heads."""
+    """Return the strides by name, zero along axes that broadcast."""
     if x is None:
         return {f"{name}_{axis}": 0 for axis in axes}
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -1,4 +1,4 @@
-"""Triton: which calls the fused kernels serve, decided without importing Triton."""
+"""Triton: the calls that the fused kernels support, decided without importing Triton."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core.backends._torch.triton import trust
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
-"""Widest heads that the registers hold."""
+"""The widest heads that fit the registers."""
 
 GRID = 65535
-"""Most programs along a grid's second axis."""
+"""The most programs along a grid's second axis."""
 
 
 FARTHEST = 2**30
-"""Bound of offsets, which the kernels add lengths to in 32 bits."""
+"""The bound of offsets, to which the kernels add lengths in 32 bits."""
 
 
 def refusal(operands: Operands, options: Options) -> str | None:
-    """Say why the fused kernels do not serve a call on a CUDA device, ``None`` if they do."""
+    """Return why the fused kernels do not support a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
     reason = reason or refusal_of_operands(operands) or refusal_of_options(options)
     return reason or trust.refusal(operands, options)
 
 
 def refusal_of_options(options: Options) -> str | None:
-    """Say why the fused kernels do not take these options."""
+    """Return why the fused kernels do not support these options."""
     offset = options.visibility.offset
     if not -FARTHEST < offset < FARTHEST:
         return f"the fused kernels take offsets below {FARTHEST} to both sides, not {offset}"
@@ -37,7 +37,7 @@ def refusal_of_options(options: Options) -> str | None:
 
 
 def refusal_of_operands(operands: Operands) -> str | None:
-    """Say why the fused kernels do not take these arrays on any device."""
+    """Return why the fused kernels do not support these arrays on any device."""
     q, k, v, rel_q = operands.q, operands.k, operands.v, operands.rel_q
     if q.dtype not in WIDEST:
         return f"the fused kernels take float16, bfloat16 and float32, not {q.dtype}"
@@ -65,4 +65,4 @@ def _refusal_of_device(index: int) -> str | None:
 
 
 refusal_of_device: Any = torch.compiler.assume_constant_result(_refusal_of_device)
-"""Say why the fused kernels do not run on a CUDA device; torch.compile asks once."""
+"""Return why the fused kernels do not run on a CUDA device; torch.compile asks once."""

@@ -1,4 +1,4 @@
-"""Triton: attention on a GPU by fused kernels, forward and backward, and when they serve.
+"""Triton: attention on a GPU by fused kernels, forward and backward.
 
 The kernels run compiled on CUDA tensors, and on CPU tensors in Triton's interpreter: the same code for both.
 """

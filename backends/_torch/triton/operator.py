@@ -1,4 +1,4 @@
-"""Triton: the fused kernels as an operator, which keeps its output and the log-sum-exp for the backward pass."""
+"""Triton: the fused kernels as an operator, which saves its output and the log-sum-exp for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OPERATOR = Operator("fused_attention", forward.attention, backward.attention_vjp
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
+    """Return the output and, if requested, the log-sum-exp."""
     return OPERATOR(operands, options)
 
 
 def attention_vjp(
     d_out: Tensor, operands: Operands, options: Options, *, out: Tensor | None, lse: Tensor | None, xp: Any, **more: Any
 ) -> Gradients:
-    """Return the gradients of every operand; what the caller did not keep of the forward pass is made anew."""
+    """Return the gradients of every operand; missing results of the forward pass are computed again."""
     if out is None or lse is None:
         made, sums = forward.attention(operands, options)
         if out is None:

@@ -1,4 +1,4 @@
-"""Triton: trust is earned. The first fused call of a kind in a process is tried against the portable code.
+"""Triton: a self-check. The first fused call of a kind in a process is compared with the portable code.
 
 On devices that have a record in ``benchmarks/records`` the kernels have been verified, and nothing is tried.
 """
@@ -23,10 +23,10 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.span import Span
 
 VERIFIED: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities that the kernels have been verified on."""
+"""Compute capabilities on which the kernels have been verified."""
 
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 5e-3}
-"""Relative L2 errors that rounding explains, TF32's included; a wrong kernel is off by far more."""
+"""Relative L2 errors that rounding explains, including TF32's; a wrong kernel has far larger ones."""
 
 LENGTH = 150
 """Queries and keys of a trial: more than two tiles."""
@@ -35,7 +35,7 @@ Features = tuple[str, ...]
 
 
 def refusal(operands: Operands, options: Options) -> str | None:
-    """Say that the fused kernels went wrong on this device with calls of this kind, ``None`` if they did not."""
+    """Return that the fused kernels failed on this device for calls of this kind, ``None`` if they did not."""
     q = operands.q
     widths = q.shape[-1], operands.v.shape[-1], (q if operands.rel_q is None else operands.rel_q).shape[-1]
     grouped = operands.k.shape[-3] != q.shape[-3]
@@ -43,7 +43,7 @@ def refusal(operands: Operands, options: Options) -> str | None:
 
 
 def features(operands: Operands, options: Options) -> Features:
-    """Name what a kernel does for a call."""
+    """Return the features of the kernels that a call uses."""
     found = [name for name, x in operands._asdict().items() if x is not None]
     if operands.mask is not None and operands.mask.dtype == torch.bool:
         found.append("boolean")
@@ -76,7 +76,7 @@ def _constant(*kind: Any) -> str | None:
 
 
 verdict: Any = torch.compiler.assume_constant_result(_constant)
-"""Say what a trial of a kind of call found; torch.compile asks once."""
+"""Return the result of the trial of a kind of call; torch.compile asks once."""
 
 
 def trial(
@@ -86,7 +86,7 @@ def trial(
     numbers = count(1)
 
     def random(*shape: int) -> Tensor:
-        """Return numbers from -1 to 1; by a formula, since ``torch.vmap`` forbids to draw them."""
+        """Return numbers from -1 to 1, by a formula, because ``torch.vmap`` forbids random ones."""
         x = torch.arange(math.prod(shape), dtype=torch.float64, device=device) * 12.9898 + 78.233 * next(numbers)
         return ((x.sin() * 43758.5453) % 2 - 1).reshape(shape).to(dtype)
 

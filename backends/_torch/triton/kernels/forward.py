@@ -1,4 +1,4 @@
-"""Triton: the forward kernel, FlashAttention with relative positions made on the way.
+"""Triton: the forward kernel, FlashAttention with relative positions computed on the fly.
 
 A program owns ``B`` queries of one head and goes over the keys in tiles of ``B``, in up to three parts: tiles wholly
 before the band of positions that a clipped table distinguishes, tiles that overlap it, and tiles wholly after it.

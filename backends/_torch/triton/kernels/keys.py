@@ -1,4 +1,4 @@
-"""Triton: the backward kernels for the keys and values, and for the tables. No atomics: repeatable to the bit."""
+"""Triton: the backward kernels for keys, values and tables. Without atomics, so results are bit-identical."""
 
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""Triton: the backward kernels for the queries. Every program writes what it alone owns: no atomics.
+"""Triton: the backward kernels for the queries. Every program writes to separate memory, without atomics.
 
 ``dS = P ∘ (dO · (V + EV) - Δ)``, with the weights ``P`` made anew from the log-sum-exp. Where a tile's ``dS`` is turned
 into its two windows of relative positions (:func:`unskew`), the earlier window is complete: it is multiplied by the
@@ -75,7 +75,7 @@ def query_gradient_kernel(
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
     KEEP_LOGITS: tl.constexpr, KEEP_WEIGHTS: tl.constexpr, KEEP_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of ``B`` queries, and keep their gradients of logits in relative layout.
+    """Compute the gradient of ``B`` queries, and store their gradients of logits in relative layout.
 
     ``d_logits`` and ``weights`` are (batch · heads, chunk, width), column ``c`` for the position
     ``first_position + c``; ``far_logits`` and ``far_weights`` are (2, batch · heads, n_queries), the sums before and

@@ -21,7 +21,7 @@ BOOLEAN, ADDITIVE = tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def load_rows(base, rows, stride, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of ``WIDTH`` numbers as (len(rows), BLOCK), zeros where not seen and past the width."""
+    """Load rows of ``WIDTH`` numbers as (len(rows), BLOCK), zeros for hidden ones and past the width."""
     columns = tl.arange(0, BLOCK)
     keep = seen[:, None]
     if WIDTH != BLOCK:
@@ -31,7 +31,7 @@ def load_rows(base, rows, stride, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def store_rows(base, rows, stride, seen, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store what :func:`load_rows` loads."""
+    """Store rows in the form of :func:`load_rows`."""
     columns = tl.arange(0, BLOCK)
     keep = seen[:, None]
     if WIDTH != BLOCK:
@@ -56,7 +56,7 @@ def relative_window(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
     REL_K: tl.constexpr, REL_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what a tile's queries make of the positions ``first … first + B - 1``, (B, B) in relative layout."""
+    """Return the products of a tile's queries with the positions ``first … first + B - 1``, (B, B), relative layout."""
     x = tl.zeros((B, B), tl.float32)
     if REL_K:
         rows = load_window(table, stride, first, span_left, table_rows, lowest, highest, WIDTH, BLOCK, B)
@@ -74,7 +74,7 @@ def relative_edge(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
     REL_K: tl.constexpr, REL_BIAS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Return what a tile's queries make of every position past an edge of the span, (B,)."""
+    """Return the products of a tile's queries with every position past an edge of the span, (B,)."""
     x = tl.zeros((B,), tl.float32)
     if EDGES:
         if REL_K:
@@ -159,7 +159,7 @@ def keys_of(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Return the first key and the end of the keys that some query ``i0 …`` sees, and the borders of the parts.
+    """Return the first and the end of the keys that some query ``i0 …`` sees, and the borders of the parts.
 
     The tiles ``start … band_start`` lie wholly at or before ``band_low``, ``band_stop … stop`` at or after
     ``band_high``.
