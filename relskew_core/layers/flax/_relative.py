@@ -124,7 +124,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
 
     def __nnx_repr__(self) -> Iterator[Any]:
         """Show the parameters, and the arguments that differ from the defaults."""
-        for item in super().__nnx_repr__():
+        for item in super().__nnx_repr__():  # type: ignore[no-untyped-call]
             key = getattr(item, "key", None)
             if key == "spec":
                 for text in self.spec.chosen() + self.settings.chosen():
