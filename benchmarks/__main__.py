@@ -1,4 +1,4 @@
-"""The one command line: ``python -m benchmarks NAME``."""
+"""The command line of all benchmarks: ``python -m benchmarks NAME``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load(name: str) -> Benchmark:
 
 
 def chosen(cases: Iterable[Case], only: Iterable[str], instead: Iterable[str]) -> Iterator[Case]:
-    """Yield the cases whose entries are among those asked for, with other entries instead, each once."""
+    """Yield the cases with the requested entries, with other entries replaced, each once."""
     wanted: dict[str, set[str]] = {}
     for key, _, text in (each.partition("=") for each in only):
         wanted.setdefault(key, set()).add(text)
@@ -86,7 +86,7 @@ def line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, document; 1 if a result is wrong."""
+    """Measure, print and document; return 1 if a result is wrong."""
     about = "\n".join(f"  {name:14} {text}" for name, (_, text) in NAMES.items())
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=f"Time and memory, side by side:\n\n{about}",
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(benchmark: Benchmark, asked: argparse.Namespace) -> Record:
-    """Measure, and write the record down after each group: a run that is cut off keeps what it has."""
+    """Measure, and save the record after each group, so that an interrupted run keeps its results."""
     cases = list(chosen(benchmark.cases(), asked.only, asked.set))
     seconds = benchmark.seconds if asked.seconds is None else asked.seconds
     benchmark.begin()
@@ -133,7 +133,7 @@ def measure(benchmark: Benchmark, asked: argparse.Namespace) -> Record:
 
 
 def document(name: str, record: Record, texts: Mapping[str, str]) -> None:
-    """Put the texts into the page."""
+    """Write the texts into the page."""
     for part, text in texts.items():
         put(ROOT / "docs" / load(name).page, name, part, text)
     load(name).draw(record)

@@ -1,4 +1,4 @@
-"""Calls of ``relative_attention`` beside what people use today, and what the project promises of them."""
+"""Calls of ``relative_attention`` compared with common alternatives, and the project's promises about them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ LIMITS = {
     "window": {"sdpa-local": 2048},
     "bidirectional": {"shaw": 1024},
 }
-"""Lengths that a contender does not go beyond, to keep the run short."""
+"""The largest length of a contender, to keep the run short."""
 GATE = 2e-6
-"""Relative L2 error that a float32 result may have, by standard deviation of the logits; a gradient five times that."""
+"""The allowed relative L2 error of a float32 result, by standard deviation of the logits; five times for gradients."""
 
 
 def shape_of(case: Case) -> Shape:
-    """Return the problem of a case."""
+    """Return the shape of a case."""
     names = {field.name for field in fields(Shape)}
     return Shape(**{name: x for name, x in case.items() if name in names})
 
 
 class Calls(Benchmark):
-    """Sections of cases, each a question and a table."""
+    """Sections of cases, each with a question and a table."""
 
     page = "benchmarks.md"
     threads = None
@@ -87,11 +87,11 @@ class Calls(Benchmark):
         return GATE * max(1.0, case.get("std", 1.0)) * (5 if case["backward"] else 1)
 
     def asks(self, case: Case) -> set[str]:
-        """Measure memory, and what is very long, by one call in a fresh process."""
+        """Measure memory, and very long calls, with one call in a fresh process."""
         return {"memory" if case["section"] in ("memory", "long") else "time"}
 
     def group(self, case: Case) -> object:
-        """Let lengths be divided by each other where growth is the question."""
+        """Group lengths that are divided by each other to measure growth."""
         return case["section"] if case["section"] in ("peaky", "blocks", "window") else super().group(case)
 
     def texts(self, record: Record) -> dict[str, str]:
@@ -154,7 +154,7 @@ Find = tuple[str, str, int, dict[str, Any]]
 def promises(
     torch: str, numpy: str
 ) -> Iterator[tuple[str, Find, Find | None, str, str, float, Callable[[float], str]]]:
-    """Yield every promise: of what, divided by what, which number, its bound."""
+    """Yield every promise: the two contenders, the quantity, and its bound."""
     times, share, mib = "{:.2f}×".format, "{:.0%}".format, lambda count: f"{count / 2**20:.0f} MiB"
 
     def speed(
@@ -191,7 +191,7 @@ def promises(
 
 
 def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
-    """Hold a record against every promise: what, the target, what was measured, and whether that is enough."""
+    """Compare a record with every promise: return the promise, the target, the measurement, and whether it is met."""
     rows = list(record.measured())
     names = {row.contender for row in rows}
     defaults = [name if name in names else f"{name}-portable" for name in ("torch", "numpy")]
@@ -212,6 +212,6 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
 
 
 def targets(record: Record) -> str:
-    """Return every promise beside what was measured."""
+    """Return every promise next to its measurement."""
     verdicts = {True: "reached", False: "**missed**", None: "–"}
     return markdown(("", "target", "measured", ""), ((*texts, verdicts[met]) for *texts, met in outcomes(record)))

@@ -1,4 +1,4 @@
-"""Compiled kernels beside the same calls without them, beside plain attention, and in half precision.
+"""Compiled kernels compared with the same calls without them, with plain attention, and in half precision.
 
 All calls are of batch 1, on one thread; `drawn`, `attend` and `passes` serve the next module too.
 """
@@ -36,7 +36,7 @@ def attend(q: Any, k: Any, v: Any, table: Any) -> Any:
 
 
 def passes(function: Callable[..., Any], given: Sequence[Any], *, training: bool) -> Call:
-    """Return a call, or with ``training`` one that returns the gradients of all that is given."""
+    """Return a call, or with ``training`` one that returns the gradients of all its arrays."""
     learned = [x.detach().requires_grad_(training) for x in given]
     d_out = torch.randn_like(given[0])
 
@@ -48,7 +48,7 @@ def passes(function: Callable[..., Any], given: Sequence[Any], *, training: bool
 
 
 def after(training: bool) -> str:
-    """Return what a line says of gradients."""
+    """Return the end of a row's name for gradients."""
     return ", with backward" if training else ""
 
 
@@ -68,13 +68,13 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "time stamps, clipped at 64": ((1024,), CAUSAL | {"reach": 64, "positions": True}),
     "dropout": ((1024,), CAUSAL | {"dropout": 0.1, "seed": 1}),
 }
-"""Lengths, and what is asked for: tables (``rel_k``) that reach everywhere or are clipped, and options."""
+"""Lengths, and the arguments: tables (``rel_k``) of full reach or clipped, and options."""
 DOUBLE = (1024, 2048)
 """Lengths of causal calls in float64."""
 
 
 def asked(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of a call, and its other arguments but for queries, keys and values."""
+    """Return the tables of a call, and its other arguments except for queries, keys and values."""
     options = dict(CALLS[call][1])
     last, reach = length - 1, options.pop("reach", None)
     span = Span(last, 0 if "causal" in options else last) if reach is None else Span.clipped(reach)
@@ -89,7 +89,7 @@ def asked(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], d
 
 
 class Compiled(Benchmark):
-    """Calls with options in both libraries, the same by the portable code, and plain attention of torch."""
+    """Calls with options in both libraries, compared with the portable code and with torch's plain attention."""
 
     page = "compiled.md"
     names = ("compiled", "without", "plain")
@@ -156,7 +156,7 @@ PLAIN = "torch's attention, bfloat16"
 
 
 class Half(Benchmark):
-    """What half precision costs beside float32, and beside torch's attention without positions in bfloat16."""
+    """Half precision compared with float32, and with torch's attention without positions in bfloat16."""
 
     page = "compiled.md"
     names = ("float32", "bfloat16", "float16", PLAIN)

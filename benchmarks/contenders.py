@@ -1,4 +1,4 @@
-"""Who takes part in calls, on CPUs and GPUs: each contender one plain function of the same inputs."""
+"""The contenders for calls, on CPUs and GPUs: one plain function of the same inputs each."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from benchmarks.textbook import attended, columns, future, gathered, picked, shi
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 
 MEMORY_LIMIT = 8 * 2**30
-"""What would need more than this many bytes on a CPU is skipped with that reason."""
+"""Calls that need more than this many bytes on a CPU are skipped with that reason."""
 
 
 def plain(x: Inputs) -> Any:
-    """Attention without relative positions: torch's SDPA, the floor."""
+    """Attention without relative positions: torch's SDPA, the lower bound."""
     return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal)
 
 
 def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:
-    """The same by one of torch's kernels."""
+    """The same with one of torch's kernels."""
 
     def call(x: Inputs) -> Any:
         with sdpa_kernel(list(kernels)):
@@ -41,7 +41,7 @@ def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:
 
 
 def huang(x: Inputs) -> Any:
-    """Everything of size L × L written out, by pad, reshape and slice, as in the ports of Music Transformer."""
+    """Everything of size L × L materialised, by pad, reshape and slice, as in ports of Music Transformer."""
     return attended((x.q @ x.k.mT + _relative(x)) / x.shape.dim**0.5, x.v, _hidden(x))
 
 
@@ -95,7 +95,7 @@ def flex(x: Inputs) -> Any:
 
 
 def flex_by(x: Inputs, attention: Any) -> Any:
-    """The same by a function: compiled, or eager where nothing compiles."""
+    """The same by a function: compiled, or eager if nothing compiles."""
     product, left, last = x.q @ x.table.mT * x.shape.dim**-0.5, x.shape.span.left, x.shape.span.rows - 1
 
     def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -106,7 +106,7 @@ def flex_by(x: Inputs, attention: Any) -> Any:
 
 
 def ours(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
-    """``relative_attention``, by the path that it chooses itself; on a GPU by the fused kernels or not at all."""
+    """``relative_attention`` with the path that it chooses; on a GPU only with the fused kernels."""
     impl = "native" if x.shape.device == "cuda" and impl == "auto" else impl
     given = other or {"rel_bias" if x.shape.bias else "rel_k": x.table, "span": x.shape.span}
     return relative_attention(x.q, x.k, x.v, impl=impl, **x.shape.options(), **given)
@@ -118,7 +118,7 @@ def ours_clipped(x: Inputs) -> Any:
 
 
 def ours_plain(x: Inputs) -> Any:
-    """The same without relative terms: what the fused kernels are measured by."""
+    """The same without relative terms: the reference of the fused kernels."""
     return ours(x, rel_k=None)
 
 
@@ -126,7 +126,7 @@ portable = partial(ours, impl="portable")
 
 
 def products(x: Inputs) -> Any:
-    """The three products of causal relative attention and nothing else: NumPy's floor.
+    """The three products of causal relative attention and nothing else: NumPy's lower bound.
 
     In chunks of 128 queries that see their own past only, a head a thread, into scratch that is allocated once.
     The result means nothing.
@@ -153,7 +153,7 @@ def products(x: Inputs) -> Any:
 
 
 def dense_products(x: Inputs) -> Any:
-    """The same three products over all keys at once, as ``q @ k.T`` in NumPy does them. The result means nothing."""
+    """The same three products over all keys at once, like ``q @ k.T`` in NumPy. The result has no meaning."""
     relative = x.q @ x.table.T
     weights = x.q @ x.k.swapaxes(-1, -2)
     return relative[..., :1], weights @ x.v
@@ -172,7 +172,7 @@ class Contender:
 
     @property
     def products(self) -> tuple[float, float]:
-        """Products of every query with every key, forward and backward: the relative terms of a full table count."""
+        """Return the products of every query with every key, including the relative terms of a full table."""
         return (3, 8) if self.kind == "full" else (2, 5)
 
     def needs(self, shape: Shape, *, backward: bool = False) -> float:
@@ -187,7 +187,7 @@ class Contender:
 
 
 def prepare(contender: Contender, shape: Shape, *, backward: bool = False) -> Callable[[], Any]:
-    """Return the call that is measured: the output, or with ``backward`` the gradients, forward pass included."""
+    """Return the measured call, which returns the output, or with ``backward`` the gradients after a forward pass."""
     function, x = contender.function, make_inputs(shape)
     if contender.library == "numpy":
         return partial(_numpy_gradients, function, x) if backward else partial(function, x)
@@ -196,7 +196,7 @@ def prepare(contender: Contender, shape: Shape, *, backward: bool = False) -> Ca
 
 
 def gradients(out: Any, x: Inputs, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients of ``q, k, v`` and of the tables that are used."""
+    """Return the gradients of ``q, k, v`` and of the tables in use."""
     return torch.autograd.grad(out, x[1:6], x.d_out, allow_unused=True, **options)
 
 

@@ -1,4 +1,4 @@
-"""Biases of layers, neighborhoods and pages beside the matrices and gathered keys that people write for them today."""
+"""Biases of layers, neighborhoods and pages compared with the matrices and gathered keys that are common today."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {
 
 
 class Dense(Benchmark):
-    """Float32, one thread, causal where the name says nothing else; sides of squares, keys of requests."""
+    """Float32, one thread, causal unless the name says otherwise; by sides of squares, or keys of requests."""
 
     page = "options.md"
     names = ("dense", "relskew")
@@ -103,7 +103,7 @@ def _matrix(name: str, layer: Any, length: int) -> Tensor:
 
 @cache
 def _buckets(length: int) -> Tensor:
-    """Return T5's buckets of all pairs (Raffel et al. 2020), as its code computes them."""
+    """Return T5's buckets of all pairs (Raffel et al. 2020), computed like its code."""
     relative = torch.arange(length) - torch.arange(length)[:, None]
     far = relative.abs()
     large = 8 + ((far.clamp(min=1).float() / 8).log() / torch.tensor(128 / 8).log() * 8).long()
@@ -111,7 +111,7 @@ def _buckets(length: int) -> Tensor:
 
 
 def _neighborhood(_: str, side: int, ours: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return attention to the 7 × 7 nearest cells, shifted at borders as NATTEN's, with a bias by cell."""
+    """Return attention to the 7 × 7 nearest cells, shifted at borders like NATTEN's, with a bias by cell."""
     q, k, v = (torch.randn(1, HEADS, side * side, DIM, requires_grad=True) for _ in range(3))
     bias = torch.randn(HEADS, 13, 13, requires_grad=True)
     if ours:
@@ -133,7 +133,7 @@ def _neighborhood(_: str, side: int, ours: bool) -> tuple[Callable[[], Tensor], 
 
 
 def _pages(_: str, longest: int, ours: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a token's attention with ALiBi for every request, in pages or with keys that are gathered first."""
+    """Return a token's attention with ALiBi for every request, in pages or with gathered keys."""
     count = longest // PAGE
     pool = torch.randn(2, REQUESTS * count, PAGE, HEADS // 4, DIM)
     page_table = torch.randperm(REQUESTS * count).reshape(REQUESTS, count)

@@ -1,4 +1,4 @@
-"""What splitting a sequence over GPUs costs, by arithmetic.
+"""The cost of splitting a sequence over GPUs, by calculation.
 
 Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the rest follows from what
 ``relskew_core.distributed.torch`` computes and sends.
@@ -23,7 +23,7 @@ NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A ring of groups of neighbours that exchange heads, and what its table is like."""
+    """A ring of groups of neighbours that exchange heads, and the kind of table."""
 
     length: int
     ring: int
@@ -33,17 +33,17 @@ class Split:
 
     @property
     def bandwidth(self) -> float:
-        """Of the ring: between nodes as soon as it leaves one."""
+        """The bandwidth of the ring, which is lower between nodes."""
         return REACHED * (NEAR if self.ring * self.heads <= NODE else FAR)
 
     @property
     def rounds(self) -> int:
-        """How many shares of the keys a share of the queries sees on the busiest device."""
+        """The number of shards of keys that a shard of queries sees on the busiest device."""
         share = self.length // self.ring
         return self.ring if self.reach is None else min(self.ring, -(-self.reach // share) + 1)
 
     def seconds(self, *, backward: bool) -> tuple[float, float]:
-        """Return the seconds of computing, and of everything with what is sent on the way, of a layer on one GPU.
+        """Return the seconds of computation, and those including communication, of a layer on one GPU.
 
         Causal and balanced (zigzag or striped): every round costs the same. Three products of forward, with keys,
         values and table, are seven of backward. What is sent is hidden behind what is computed as far as
@@ -62,19 +62,19 @@ class Split:
 
     @property
     def efficiency(self) -> float:
-        """Computing's share of the time, forward and backward."""
+        """The share of computation in the time, forward and backward."""
         parts = [self.seconds(backward=backward) for backward in (False, True)]
         return sum(compute for compute, _ in parts) / sum(whole for _, whole in parts)
 
     @property
     def table_bytes(self) -> float:
-        """Of a table that every GPU holds, of the heads that it has."""
+        """The bytes of a table on every GPU, for the heads that it has."""
         rows = self.length if self.reach is None else self.reach + 1
         return rows * WIDTH * BYTES * (HEADS // self.heads if self.table == "by head" else 1)
 
 
 class Devices(Benchmark):
-    """The choices of 8 and 64 GPUs, which nothing takes turns for."""
+    """The choices for 8 and 64 GPUs, which need no turns."""
 
     page = "devices.md"
     names = ("arithmetic",)

@@ -1,4 +1,4 @@
-"""Our exported graphs beside what ``torch.onnx.export`` makes of textbook code, in onnxruntime."""
+"""Exported graphs compared with those of ``torch.onnx.export`` from textbook code, in onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DECODING = "decoding"
 FORMS = ("causal", "full", "clip", "blocks", DECODING)
 LENGTHS = (1, 7, 64, 512, 1024, 2048)
 CACHE = 4096
-"""Places of the caches in place, and reach of the table; the last past fills it."""
+"""The length of caches in place, and the reach of the table; the last past fills it."""
 PASTS = (128, 1024, 2048, CACHE - 1)
 TARGETS = {"causal": 1.1, "full": 1.5, "clip": 1.55}
-"""Time of a call at L = 1024, as a multiple of the same block's without positions, at most."""
+"""The most time of a call at L = 1024, as a multiple of that of the same block without positions."""
 DECODING_TARGET = 1.6
-"""Time of a token in place, as a multiple of the same block's without positions and with a cache that grows."""
+"""The most time of a token in place, as a multiple of the same block without positions and with a growing cache."""
 
 
 @functools.lru_cache(maxsize=1)
 def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], dict[str, Callable[[], bytes]]]:
-    """Return a block, its weights, and what makes each graph; ``reach`` is that of tables that end."""
+    """Return a block, its weights, and a function for each graph; ``reach`` is that of tables that end."""
     heads = max(2, width // 64)
     if name == DECODING:
         form = Form("One token, with a cache", BlockSpec(width, heads, Span.causal(reach), causal=True), {})
@@ -46,7 +46,7 @@ def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], di
 
 @functools.lru_cache(maxsize=16)
 def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case]:
-    """Make a graph, and say what it is like."""
+    """Make a graph, and describe it."""
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporters warn about what the rows show
@@ -57,7 +57,7 @@ def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case
 
 
 class Export(Benchmark):
-    """Forms of a block at some lengths, and one token behind pasts of some lengths."""
+    """Forms of a block at several lengths, and one token after pasts of several lengths."""
 
     page = "export.md"
     tolerance = 1e-4
@@ -86,12 +86,12 @@ class Export(Benchmark):
         return exported(case["form"], case["width"], case["reach"], contender)[1]
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        """Hold what has positions to the block itself, where the table reaches."""
+        """Compare graphs with positions with the block itself, within the table's reach."""
         expected = drawn(*case.values())[2]
         return None if contender.startswith(BARE) or expected is None else distance(result, expected)
 
     def asks(self, case: Case) -> set[str]:
-        """Only try an input that is longer than the table: nothing but an error is right."""
+        """Only try an input that is longer than the table: only an error is right."""
         return set() if _ends(case) else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:
@@ -105,7 +105,7 @@ class Export(Benchmark):
 
 @functools.lru_cache(maxsize=1)
 def drawn(form: str, length: int, width: int, reach: int) -> tuple[Any, Any, Any]:
-    """Draw the input, caches for a past, and what comes out; nothing is right where the table ends."""
+    """Draw the input, caches for a past, and the expected outputs; past the table's end no output is right."""
     spec, weights = form_of(form, width, reach)[0].spec, form_of(form, width, reach)[1]
     draw = np.random.default_rng(length)
     if form != DECODING:
@@ -123,7 +123,7 @@ def _ends(case: Case) -> bool:
 
 
 def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], past: int) -> Call:
-    """Return what runs one token with all of its tensors bound; in place, past and present are one buffer."""
+    """Return a function that runs one token with all tensors bound; in place, past and present share a buffer."""
     value = onnxruntime.OrtValue.ortvalue_from_numpy
     binding, y = session.io_binding(), value(np.empty_like(x))
     binding.bind_ortvalue_input("x", value(x))
@@ -145,7 +145,7 @@ def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], p
 
 
 def open_session(content: bytes, operator: bool = False) -> onnxruntime.InferenceSession:
-    """Load a graph for one thread, with the operator library if asked."""
+    """Load a graph for one thread, with the operator library if requested."""
     settings = onnxruntime.SessionOptions()
     if operator:
         settings.register_custom_ops_library(str(custom_ops_library()))
@@ -155,7 +155,7 @@ def open_session(content: bytes, operator: bool = False) -> onnxruntime.Inferenc
 
 
 def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-    """Hold the graph for CPUs to what is promised at L = 1024 and beside the textbook, and decoding in place."""
+    """Compare the graph for CPUs with the promises at L = 1024, with the textbook, and for decoding in place."""
     of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
 
     def verdict(met: bool) -> str:
@@ -179,7 +179,7 @@ def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return sizes, times and multiples of a form's graphs, and why one fails."""
+    """Return sizes, times and multiples of a form's graphs, and the reason if one fails."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     order = list(dict.fromkeys(row.contender for row in rows))
 

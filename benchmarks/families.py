@@ -1,4 +1,4 @@
-"""Models of transformers beside themselves replaced: two layers of every family, as wide as a published base model's.
+"""Hugging Face models compared with themselves after replacement: two layers of every family, with published widths.
 
 Random weights, a batch of one, no padding; training has each model's own dropout.
 """
@@ -27,14 +27,14 @@ FORWARD, TRAINING, GENERATING = "forward", "training", f"generate {GENERATED}"
 
 @functools.lru_cache(maxsize=1)
 def pair(name: str, generating: bool) -> tuple[Any, Any]:
-    """Return a model and itself replaced."""
+    """Return a model and its copy with replaced attention."""
     model = MODELS[name]
     theirs = (model.generating if generating and model.generating is not None else model.make)()
     return theirs, replace_attention(copy.deepcopy(theirs))
 
 
 class Families(Benchmark):
-    """Every family at four lengths, a step of training at the third, memory of both, and generating."""
+    """Every family at four lengths, with a training step at the third, the memory of both, and generation."""
 
     page = "huggingface.md"
     names = ("theirs", "replaced")
@@ -49,7 +49,7 @@ class Families(Benchmark):
                 yield {"model": name, "task": GENERATING, "length": GENERATED}
 
     def prepare(self, case: Case, contender: str) -> Call:
-        """Return a model's call; some models write into what they are given."""
+        """Return a model's call; some models modify their inputs."""
         task = case["task"]
         model = pair(case["model"], task == GENERATING)[contender == "replaced"].train(task == TRAINING)
         if task == GENERATING:
@@ -91,7 +91,7 @@ class Families(Benchmark):
 
 
 def _first(out: Any) -> Tensor:
-    """Return the first tensor with a gradient of what a model returns."""
+    """Return the first tensor with a gradient among a model's results."""
     if isinstance(out, Tensor):
         return out
     values = out.values() if isinstance(out, Mapping) else out

@@ -1,4 +1,4 @@
-"""Two layers of every family with a drop-in, as wide as a published base model's."""
+"""Two layers of every family with a drop-in, with the widths of a published base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the models of families are made, and what they are given for a length."""
+"""Making the models of families, and their inputs for a length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST = TOKENS[-1]
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is made, what it is given for a length, and the model that generates with it."""
+    """A function for the model, its inputs for a length, and the model that generates with it."""
 
     make: Callable[[], Any]
     given: Callable[[int], dict[str, Any]]
@@ -36,7 +36,7 @@ class Model:
 
 
 def let_torchvision_in() -> None:
-    """Let transformers import torchvision, whose wheel for CUDA asks a torch for CPUs for operators of its own."""
+    """Let transformers import torchvision, whose CUDA wheel requires operators that a torch for CPUs lacks."""
     if not find_spec("torchvision"):
         return
     try:
@@ -54,7 +54,7 @@ def find(path: str) -> Any:
 
 
 def built(path: str, configured: str, implementation: str | None = "sdpa", **options: Any) -> Callable[[], Any]:
-    """Return what makes a model; some know no other implementation than their own, ``None``."""
+    """Return a function that makes a model; ``None`` for models with a single implementation of attention."""
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def as_argument(size: int) -> dict[str, Any]:
 
 
 def features(name: str, factor: int) -> Callable[[int], dict[str, Any]]:
-    """Return what gives the spectra of as many frames as there are positions after subsampling by a factor."""
+    """Return a function that makes spectra with as many frames as there are positions after subsampling."""
     return lambda n: {name: torch.randn(1, factor * n, 16, generator=torch.Generator().manual_seed(0))}
 
 
@@ -212,7 +212,7 @@ def clap() -> Model:
 
 
 def of_package(path: str, **options: Any) -> Callable[[], Any]:
-    """Return what makes a model of timm or torchvision."""
+    """Return a function that makes a model of timm or torchvision."""
 
     def make() -> Any:
         let_torchvision_in()

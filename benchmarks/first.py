@@ -1,4 +1,4 @@
-"""What a first call costs in a fresh process, and what XLA takes to compile one, beside plain attention."""
+"""The cost of a first call in a fresh process, and XLA's time to compile one, compared with plain attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARIES = {
         ".block_until_ready()",
     ),
 }
-"""What makes the arrays of a call, and what waits for its end."""
+"""Functions that make the arrays of a call, and that wait for its end."""
 
 SCRIPT = """
 import json, os, time
@@ -39,11 +39,11 @@ print(json.dumps([b - a for a, b in zip(before, now())]))
 TARGETS = {"torch": "0.3 s, 25 MiB", "NumPy": "0.1 s, 15 MiB", "JAX": "0.3 s", "relskew --help": "0.35 s"}
 COMPILED = "1.2 times"
 PROCESSES = 6
-"""Of the first ones may have bytecode to write."""
+"""The first processes may have to write bytecode."""
 
 
 class First(Benchmark):
-    """Fresh processes, of which the fastest counts; and programs of one process, compiled in turns."""
+    """Fresh processes, of which the fastest counts; and programs in one process, compiled in turns."""
 
     page = "short.md"
     names = ("plain", "relskew")
@@ -94,7 +94,7 @@ class First(Benchmark):
 
 
 def _of_a_process(first: str) -> tuple[float, float | None]:
-    """Return the seconds and the bytes of a first call; of the command line the seconds from its start to its end."""
+    """Return the seconds and bytes of a first call; for the command line, the seconds from its start to its end."""
     help_ = first not in LIBRARIES
     make, end = LIBRARIES.get(first, ("", ""))
     asked = ["-m", "relskew_core.cli", "--help"] if help_ else ["-c", SCRIPT.format(make=make, end=end)]

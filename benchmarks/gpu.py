@@ -1,4 +1,4 @@
-"""Time, speed, memory and correctness on a GPU, beside what people use today.
+"""Time, speed, memory and correctness on a GPU, compared with common alternatives.
 
 Needs torch alone. Times are medians with a cold second-level cache (``triton.testing.do_bench``); of gradients, the
 backward pass alone.
@@ -23,18 +23,18 @@ from relskew_core._reference import TOLERANCES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 POSITIONS, WIDTH = 2**14, 2048
-"""Of a batch, and of all heads together; one sequence that is longer has 8 heads."""
+"""The positions of a batch, for all heads together; a single longer sequence has 8 heads."""
 
 
 @functools.lru_cache(maxsize=1)
 def tensors(shape: Shape) -> Inputs:
-    """Return what all contenders share."""
+    """Return the tensors that all contenders share."""
     return make_inputs(shape).to_torch(gradients=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The forward pass, or with ``backward`` that and the gradients."""
+    """The forward pass, or with ``backward`` also the gradients."""
 
     contender: Contender
     shape: Shape
@@ -49,7 +49,7 @@ class Pass:
             return self.contender.function(x)
 
     def alone(self) -> Call:
-        """Return what is timed: of gradients the way back alone."""
+        """Return the timed part: for gradients, the backward pass alone."""
         if not self.backward:
             return self
         x = tensors(self.shape)
@@ -58,7 +58,7 @@ class Pass:
 
 
 class GPU(Benchmark):
-    """Batches of 16k positions in models 2048 wide, a table for each head."""
+    """Batches of 16k positions in models of width 2048, with a table for each head."""
 
     names = (
         "torch", "torch-clipped", "torch-plain", "torch-portable", "sdpa-flash", "sdpa-cudnn", "sdpa-bias", "flex",
@@ -70,7 +70,7 @@ class GPU(Benchmark):
     fallible = True
 
     def cases(self) -> Iterator[Case]:
-        """Name shapes, and whether it is the backward pass; ``--set dtype=float32`` for another type."""
+        """Return shapes, and whether the backward pass is measured; ``--set dtype=float32`` selects another type."""
         for dim, length, causal in itertools.product((64, 128), LENGTHS, (True, False)):
             shape = {"batch": max(1, POSITIONS // length), "heads": WIDTH // dim if length <= POSITIONS else 8}
             case = {"length": length, **shape, "dim": dim, "causal": causal, "dtype": "bfloat16", "device": "cuda"}
@@ -87,7 +87,7 @@ class GPU(Benchmark):
         return TOLERANCES[case["dtype"]]
 
     def asks(self, case: Case) -> set[str]:
-        """Measure memory where the device counts it."""
+        """Measure memory if the device counts it."""
         return {"time", "memory"} if case["device"] == "cuda" else {"time"}
 
     def memory(self, name: str, case: Case, contender: str) -> Case:  # pragma: gpu only

@@ -1,4 +1,4 @@
-"""Graphs in onnxruntime on CUDA: times with inputs and outputs bound, where each node ran, which kernel attention took.
+"""Graphs in onnxruntime on CUDA: times with bound tensors, the device of each node, and attention's kernel.
 
 onnxruntime says so of ``GroupQueryAttention`` alone; of ``Attention`` it shows in the time with the memory-efficient
 kernel forbidden: what does not get slower did not use it. Kernels are chosen when a session is made, from the process's

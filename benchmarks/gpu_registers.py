@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of the fused kernels; needs no GPU.
+"""Registers, spills and shared memory of the fused kernels, without a GPU.
 
 Every launch configuration is compiled for every kernel; the table is the one in ``docs/gpu.md``.
 """
@@ -39,17 +39,17 @@ TERMS = {
     "clipped, values": (Span.clipped(64), True),
     "everything": (Span.causal(1024), True),
 }
-"""What the compiled calls have: tables of the keys' positions, and of the values'; or all that a call can have."""
+"""The terms of the compiled calls: tables for keys, and for values; or all terms."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
-"""Shared memory that a program may have, by compute capability."""
+"""The shared memory of a program, by compute capability."""
 
 
 def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:
-    """Return a causal call of 1024 positions with tables of two heads' own, as a device of a capability takes it."""
+    """Return a causal call of 1024 positions with tables for two heads, for a device of this capability."""
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
@@ -63,7 +63,7 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
 
 
 def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name the kernels of a call with their arguments."""
+    """Return the names of a call's kernels with their arguments."""
     x, numbers = call.operands, torch.empty(1)
     yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
     given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
@@ -87,7 +87,7 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[int, int, int]:
-    """Compile a kernel as a launch with these arguments would, and return what it takes.
+    """Compile a kernel like a launch with these arguments, and return its resources.
 
     That is registers of a thread, bytes that it spills to its stack, and bytes that a program shares.
     """
@@ -129,7 +129,7 @@ class GPURegisters(Benchmark):
     measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
-        """Name capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` for more."""
+        """Return capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` set others."""
         terms = list(TERMS)[:-1]
         for capability, (half, width), term in itertools.product((90, 80), TILES, terms):
             dtype = "bfloat16" if half else "float32"

@@ -1,4 +1,4 @@
-"""The graphs that are compared: ours, the textbook's through torch's exporter, and the block without positions."""
+"""The compared graphs: ours, the textbook's through torch's exporter, and the block without positions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CHUNKED = f"relskew `ort`, chunks of {CHUNK}"
 BLOCK = 128
 GATHER = "gather of the products, as DeBERTa in transformers"
 EXAMPLE = 64
-"""Length of the input that torch's exporter is shown."""
+"""The length of the example for torch's exporter."""
 BIASES = {"Attention": 3, "GroupQueryAttention": 10}
-"""Which input of an operator adds to its logits."""
+"""The index of an operator's input that adds to its logits."""
 
 
 Relative = Callable[[Tensor, Tensor, Span], Tensor]
-"""The relative logits of queries, with a table and its span: what the textbooks differ in."""
+"""The relative logits of queries, with a table and its span: the textbooks differ in these."""
 
 
 def music_transformer(q: Tensor, table: Tensor, span: Span) -> Tensor:
@@ -46,12 +46,12 @@ def shift(q: Tensor, table: Tensor, span: Span) -> Tensor:
 
 
 def shaw(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """The rows of all pairs gathered, ``(length, length, D)`` (Shaw et al. 2018, section 3.3)."""
+    """The gathered rows of all pairs, ``(length, length, D)`` (Shaw et al. 2018, section 3.3)."""
     return gathered(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
 
 
 def deberta(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """Products with all rows, of which each pair picks one: ``disentangled_attention_bias`` of DeBERTa."""
+    """Products with all rows, of which each pair selects one, as in DeBERTa's ``disentangled_attention_bias``."""
     return picked(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
 
 
@@ -91,7 +91,7 @@ class Textbook(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A block, and by label how textbooks write it, if any do."""
+    """A block, and the textbook versions of it by label, if there are any."""
 
     title: str
     spec: BlockSpec
@@ -99,7 +99,7 @@ class Form:
 
 
 def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
-    """Return the blocks, with tables for inputs up to ``longest`` where they end."""
+    """Return the blocks, whose tables, if limited, are for inputs up to ``longest``."""
     causal = BlockSpec(width, heads, Span.causal(longest), causal=True)
     full = BlockSpec(width, heads, Span.full(longest))
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
@@ -113,7 +113,7 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
 
 
 def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str, Callable[[], bytes]]:
-    """Return by label what makes each graph, as the bytes of its file."""
+    """Return, by label, functions that make each graph as the bytes of its file."""
 
     def ours(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(form.spec, weights, **options).SerializeToString()
@@ -136,7 +136,7 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
 
 
 def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
-    """Return by label what makes each graph with a cache: one that grows, or one in place."""
+    """Return, by label, functions that make each graph with a cache: growing, or in place."""
 
     def ours(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(spec, weights, past=True, **options).SerializeToString()
@@ -152,12 +152,12 @@ def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[
 
 
 def bare_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:
-    """Return what makes the file of a block without positions."""
+    """Return a function that makes the file of a block without positions."""
     return lambda: without_positions(spec, weights, **options).SerializeToString()
 
 
 def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
-    """Export a module with dynamic batch and length, as its documentation says."""
+    """Export a module with dynamic batch and length, following torch's documentation."""
     x = torch.zeros(2, example, model.spec.embed_dim)
     model = model.eval()
     if dynamo:
@@ -174,7 +174,7 @@ def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
 
 
 def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> onnx.ModelProto:
-    """Return the block's graph with everything relative taken out: projections and a bare attention operator."""
+    """Return the block's graph without relative terms: projections and a bare attention operator."""
     model = to_onnx(spec, weights, **options)
     (attention,) = (node for node in model.graph.node if node.op_type in BIASES)
     attention.input[BIASES[attention.op_type]] = ""

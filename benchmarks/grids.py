@@ -1,4 +1,4 @@
-"""Attention over grids beside the code of the models' own modules, and beside torch's attention without positions."""
+"""Attention over grids compared with the models' own modules, and with torch's attention without positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {
 
 
 class OverGrids(Benchmark):
-    """Calls of models' sizes in float32, on one thread of torch."""
+    """Calls with the sizes of models in float32, on one thread of torch."""
 
     page = "compiled.md"
     names = (PLAIN, OURS, MODULE)
@@ -91,7 +91,7 @@ def _by_bias(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token:
 
 
 def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Tensor:
-    """Return what SAM does: products with gathered rows of both tables, written out and added by attention."""
+    """Return SAM's attention: products with gathered rows of both tables, materialised and added to the logits."""
     places = torch.arange(side)
     apart = places - places[:, None] + side - 1  # the key's minus the query's
     queries = q.unflatten(-2, (side, side))
@@ -102,7 +102,7 @@ def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide:
 
 
 def _by_matrix(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Tensor:
-    """Return what Swin and BEiT do: a bias gathered into a matrix, products, a softmax."""
+    """Return Swin's and BEiT's attention: a bias gathered into a matrix, products, a softmax."""
     heads = bias.shape[0]
     matrix = bias.flatten(1).mT[_index(side)].unflatten(0, (side * side, side * side)).permute(2, 0, 1)
     if of_token is not None:
@@ -115,7 +115,7 @@ def _by_matrix(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_toke
 
 @cache
 def _index(side: int) -> Tensor:
-    """Return which number of a bias each pair of cells has, which modules keep as a buffer."""
+    """Return the index of the bias for each pair of cells, which modules keep as a buffer."""
     cells = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
     apart = cells[:, None, :] - cells[:, :, None] + side - 1
     return (apart[0] * (2 * side - 1) + apart[1]).flatten()

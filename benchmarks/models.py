@@ -1,4 +1,4 @@
-"""Whole torch models: a step of training, a token of decoding, graphs of the compiler.
+"""Whole torch models: a training step, decoding a token, and graphs of the compiler.
 
 Every model is two causal layers, 512 wide with 8 heads; only what attends differs.
 """
@@ -24,7 +24,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY = 2, 512, 8, 256
 
 
 class Attention(nn.Module):
-    """What the models below share: projections, heads, and a cache of one length."""
+    """The shared part of the models below: projections, heads, and a cache of fixed length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.table = nn.Parameter(torch.randn(HEADS, length, WIDTH // HEADS) * 0.02)
 
     def forward(self, x: Tensor, past: Any = None) -> Any:
-        """Attend, with all that came before if it is given as keys, values and their number."""
+        """Attend, including the past if it is given as keys, values and their number."""
         q, k, v = (
             project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2)), (keys, values, stop)
 
     def empty_cache(self, batch: int, length: int) -> tuple[Tensor, Tensor, int]:
-        """Return room for so many positions."""
+        """Return room for this many positions."""
         keys, values = torch.zeros(2, batch, HEADS, length, WIDTH // HEADS)
         return keys, values, 0
 
@@ -58,7 +58,7 @@ class PadReshapeSlice(Attention):
     """Huang et al. 2018: pad, reshape, slice."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Attend with a table, as the ports of Music Transformer do."""
+        """Attend with a table, like ports of Music Transformer."""
         n, m = q.shape[2], k.shape[2]
         # For one query, the table's last rows have the order of the keys.
         relative = q @ self.table[:, -m:].mT if n == 1 else skewed(q @ self.table[:, -n:].mT)
@@ -76,7 +76,7 @@ class Gather(Attention):
 
 
 def ours(length: int) -> RelativeMultiheadAttention:
-    """Return the module that people use."""
+    """Return the module of the library."""
     return RelativeMultiheadAttention(BlockSpec(WIDTH, HEADS, Span.causal(length), causal=True))
 
 
@@ -91,7 +91,7 @@ LONGEST = {"a row for each pair": 1024}
 
 
 class CausalModel(nn.Module):
-    """Layers with norms first, as people write them."""
+    """Layers with pre-normalisation, as usual."""
 
     def __init__(self, attention: Callable[[int], nn.Module], length: int) -> None:
         super().__init__()
@@ -118,13 +118,13 @@ class CausalModel(nn.Module):
         return self.head(x) if past is None else (self.head(x), present)
 
     def empty_cache(self, length: int) -> list[Any]:
-        """Return a cache a layer."""
+        """Return a cache for each layer."""
         layers: Any = self.attention
         return [attention.empty_cache(1, length=length) for attention in layers]
 
 
 def step(name: str, length: int, batch: int) -> Callable[[], None]:
-    """Return forward, loss and backward of a batch."""
+    """Return a function with forward pass, loss and backward pass of a batch."""
     model = CausalModel(MODELS[name], length)
     tokens = torch.randint(VOCABULARY, (batch, length))
 
@@ -137,7 +137,7 @@ def step(name: str, length: int, batch: int) -> Callable[[], None]:
 
 
 def decode(name: str, prompt: int, new: int = 20) -> Callable[[], None]:
-    """Return greedy decoding of some tokens after a prompt, which is not counted."""
+    """Return a function that decodes some tokens greedily after a prompt, which is not timed."""
     model = CausalModel(MODELS[name], prompt + new).eval()
     tokens = torch.randint(VOCABULARY, (1, prompt))
     with torch.inference_mode():
@@ -161,7 +161,7 @@ TASKS: dict[str, tuple[Callable[[str, int], Callable[[], None]], tuple[int, ...]
 
 
 def compiled_functions() -> dict[str, Call]:
-    """Return what compiles with ``fullgraph=True``, calls it with other numbers, and counts calls and graphs."""
+    """Compile with ``fullgraph=True``, call with other numbers, and return the counts of calls and graphs."""
     table, span = torch.randn(HEADS, 256, 64), Span.causal(256)
     x = torch.randn(1, HEADS, 40, 64, requires_grad=True)
     block = RelativeMultiheadAttention(BlockSpec(64, 4, Span.causal(256), causal=True))
@@ -208,7 +208,7 @@ def _graphs(function: Callable[..., Any], use: Callable[[Callable[..., Any]], li
 
 
 class Models(Benchmark):
-    """Tasks of some sizes, and the compiler's graphs."""
+    """Tasks of several sizes, and the compiler's graphs."""
 
     page = "torch.md"
     seconds = 4.0

@@ -1,4 +1,4 @@
-"""The operator in onnxruntime, beside the same kernel called from NumPy, bare attention and plain graphs."""
+"""The operator in onnxruntime, compared with the same kernel called from NumPy, bare attention and plain graphs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ GRAPHS: Mapping[str, dict[str, Any]] = {
     "in place, `GroupQueryAttention`": {"in_place": True, "contrib": True},
     OPERATOR: {"in_place": True, "operator": True},
 }
-"""Decoders, those without the operator first."""
+"""Decoders, first those without the operator."""
 TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
 
 
 class OperatorNodes(Benchmark):
-    """Whole calls, one token behind a past, and a token of a whole decoder; heads come as projections leave them."""
+    """Whole calls, one token after a past, and a token of a whole decoder; heads come from projections."""
 
     page = "deploying.md"
     tolerance = 1e-4
     seconds = 3.0
 
     def begin(self) -> None:
-        """Let the kernels have one thread, too."""
+        """Limit the kernels to one thread, too."""
         super().begin()
         backends.set_numpy_threads(1)
 
@@ -112,18 +112,18 @@ class OperatorNodes(Benchmark):
 
 
 def baselines(form: str) -> tuple[str, ...]:
-    """Name those whose fastest is what the operator is held to."""
+    """Return the contenders whose fastest is the reference of the operator."""
     return {TOKEN: (BARE,), DECODER: tuple(name for name in GRAPHS if name != OPERATOR)}.get(form, (NUMPY,))
 
 
 def rows(x: Any) -> Any:
-    """Return heads ``(1, heads, length, width)`` side by side, as projections give them."""
+    """Return heads ``(1, heads, length, width)`` side by side, as projections produce them."""
     return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(1, x.shape[2], -1)
 
 
 @functools.lru_cache(maxsize=1)
 def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
-    """Draw queries, keys, values and a table: of one token, the past and it."""
+    """Draw queries, keys, values and a table: for one token, with the past and it."""
     draw = np.random.default_rng(length)
     n, m = (1, length + 1) if form == TOKEN else (length, length)
     table = 2 * reach - 1 if form == "full" else reach
@@ -132,7 +132,7 @@ def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
 
 
 def node(kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], attributes: dict[str, Any]) -> Call:
-    """Return what runs one node; a present that has the size of its past is written in place."""
+    """Return a function that runs one node; a present of the size of its past is written in place."""
     types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}
     made = helper.make_node(
         kind, [name if name in given else "" for name in inputs], outputs, domain=domain, **attributes
@@ -152,7 +152,7 @@ def node(kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any
 def bound(
     session: onnxruntime.InferenceSession, given: Mapping[str, Any], shared: Mapping[str, str], wanted: str
 ) -> Call:
-    """Return a call with all inputs bound; outputs that share the buffer of an input are written there."""
+    """Return a call with all inputs bound; outputs that share an input's buffer are written there."""
     binding = session.io_binding()
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in given.items()}
     for name, value in values.items():
@@ -172,7 +172,7 @@ def bound(
 
 
 class Decoder(nn.Module):
-    """Layers of attention, and nothing between them that would hide their time."""
+    """Layers of attention only, so that nothing hides their time."""
 
     def __init__(self, width: int, reach: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def exported(name: str, width: int, reach: int) -> bytes:
 
 
 def decoding(name: str, past: int, width: int, reach: int) -> Call:
-    """Return what runs one token of a decoder behind a past."""
+    """Return a function that runs one token of a decoder after a past."""
     in_place, draw = "in_place" in GRAPHS[name], np.random.default_rng(past)
     session = open_session(exported(name, width, reach), name == OPERATOR)
     given: dict[str, Any] = {"input_ids": np.zeros((1, 1), np.int64)}

@@ -1,4 +1,4 @@
-"""Options of a call beside the dense mask or bias that people write for them today.
+"""Options of a call compared with the dense mask or bias that is common today.
 
 Causal unless an option says otherwise, with a table of relative positions.
 """
@@ -92,7 +92,7 @@ def _dense_key_table(x: OptionInputs) -> Tensor:
 
 
 def _offsets(x: OptionInputs, offset: Any) -> Any:
-    """Attend with the heads as the items of a batch."""
+    """Attend with the heads as items of the batch."""
     q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
     out: Any = relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset)
     return out.movedim(0, 1)
@@ -128,7 +128,7 @@ def _dense_scales(x: OptionInputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Option:
-    """An option, ours and what it is written as today."""
+    """An option, in relskew and in its common form."""
 
     call: str
     ours: Callable[[OptionInputs], Any]

@@ -1,4 +1,4 @@
-"""Tables, and their way into the pages of ``docs/``."""
+"""Tables for the pages of ``docs/``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ END = "<!-- end of measured -->"
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
+    """Return a Markdown table."""
     rule = ("---", *["---:"] * " | ".join(header).count(" | "))
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
 def pivot(cells: Iterable[tuple[str, str, str]], corner: str = "", none: str = "–") -> str:
-    """Return a table of cells: which line, which column, what it says. Lines and columns are in the cells' order."""
+    """Return a table of cells: row, column and text. Rows and columns keep the cells' order."""
     of = {(line, column): text for line, column, text in cells}
     if not of:
         return "Nothing was measured."
@@ -26,12 +26,12 @@ def pivot(cells: Iterable[tuple[str, str, str]], corner: str = "", none: str = "
 
 
 def mark(name: str, part: str = "") -> str:
-    """Return the line of a page behind which a benchmark's tables begin, or a part of them."""
+    """Return the comment of a page that precedes a benchmark's tables, or a part of them."""
     return f"<!-- measured: python -m benchmarks {name} --docs{f', {part}' if part else ''} -->"
 
 
 def put(page: Path, name: str, part: str, text: str) -> None:
-    """Put what a benchmark says between its marks on a page."""
+    """Put the text of a benchmark between its comments on a page."""
     begin = mark(name, part)
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(END)
@@ -41,7 +41,7 @@ def put(page: Path, name: str, part: str, text: str) -> None:
 
 
 def as_time(seconds: float) -> str:
-    """Return a time in the unit that fits, three digits."""
+    """Return a time in the right unit, with three digits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"

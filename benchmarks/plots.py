@@ -16,7 +16,7 @@ COLOURS = {
     "huang-local": "#8d6a9f", "sdpa-bias": "#c79a3a", "sdpa-local": "#c79a3a", "shaw": "#6b7a8f", "flex": "#3d9a8b",
 }  # fmt: skip
 THICK = ("torch", "numpy", "plain")
-"""The lines that the pictures are about."""
+"""The lines of the pictures."""
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
 
 
 def _few(lines: list[Line]) -> list[Line]:
-    """Keep what the first page compares, with ours above the others."""
+    """Keep the lines of the first page's comparison, with relskew on top."""
     wanted = [CONTENDERS[name].label for name in ("torch", "plain", "sdpa-bias", "huang")]
     kept = sorted((line for line in lines if line.name in wanted), key=lambda line: wanted.index(line.name))
     return [line._replace(thick=line.name == wanted[0]) for line in kept]

@@ -1,4 +1,4 @@
-"""One attention problem: its shape, the same numbers for every contender and library, and what comes out in float64."""
+"""One attention problem: its shape, the same numbers for every contender and library, and the result in float64."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from relskew_core import Span
 
 CLIP = 64
-"""Reach of the clipped table, to both sides."""
+"""The reach of the clipped table on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Queries as many as keys, and a table for every position that occurs."""
+    """As many queries as keys, and a table for every position that occurs."""
 
     length: int
     batch: int = 1
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def span(self) -> Span:
-        """The relative positions that some query sees."""
+        """The visible relative positions."""
         if self.block_size is not None:
             return Span.causal(2 * self.block_size)
         if self.window is not None:
@@ -44,19 +44,19 @@ class Shape:
         return Span.causal(self.length) if self.causal else Span.full(self.length)
 
     def options(self) -> dict[str, Any]:
-        """Return the options of ``relative_attention`` that say the same."""
+        """Return the equivalent options of ``relative_attention``."""
         if self.block_size is not None:
             return {"block_size": self.block_size}
         return {"causal": self.causal, "window": None if self.window is None else (self.window - 1, 0)}
 
     def flops(self, products: float) -> float:
-        """Return the operations of so many products of every query with every key that it sees."""
+        """Return the operations of this many products of every query with every visible key."""
         pairs = self.length * (self.length + 1) / 2 if self.causal else self.length**2
         return 2 * products * self.batch * self.heads * pairs * self.dim
 
 
 class Inputs(NamedTuple):
-    """The arrays of one problem, of one library."""
+    """The arrays of one problem, in one library."""
 
     shape: Shape
     q: Any  # (B, H, L, D)
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
     d_out: Any
 
     def to_torch(self, *, gradients: bool = False) -> Inputs:
-        """Return tensors, on the same memory where they can be; leaves of a graph if ``gradients``."""
+        """Return tensors, sharing memory if possible; leaves of a graph if ``gradients``."""
         to = {"device": self.shape.device, "dtype": getattr(torch, self.shape.dtype)}
         arrays = [torch.from_numpy(x).to(**to) for x in self[1:]]
         q, k, v, table, clipped = (x.requires_grad_(gradients) for x in arrays[:-1])
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def make_inputs(shape: Shape) -> Inputs:
-    """Draw arrays of NumPy, never zeros: the logits' variance is ``std ** 2``, half of it from the table."""
+    """Draw NumPy arrays, without zeros: the logits' variance is ``std ** 2``, half of it from the table."""
     rng = np.random.default_rng(0)
 
     def draw(*sizes: int, std: float = 1.0) -> np.ndarray:
@@ -107,7 +107,7 @@ class Expected(NamedTuple):
 
 @functools.lru_cache(maxsize=3)
 def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
-    """Attend by the plain formula in float64, with the table, the ``"clipped"`` one, or ``"plain"`` without."""
+    """Attend by the plain formula in float64, with the table, the ``"clipped"`` one, or ``"plain"`` without one."""
     x = make_inputs(shape).to_torch()
     rows = torch.linspace(0, shape.length - 1, min(count, shape.length), device=x.q.device).long().unique()
     k, v = x.k[0].double(), x.v[0].double()
@@ -130,7 +130,7 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
 
 
 def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:
-    """Return which relative positions ``r`` queries at ``i`` see."""
+    """Return the relative positions ``r`` that queries at ``i`` see."""
     if shape.block_size is not None:
         return (r <= 0) & (r >= -(i % shape.block_size + shape.block_size))
     seen = r <= 0 if shape.causal else torch.ones_like(r, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What the compiled kernels make of a processor: its multiplications, and a second core."""
+"""The use of a processor by the compiled kernels: its multiplications, and a second core."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LEVELS = {
     "x86-64-v3": (32, ["-mavx2", "-mfma"]),
     "x86-64-v4": (64, ["-mavx512f", "-mprefer-vector-width=512"]),
 }
-"""What the kernels are compiled for: bytes of a vector, and the flags of a loop for the same."""
+"""The targets of the kernels: bytes of a vector, and the flags of an equivalent loop."""
 REALS: dict[str, Any] = {"float32": ("float", ctypes.c_float), "float64": ("double", ctypes.c_double)}
 PRODUCTS = {False: 3, True: 3 + 8}
-"""Of matrices, forward and with backward: queries by keys, queries by the table, weights by values …"""
+"""The number of products, forward and with backward: queries by keys, queries by the table, weights by values …"""
 
 LOOP = r"""
 typedef REAL Vector __attribute__((vector_size(BYTES)));
@@ -70,7 +70,7 @@ def _loop(level: str, dtype: str) -> Any:
 
 
 def peak(level: str, dtype: str) -> float:
-    """Return how many multiplications with additions one thread does in a second."""
+    """Return the multiply-adds per second of one thread."""
     loop, turns, best, real = _loop(level, dtype), 10**6, 0.0, REALS[dtype][1]
     for _ in range(5):
         start = time.process_time()
@@ -80,7 +80,7 @@ def peak(level: str, dtype: str) -> float:
 
 
 class Peak(Benchmark):
-    """What share of a processor's multiplications is reached at each level, beside a loop that does nothing else."""
+    """The share of a processor's multiplications at each level, compared with a loop that does nothing else."""
 
     page = "compiled.md"
     names = tuple(LEVELS)
@@ -120,7 +120,7 @@ class Peak(Benchmark):
 
 
 def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
-    """Return how many pairs each task of a head has, in a causal call; where queries are few, of up to 8 heads."""
+    """Return the pairs in each task of a head, in a causal call; with few queries, of up to 8 heads."""
     q, k = (np.empty((1, heads, n, WIDTH), np.float32) for n in (queries, keys))
     table, lse = np.empty((keys, WIDTH), np.float32), np.empty(q.shape[:-1], np.float32)
     given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
@@ -134,7 +134,7 @@ def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ..
 
 
 def speed_up(tasks: Iterable[int], processors: int) -> float:
-    """Return how many times faster so many processors are that take one task after the other."""
+    """Return the speed-up of this many processors that take one task after the other."""
     busy, total = [0] * processors, 0
     for task in tasks:
         heapq.heapreplace(busy, busy[0] + task)
@@ -143,7 +143,7 @@ def speed_up(tasks: Iterable[int], processors: int) -> float:
 
 
 class Cores(Benchmark):
-    """What a second processor gains, measured; what more would, by the sizes of the tasks."""
+    """The speed-up of a second processor, measured, and of more, from the sizes of the tasks."""
 
     page = "compiled.md"
     names = ("1", "2")

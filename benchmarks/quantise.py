@@ -1,4 +1,4 @@
-"""What quantisation costs in accuracy, and saves in size and time."""
+"""The effect of quantisation on accuracy, size and time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import quantize, save, to_onnx
 
 LARGE = 6.0
-"""What inputs are multiplied by for logits in the tens."""
+"""The factor of inputs for logits in the tens."""
 PROFILES = ("ort", "portable")
 KINDS = ("float32", "float16", "weights-8", "weights-4", "dynamic", "static")
 CALL, LOGITS, TOKEN = "a call", "large logits", "one token"
 
 
 class Quantise(Benchmark):
-    """A causal block in every kind: two sequences of 256, the same with large logits, and a token after 1000 others."""
+    """A causal block of every kind: two sequences of 256, the same with large logits, and a token after 1000 others."""
 
     page = "quantisation.md"
     names = KINDS
@@ -38,7 +38,7 @@ class Quantise(Benchmark):
             )
 
     def asks(self, case: Case) -> set[str]:
-        """Logits change no time."""
+        """Large logits do not affect time."""
         return set() if case["form"] == LOGITS else {"time"}
 
     def prepare(self, case: Case, contender: str) -> Call:
@@ -85,7 +85,7 @@ class Quantise(Benchmark):
 def block(
     form: str, width: int, rows: int
 ) -> tuple[BlockSpec, dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """Return a block, its weights, inputs, and what comes out in float64."""
+    """Return a block, its weights, inputs, and the outputs in float64."""
     spec = BlockSpec(width, width // 64, Span.causal(rows), causal=True)
     weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=0).items()}
     draw = np.random.default_rng(0)

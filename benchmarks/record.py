@@ -1,4 +1,4 @@
-"""Records: where and with what a run was made, and its rows, as JSON that can be read back."""
+"""Records: the machine of a run and its rows, as JSON that can be read back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Record:
     rows: list[Row]
 
     def save(self, path: Path) -> None:
-        """Write a line for every row, so that records can be compared."""
+        """Write one line per row, so that records can be compared."""
         rows = ",\n".join("  " + json.dumps({k: x for k, x in asdict(row).items() if x not in (None, {})})
                           for row in self.rows)  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,23 +47,23 @@ class Record:
 
     @classmethod
     def newest(cls, name: str) -> Record:
-        """Read a benchmark's newest record of those that are kept."""
+        """Read the newest stored record of a benchmark."""
         return cls.load(max((ROOT / "benchmarks" / "records").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]))
 
     def path(self, name: str) -> Path:
-        """Return where a benchmark's record is kept, by device and date."""
+        """Return the path of a benchmark's record, by device and date."""
         device = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         cores = "" if self.machine["device"] != self.machine["cpu"] else f"-{self.machine['cores']}-cores"
         return ROOT / "benchmarks" / "records" / f"{name}-{device}{cores}_{str(self.machine['date'])[:10]}.json"
 
     def measured(self, **wanted: Any) -> Iterator[Row]:
-        """Yield the rows that have numbers, of the cases that have such entries."""
+        """Yield the rows with numbers, of the cases with these entries."""
         for row in self.rows:
             if row.skipped is None and all(row.case.get(key) == x for key, x in wanted.items()):
                 yield row
 
     def by_case(self) -> Iterator[tuple[Case, dict[str, Row]]]:
-        """Yield every case with the rows that have numbers, by contender."""
+        """Yield every case with its rows that have numbers, by contender."""
         found: dict[str, tuple[Case, dict[str, Row]]] = {}
         for row in self.measured():
             found.setdefault(str(row.case), (row.case, {}))[1][row.contender] = row
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def where(self) -> str:
-        """Say in one line where the record was made."""
+        """Return one line about the machine of the record."""
         m = self.machine
         threads = f"{m['torch_threads']} thread{'s' * (m['torch_threads'] != 1)} of {m['cores']} cores"
         versions = [f"{name} {number}" for name, number in m["versions"].items() if number]

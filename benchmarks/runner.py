@@ -1,4 +1,4 @@
-"""What every benchmark is: cases, contenders that take turns on them in one run, and rows of what was measured."""
+"""The base of every benchmark: cases, contenders that take turns in one run, and rows of measurements."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 Call = Callable[[], Any]
 Case = dict[str, Any]
-"""What is asked of every contender, in names and numbers: a record says it, and a fresh process can be asked for it."""
+"""The arguments of a case, as names and numbers that a record and a fresh process can hold."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 ROOT = Path(__file__).parent.parent
 PAUSE_SECONDS = 0.15
-"""Wait before a turn: another library's threads go on spinning for a tenth of a second after their last call."""
+"""The wait before a turn: another library's threads keep spinning for a tenth of a second after their last call."""
 TURN_SECONDS = 0.1
-"""A turn repeats a short call for so long."""
+"""The least duration of a turn, which repeats short calls."""
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender in one case: what was measured, or why not."""
+    """One contender in one case: its measurements, or the reason why there are none."""
 
     case: Case
     contender: str
@@ -58,101 +58,101 @@ class Row:
 
 
 class Benchmark:
-    """Cases and contenders. ``NAMES`` of the command line says where each is."""
+    """Cases and contenders. ``NAMES`` of the command line lists the modules."""
 
     names: tuple[str, ...] = ()
-    """Who takes part; multiples are of the first one's time."""
+    """The contenders; multiples refer to the time of the first one."""
     measures = frozenset({"time"})
-    """What is measured: ``"time"``, ``"memory"``, both, or only what is known of the result."""
+    """The measurements: ``"time"``, ``"memory"``, both, or only facts about the result."""
     tolerance = float("inf")
-    """The largest error that counts as right."""
+    """The largest error of a right result."""
     legend = ""
     page = ""
-    """File in ``docs/`` that the tables go to."""
+    """The file in ``docs/`` for the tables."""
     seconds = 1.5
-    """Time for each contender in each case."""
+    """The time for each contender in each case."""
     threads: int | None = 1
-    """Threads of torch; all with ``None``."""
+    """The threads of torch; ``None``: all."""
     pauses = False
     """Whether turns wait for other libraries' threads."""
     pairs = False
-    """Whether each contender takes turns with the first one alone, since all at once would need too much memory."""
+    """Whether each contender takes turns with the first one only, because all together need too much memory."""
     forks = False
-    """Whether memory is measured in forks of this process: where imports take longer than the calls."""
+    """Whether memory is measured in forks of this process, if imports take longer than the calls."""
     fallible = False
-    """Whether it is a result, too, that a contender fails."""
+    """Whether the failure of a contender is a result, too."""
     small: ClassVar[Case] = {}
-    """What makes a case cheap: to warm up a fresh process."""
+    """The changes that make a case cheap, to warm up a fresh process."""
 
     def begin(self) -> None:
-        """Take as many threads as are asked for."""
+        """Use as many threads as requested."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
     def cases(self) -> Iterable[Case]:
-        """Name what is measured."""
+        """Return the cases."""
         raise NotImplementedError
 
     def contenders(self, case: Case) -> Iterable[str]:
-        """Name who takes part in a case."""
+        """Return the contenders of a case."""
         return self.names
 
     def prepare(self, case: Case, contender: str) -> Call:
-        """Return the call that is measured."""
+        """Return the measured call."""
         raise NotImplementedError
 
     def skip(self, case: Case, contender: str) -> str | None:
-        """Say why a contender does not take part."""
+        """Return the reason why a contender is skipped."""
         return None
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        """Return the relative error of a result, beside the first contender's in the same process, if there is one."""
+        """Return the relative error of a result, compared with the first contender's in this process, if any."""
         return None
 
     def gate(self, case: Case) -> float:
-        """Return the largest error that counts as right in a case."""
+        """Return the largest error of a right result in a case."""
         return self.tolerance
 
     def asks(self, case: Case) -> Set[str]:
-        """Say what is measured in a case."""
+        """Return the measurements of a case."""
         return self.measures
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        """Return what else is known of a result."""
+        """Return further facts about a result."""
         return {}
 
     def group(self, case: Case) -> Hashable:
-        """Neighbours of one group take turns with each other, so that their times can be divided."""
+        """Return the group of a case: cases of one group take turns, so that their times can be divided."""
         return tuple(case.items())
 
     def doubts(self, rows: list[Row]) -> bool:
-        """Say whether rows are to be measured again, for eight times as long."""
+        """Return whether rows should be measured again, for eight times as long."""
         return False
 
     def texts(self, record: Record) -> Mapping[str, str]:
-        """Return what stands between the page's marks, by what they are called; most pages have one, ``""``."""
+        """Return the texts between the page's comments, by their names; most pages have one, ``""``."""
         return {"": f"{record.where}\n\n{self.legend}{pivot(self.cells(record))}"}
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        """Yield the cells of the page's table: which line, which column, what it says."""
+        """Yield the cells of the page's table: row, column and text."""
         raise NotImplementedError
 
     def draw(self, record: Record) -> None:
-        """Draw the page's pictures, where it has any."""
+        """Draw the page's pictures, if it has any."""
 
     def time(self, calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
         """Measure by the clock."""
         return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
-        """Measure the peak of one call, with its time and error."""
+        """Measure the peak memory of one call, with its time and error."""
         if not self.forks:
             return self.apart(name, case, contender)[0]
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             return pool.submit(child, self, case, contender).result()
 
     def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
-        """Return what a fresh process answers, and all that it said."""
+        """Return the answer of a fresh process, and its output."""
         command = [sys.executable, "-m", "benchmarks", name, "--child", json.dumps([case, contender])]
         ended = subprocess.run(
             command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
@@ -162,7 +162,7 @@ class Benchmark:
         return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
 
     def answer(self, case: Case, contender: str) -> Case:
-        """Answer in the fresh process."""
+        """Answer in a fresh process."""
         return child(self, case, contender)
 
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
@@ -219,7 +219,7 @@ class Benchmark:
 def turns(
     calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key], pause: float = 0.0
 ) -> dict[Key, Case]:
-    """Time calls that were made once before, in turns, starting each round with another one.
+    """Time calls that were made once before, in turns, starting each round with another contender.
 
     Each has two turns at least, and turns until it has spent its ``seconds``; a turn repeats a short call. So a load of
     the machine slows all of them, and multiples are medians over rounds. Freeing a result is not timed.
@@ -262,7 +262,7 @@ def _summary(own: list[list[tuple[float, float]]], base: list[list[tuple[float, 
 
 
 def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
-    """Answer a question of ``Benchmark.memory``; only sound in a fresh process.
+    """Answer a question of ``Benchmark.memory``; only valid in a fresh process.
 
     It warms up (libraries load their kernels, thread pools start), makes the inputs, gives freed memory back to the
     system, resets the high-water mark of its resident memory, calls once, and reads the mark. Buffers of 128 KiB and
@@ -303,7 +303,7 @@ def distance(result: Any, expected: Any) -> float:
 
 
 def reason(error: BaseException) -> str:
-    """Return what first went wrong, short and in one line."""
+    """Return the first error, in one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,4 +1,4 @@
-"""Graphs of every form in old and other runtimes: small blocks, each tried in processes of a release."""
+"""Graphs of every form in old and other runtimes: small blocks, each in a process of a release."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LENGTHS = (1, 5, 9)
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A form in a profile: its graph, and inputs with their outputs at some lengths."""
+    """A form in a profile: its graph, and inputs with their outputs at several lengths."""
 
     name: str
     model: onnx.ModelProto
@@ -94,7 +94,7 @@ def _call(
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release of a runtime, and what pip installs for it into a folder of its own; nothing for one that is here."""
+    """A release of a runtime, and the packages that pip installs for it into a separate folder, if any."""
 
     runtime: str
     version: str
@@ -102,7 +102,7 @@ class Release:
 
     @property
     def name(self) -> str:
-        """Return how tables call it."""
+        """Return its name in tables."""
         return f"{self.runtime} {self.version}"
 
     @property
@@ -137,13 +137,13 @@ RELEASES = (
     _apart("onnxslim", "0.1.98"),
 )
 HERE = ("onnxruntime", "openvino")
-"""Those that are tried with every opset."""
+"""The runtimes that are tried with every opset."""
 PROFILES = {"ort": (23, 24), "portable": range(18, 25), "trt": (23, 24)}
-"""Every profile, and the opsets that it may have."""
+"""Every profile with its opsets."""
 
 
 class Runtimes(Benchmark):
-    """Every profile in every release, and with every opset in those that are here."""
+    """Every profile in every release, and with every opset in the installed ones."""
 
     page = "runtimes.md"
     measures = frozenset[str]()
@@ -192,7 +192,7 @@ def _releases(case: Case) -> Sequence[Release]:
 
 
 def reasons(rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for everything that runs in part: what a runtime says to a form that fails, wrong numbers first."""
+    """Yield a line for every form that runs in part, with the runtime's message; wrong numbers come first."""
     for name in names:
         told: dict[str, list[str]] = {}
         for row in rows:
@@ -211,7 +211,7 @@ def _cell(row: Row) -> str:
 
 
 def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
-    """Run the graphs of a folder in one process, each in its own if that one dies."""
+    """Run the graphs of a folder in one process, or each in a separate one if that dies."""
     found = _run(release, folder)
     if isinstance(found, dict):
         yield from ((form, clean(reason)) for form, reason in found.items())
@@ -225,7 +225,7 @@ def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _run(release: Release, folder: Path) -> dict[str, str] | str:
-    """Return what came of a folder's graphs, or how the process ended."""
+    """Return the results of a folder's graphs, or how the process ended."""
     command = [sys.executable, str(TRIAL), release.runtime, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(release.place), "RUST_BACKTRACE": "0"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -237,7 +237,7 @@ def _run(release: Release, folder: Path) -> dict[str, str] | str:
 
 
 def clean(reason: str) -> str:
-    """Return what a reason says, without the paths and the places of one build."""
+    """Return a message without the paths and addresses of one build."""
     without = re.sub(
         r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:", " ", reason
     )

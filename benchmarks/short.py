@@ -1,4 +1,4 @@
-"""Short calls beside the six lines that people write for them.
+"""Short calls compared with six lines of hand-written code.
 
 Decoding, a few more tokens, small batches and short training sequences, where what stands around the arithmetic
 counts. A cell's number is ours over the fastest of the others.
@@ -23,7 +23,7 @@ from benchmarks.textbook import attended, future, picked, skewed
 from relskew_core import Span, relative_attention
 
 REACH = 4096
-"""Rows of the table that decoding has."""
+"""The rows of the table for decoding."""
 BOUND = 1.05
 
 SQUARES = (
@@ -38,13 +38,13 @@ STEPS = (
     (32, 8, 257, 64), (1, 32, 257, 128), (1, 8, 513, 64), (2, 16, 513, 32), (1, 16, 1025, 128), (1, 8, 2049, 64),
     (4, 8, 2049, 64), (1, 8, 4001, 64),
 )  # fmt: skip
-"""The same, of one query after all keys but one."""
+"""The same for one query after all keys but one."""
 
 DRAFTS = (
     (4, 12, 3, 67, 64), (1, 8, 4, 104, 64), (8, 8, 2, 130, 64), (2, 8, 32, 160, 64), (1, 32, 6, 262, 128),
     (4, 8, 4, 516, 64), (1, 8, 64, 576, 64), (1, 16, 5, 1029, 128), (1, 8, 8, 1032, 64), (1, 8, 16, 2064, 64),
 )  # fmt: skip
-"""The same with a number of last queries: a draft's tokens to look at, or a piece of a prompt."""
+"""The same for several last queries: drafted tokens to verify, or a piece of a prompt."""
 
 WHERE = (
     *((way, b, h, n, n, d) for way in ("forward", "training") for b, h, n, d in SQUARES),
@@ -56,12 +56,12 @@ NAMES = ("library", "way", "batch", "heads", "queries", "length", "dim", "thread
 
 
 def ours(q: Any, k: Any, v: Any, table: Any) -> Any:
-    """Attend by the library."""
+    """Attend with the library."""
     return relative_attention(q, k, v, table, Span.causal(table.shape[0]), causal=True, offset=k.shape[2] - q.shape[2])
 
 
 def by_hand(q: Any, k: Any, v: Any, table: Any) -> Any:
-    """One query by hand: it sees all keys, the last of which stands where it does."""
+    """One query by hand: it sees all keys, and has the position of the last one."""
     return _attended(q, k, v, q @ table[-k.shape[2] :].mT)
 
 
@@ -90,7 +90,7 @@ OTHERS = {"decoding": ("by hand",), "continuing": ("dense",)}
 
 
 def _attended(q: Any, k: Any, v: Any, relative: Any, hidden: Any = None) -> Any:
-    """Attend as it is written in each library."""
+    """Attend in the usual form of each library."""
     logits, xp = (q @ k.mT + relative) * q.shape[-1] ** -0.5, _module(q)
     if xp is torch:
         return attended(logits, v, hidden)
@@ -115,7 +115,7 @@ def draw(batch: int, heads: int, queries: int, length: int, dim: int) -> list[np
 
 
 class Short(Benchmark):
-    """Shapes in ways of use: causal, float32, a table for all heads. JAX is compiled."""
+    """Shapes of several uses: causal, float32, with a shared table. JAX is compiled."""
 
     page = "short.md"
     tolerance = 1e-4  # the size of rounding errors, including JAX's products
@@ -123,7 +123,7 @@ class Short(Benchmark):
     threads = None
 
     def cases(self) -> Iterator[Case]:
-        """Name library, way, shape and threads. NumPy's gradients are nobody's textbook."""
+        """Return library, use, shape and threads. There is no textbook for NumPy's gradients."""
         for library, threads in (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1)):
             if find_spec(library) is not None:
                 for where in WHERE:
@@ -157,7 +157,7 @@ class Short(Benchmark):
         return None if first is None else distance(result, first)
 
     def doubts(self, rows: list[Row]) -> bool:
-        """Look for longer where ours seems slow: it may be the machine's noise."""
+        """Repeat longer if relskew seems slow, which may be noise of the machine."""
         mine, *others = (row.fastest or 0.0 for row in rows)
         return bool(others) and mine > BOUND * min(others)
 

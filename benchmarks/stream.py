@@ -1,4 +1,4 @@
-"""A cache-aware Conformer's attention over an hour of sound: what a chunk costs at the beginning and at the end."""
+"""A cache-aware Conformer's attention over an hour of audio: the cost of a chunk at the beginning and at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relskew_core.layers.torch import ChunkCache, ConformerAttention
 
 CHUNK, BEFORE, WIDTH, HEADS = 14, 5, 512, 8
 SECONDS = CHUNK * 0.08
-"""Of sound in a chunk: frames of 10 ms after a subsampling by 8."""
+"""The frames of 10 ms in a chunk, after subsampling by 8."""
 
 
 class Step(nn.Module):
@@ -38,7 +38,7 @@ class Step(nn.Module):
 
 @functools.cache
 def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
-    """Return what takes a chunk and a cache, and both of them at the start."""
+    """Return a function of a chunk and a cache, and both at the start."""
     step = Step().eval()
     given = [torch.randn(1, CHUNK, WIDTH), *step.attention.empty_cache(1)]
     if runtime == "torch":
@@ -58,7 +58,7 @@ def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
 
 
 class Stream(Benchmark):
-    """The first chunk, and later ones, of a stream that has been heard up to there."""
+    """The first chunk, and later ones, of a stream."""
 
     page = "speech.md"
     names = ("the first", "after a minute", "after an hour")

@@ -1,4 +1,4 @@
-"""Relative attention as papers and tutorials write it, and models copy it: each way once, for all benchmarks."""
+"""Relative attention as in papers, tutorials and models that copy them, once for all benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def skewed(product: Tensor) -> Tensor:
 
 
 def shifted(product: Tensor) -> Tensor:
-    """The same of a table of both directions, ``(…, L, 2L − 1)``: Transformer-XL's shift."""
+    """The same for a table of both directions, ``(…, L, 2L − 1)``: Transformer-XL's shift."""
     length = product.shape[-2]
     padded = F.pad(F.pad(product, (0, 1)).flatten(-2), (0, length - 1))
     return padded.reshape(*product.shape[:-2], length + 1, 2 * length - 1)[..., :length, length - 1 :]
@@ -35,17 +35,17 @@ def gathered(q: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def picked(q: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Multiply with all rows, and pick a product for each pair, as DeBERTa in transformers."""
+    """Multiply by all rows, and select a product for each pair, like DeBERTa in transformers."""
     product = q @ table.transpose(-2, -1)
     return torch.gather(product, -1, index.expand(*product.shape[:-1], -1))
 
 
 def future(length: int, device: Any = None) -> Tensor:
-    """Return which keys lie ahead of a query."""
+    """Return the keys that are after a query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def attended(logits: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Hide, take the softmax, and sum the values."""
+    """Apply the mask and the softmax, and sum the values."""
     logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
     return logits.softmax(-1) @ v

@@ -1,4 +1,4 @@
-"""Runs graphs in one runtime, in a process that needs nothing but that runtime and NumPy.
+"""Runs graphs in one runtime, in a process that only needs that runtime and NumPy.
 
 ``python trial.py RUNTIME FOLDER`` prints, as JSON, the release and what came of every graph of the folder: ``""`` where
 the numbers are right, else why not.
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def onnxruntime(path: Path) -> Run:
-    """Load a graph in onnxruntime, with the libraries of operators that lie beside it."""
+    """Load a graph in onnxruntime, with the operator libraries next to it."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -32,7 +32,7 @@ def onnxruntime(path: Path) -> Run:
 
 
 def openvino(path: Path) -> Run:
-    """Load a graph in OpenVINO, which computes in bfloat16 on some processors unless told otherwise."""
+    """Load a graph in OpenVINO, which computes in bfloat16 on some processors by default."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it would fork and call home
     import openvino
 
@@ -41,7 +41,7 @@ def openvino(path: Path) -> Run:
 
 
 def tract(path: Path) -> Run:
-    """Load a graph in tract, anew for each shape: it wants all of them, and no other shapes written down."""
+    """Load a graph in tract, again for each shape: it requires all of them, and no other recorded shapes."""
     import onnx
 
     tract = import_module("tract")
@@ -64,7 +64,7 @@ def tract(path: Path) -> Run:
 
 
 def onnx2torch(path: Path) -> Run:
-    """Convert a graph to a module of torch."""
+    """Convert a graph to a torch module."""
     from unittest.mock import MagicMock
 
     # It imports torchvision for operators on images; PyPI's builds do not fit every torch.
@@ -82,18 +82,18 @@ def onnx2torch(path: Path) -> Run:
 
 
 def onnxslim(path: Path) -> Run:
-    """Run what onnxslim makes of a graph."""
+    """Run the result of onnxslim for a graph."""
     return _rewritten(path, import_module("onnxslim").slim)
 
 
 def onnxsim(path: Path) -> Run:
-    """Run what onnxsim makes of a graph."""
+    """Run the result of onnxsim for a graph."""
     simplify = import_module("onnxsim").simplify
     return _rewritten(path, lambda model: simplify(model)[0])
 
 
 def onnxscript(path: Path) -> Run:
-    """Run what onnxscript's optimiser makes of a graph."""
+    """Run the result of onnxscript's optimiser for a graph."""
     from onnxscript import optimizer
 
     return _rewritten(path, optimizer.optimize)

@@ -100,8 +100,8 @@ def _refuse_flat(name: str, bias: Array, spans: Any, grids: Grids) -> None:
     narrow = (spans is None or spans[1] is None) and bias.shape[-1] < grids.queries[1] + grids.keys[1] - 1
     if narrow and bias.ndim == 2 and bias.shape[0] == of_cells:
         raise ValueError(
-            f"`{name}` must have an axis for heights and one for widths, (Rh, Rw) or (H, Rh, Rw): what Swin stores as "
-            f"({of_cells}, H), conventions.Swin(window={grids.queries}).load brings here, got {describe(bias)}"
+            f"`{name}` must have an axis for heights and one for widths, (Rh, Rw) or (H, Rh, Rw): convert Swin's table "
+            f"({of_cells}, H) with conventions.Swin(window={grids.queries}).load, got {describe(bias)}"
         )
 
 

@@ -28,7 +28,7 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
     if isinstance(given, (tuple, list)):
         if len(given) != 2:
             if not paired and isinstance(given, list):
-                expected = f"an integer array, or {expected}, and no list"
+                expected = f"an integer array, or {expected}; make an array of the list first"
             raise ValueError(f"`{name}` must be {expected}, got {describe(given)}")
         names: Sequence[str] = (f"{name}[0]", f"{name}[1]")
     elif paired:

@@ -108,7 +108,7 @@ def verify(
     library: Annotated[Names, typer.Option(help="Only this library or runtime; can be repeated.")] = None,
     dtype: Annotated[Names, typer.Option(help="Only this dtype, with every case; can be repeated.")] = None,
     case: Annotated[Names, typer.Option(help="Only this case; can be repeated.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every case in every dtype, each on its own line.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every case in every dtype, each on a separate line.")] = False,
     as_json: Json = False,
 ) -> int:
     """Run a block on every installed array library and ONNX runtime, and compare it with float64."""
