@@ -44,7 +44,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_tunes(step: int) -> Tensor:
-    """Tunes that repeat themselves after a while: relative positions tell after how long."""
+    """Return tunes that repeat themselves after some steps: relative positions show after how many."""
     random = torch.Generator("cpu").manual_seed(step)
     motif = torch.randint(SYMBOLS, (BATCH, 7), generator=random, dtype=torch.int64, device="cpu")
     return motif.repeat(1, LENGTH // 7 + 2)[:, : LENGTH + 1]
@@ -90,7 +90,7 @@ def train(rank: int, steps: int, mesh: Any) -> None:
 
 
 def balance(rank: int, processes: int, length: int) -> None:
-    """What each layout costs each process: seconds of its processor for causal attention, forward and backward."""
+    """Measure the cost of each layout for each process: CPU seconds of causal attention, forward and backward."""
     table = torch.randn(length * processes, 32, **FLOAT32)
     rows = []
     layout: Any

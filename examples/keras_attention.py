@@ -1,4 +1,4 @@
-"""Relative attention as a layer of Keras 3, whichever its backend: TensorFlow, torch or JAX. To copy and to change.
+"""Relative attention as a Keras 3 layer for every backend: TensorFlow, torch or JAX. Copy it and change it.
 
 torch and JAX run relskew's paths of their own. TensorFlow's arrays follow no standard: there the NumPy path attends, on
 the CPU, forward and backward, as one step of the graph that XLA cannot compile.
@@ -77,7 +77,7 @@ class RelativeAttention(keras.layers.Layer):
 
 
 def numpy_attention(q: Any, k: Any, v: Any, rel_k: Any, *, mask: Any = None, seed: Any = None, **options: Any) -> Any:
-    """Return ``relative_attention`` of tensors of TensorFlow, computed and differentiated by NumPy."""
+    """Return ``relative_attention`` of TensorFlow tensors, computed and differentiated by NumPy."""
     import tensorflow as tf
 
     if q.dtype == tf.bfloat16:  # which NumPy does not support

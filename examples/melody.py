@@ -1,4 +1,4 @@
-"""What the skew does, in NumPy and on a tune that everyone knows.
+"""The effect of the skew, in NumPy and on a well-known tune.
 
 Run it: ``python examples/melody.py``. `relskew demo` shows more of the same: attention, colours, a PNG, ONNX.
 """
@@ -37,7 +37,7 @@ np.testing.assert_allclose(np.tril(skew(both_sides)), after, atol=1e-15)
 
 
 def shades(x: np.ndarray, seen: np.ndarray) -> list[str]:
-    """One character a number, ' ' where there is none."""
+    """Return one character per number, ' ' for missing ones."""
     return [
         "".join("·░▒▓█"[min(4, int(5 * v))] if s else " " for v, s in zip(*row, strict=True))
         for row in zip(x, seen, strict=True)

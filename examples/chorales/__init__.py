@@ -1,1 +1,1 @@
-"""A small Music Transformer, from tunes to sound: ``make example``. `docs/chorales.md` says what it does and shows."""
+"""A small Music Transformer, from tunes to sound: ``make example``. `docs/chorales.md` describes it."""

@@ -1,4 +1,4 @@
-"""``python -m examples.chorales``: two models learn tunes; one goes on with a tune, in torch and without it."""
+"""``python -m examples.chorales``: train two models on tunes, and continue a tune with one, in torch and without it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from examples.chorales.tunes import tunes
 from relskew_core.export import decoder_to_onnx, generate
 
 TUNE = "London Bridge"
-"""Held out: no model has seen it."""
+"""The tune to continue, which is held out of training."""
 
 BARS = 4
-"""Of the tune that are given."""
+"""The notes of the tune that are given."""
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,7 +40,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the files go.")] = Path("example-output"),
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
 ) -> None:
-    """Learn, draw, go on, export, and go on without torch."""
+    """Train, draw, generate, export, and generate without torch."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         run(steps, tokens, out, seed, console)
@@ -50,7 +50,7 @@ def main(
 
 
 def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
-    """Do all of it."""
+    """Run all steps."""
     torch.set_num_threads(1)  # more threads do not speed up such small models
     music = melodies()
     console.print(f"{len(music.learned)} tunes to learn from, {len(music.held_out)} held out, crops of {CROP} eighths")
@@ -89,7 +89,7 @@ def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
 
 
 def table(results: dict[str, tuple[int, list[float]]]) -> Table:
-    """Return the likelihoods of models in ranges of positions."""
+    """Return a table of the models' likelihoods by range of positions."""
     made = Table(title="negative log-likelihood a token, in nats, by position", title_justify="left")
     for column in ("positions", "parameters", *(f"{start}–{stop}" for start, stop in RANGES)):
         made.add_column(column, justify="left" if column == "positions" else "right")
@@ -99,19 +99,19 @@ def table(results: dict[str, tuple[int, list[float]]]) -> Table:
 
 
 def timed(made: Callable[[], list[int]], n: int) -> tuple[list[int], float]:
-    """Return some tokens and how many a second there were."""
+    """Return some tokens, and how many were generated per second."""
     start = time.perf_counter()
     return made(), n / (time.perf_counter() - start)
 
 
 def differ(first: list[int], second: list[int]) -> int:
-    """Return the first place at which two lists differ."""
+    """Return the first index at which two lists differ."""
     return next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield what moves a bar on stderr by one; silent unless a person sees it."""
+    """Yield a function that advances a progress bar on stderr; silent unless stderr is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

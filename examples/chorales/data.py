@@ -1,4 +1,4 @@
-"""What is learned and what is held out, and the crops of both."""
+"""The training and held-out pieces, and crops of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Piece = Sequence[Voice]
 
 @dataclass(frozen=True, slots=True)
 class Music:
-    """Pieces to learn from and pieces held out, all of so many voices."""
+    """Pieces for training and held-out pieces, all with the same number of voices."""
 
     learned: list[Piece]
     held_out: list[Piece]
@@ -35,7 +35,7 @@ def melodies() -> Music:
 
 
 def crops(pieces: Sequence[Piece], batch: int, length: int, rng: np.random.Generator) -> Tensor:
-    """Cut crops out of medleys: pieces in any order, each in any key that is sung, one after another.
+    """Cut crops out of medleys: pieces in random order and in random singable keys, one after another.
 
     A crop begins anywhere in its first piece, with the first voice.
     """

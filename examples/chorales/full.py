@@ -30,7 +30,7 @@ PICTURE = PAGE.with_suffix("") / "five.png"
 RECORD = Path(__file__).with_name("record.json")
 MARKS = "<!-- measured: python -m examples.chorales.full --docs -->\n", "<!-- end of measured -->"
 GRID = 4
-"""Steps in a quarter: sixteenths."""
+"""The steps of a quarter note: sixteenths."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,7 +44,7 @@ def main(
         bool, typer.Option("--docs", help=f"Keep the numbers, and remake the table of {PAGE.name}.")
     ] = False,
 ) -> None:
-    """Let five models learn the same, and print how likely what was held out is to them."""
+    """Train five models on the same data, and print the likelihood of the held-out pieces."""
     console = Console(highlight=False, width=120)
     if find_spec("music21") is None:
         console.print("This reads the chorales of music21, which is not installed: .venv/bin/pip install music21")
@@ -62,7 +62,7 @@ def main(
 
 
 def chorales() -> Music:
-    """Return the chorales in four parts whose notes lie on the grid, from music21's corpus."""
+    """Return the four-part chorales whose notes lie on the grid, from music21's corpus."""
     from music21 import corpus
 
     paths = sorted(corpus.getComposer("bach", fileExtensions=("mxl",)))
@@ -79,7 +79,7 @@ def chorales() -> Music:
 
 
 def voice(part: Any) -> Voice | None:
-    """Return one part's notes, or nothing where one lies beside the grid."""
+    """Return the notes of one part, or nothing if a note is off the grid."""
     notes: list[tuple[int | None, int]] = []
     for one in part.flatten().notesAndRests:
         steps = one.duration.quarterLength * GRID
@@ -95,7 +95,7 @@ def voice(part: Any) -> Voice | None:
 
 
 def measure(music: Music, steps: int, seconds: float, seeds: int) -> dict[str, Any]:
-    """Train each kind, as long as the time goes round, and return its likelihoods."""
+    """Train each kind for its share of the time, and return the likelihoods."""
     kinds = [(kind, seed) for seed in range(seeds) for kind in KINDS]
     began = time.monotonic()
     rows = []
@@ -119,7 +119,7 @@ def measure(music: Music, steps: int, seconds: float, seeds: int) -> dict[str, A
 
 
 def affordable(model: Decoder, music: Music, seconds: float) -> int:
-    """Return how many steps fit into so many seconds."""
+    """Return how many steps fit into this many seconds."""
     train(model, music, 3, seed=0)  # the first steps are slower
     start, tried = time.monotonic(), 20
     train(model, music, tried, seed=0)
@@ -145,7 +145,7 @@ def text(measured: dict[str, Any]) -> str:
 
 
 def write(measured: dict[str, Any]) -> None:
-    """Keep what was measured, and put it into the page."""
+    """Save the measurements, and write them into the page."""
     first, last = MARKS
     page = PAGE.read_text("utf-8")
     if first not in page or last not in page:

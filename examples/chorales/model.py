@@ -1,4 +1,4 @@
-"""The decoder, with the positions that are asked for."""
+"""The decoder, with one of several kinds of positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Size:
 
 
 def positions(kind: str, size: Size) -> tuple[Span, dict[str, Any]]:
-    """Return the tables' span and which tables there are. One row for all distances tells nothing of positions."""
+    """Return the span and the kinds of tables. A single row for all distances says nothing about positions."""
     if kind == "relative":
         return Span(size.reach, 0, "clip"), {}
     bias = {"rel_keys": False, "rel_bias": True}
@@ -43,7 +43,7 @@ def positions(kind: str, size: Size) -> tuple[Span, dict[str, Any]]:
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each after a norm and beside a residual."""
+    """Attention and a feed-forward part, each after a norm and inside a residual connection."""
 
     def __init__(self, kind: str, size: Size, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``model(tokens, past) -> (logits, past)``: a cache for each layer, or nothing where nothing is kept."""
+    """``model(tokens, past) -> (logits, past)``, with a cache for each layer, or none."""
 
     def __init__(self, kind: str = "relative", size: Size = Size(), dropout: float = 0.1) -> None:
         super().__init__()
@@ -92,15 +92,15 @@ class Decoder(nn.Module):
 
     @property
     def attentions(self) -> list[RelativeMultiheadAttention]:
-        """Every layer's attention."""
+        """The attention modules of all layers."""
         return [layer.attention for layer in self.layers if isinstance(layer, Layer)]
 
     def empty_cache(self, batch: int, **options: Any) -> list[Any]:
-        """Return the first ``past``: what every layer's attention says."""
+        """Return the first ``past``: the empty cache of every layer's attention."""
         return [attention.empty_cache(batch, **options) for attention in self.attentions]
 
     def parameter_groups(self, rate: float) -> list[dict[str, Any]]:
-        """Return what is learned, the tables at ten times the rate."""
+        """Return the parameters in groups, with ten times the learning rate for tables."""
         tables = [x for attention in self.attentions for x in attention.table_parameters()]
         others = [x for x in self.parameters() if all(x is not table for table in tables)]
         return [
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         ]
 
     def learned(self) -> int:
-        """Count the numbers that are learned."""
+        """Return the number of learned parameters."""
         return sum(x.numel() for x in self.parameters() if x.requires_grad)
 
 

@@ -15,7 +15,7 @@ from examples.chorales.tokens import HELD, LOWEST
 from relskew_core._files import whole
 
 INK = FAINT = "#747d88"
-"""Grey that can be read on white and on black: the pictures have no paper, and show the page's."""
+"""A grey that is legible on white and on black, because the pictures are transparent."""
 COLOURS = {
     "relative": "#0072b2",
     "sinusoids": "#d55e00",
@@ -23,10 +23,10 @@ COLOURS = {
     "ALiBi": "#cc79a7",
     "none": "#8a8a99",
 }
-"""Told apart by every eye."""
+"""Colours that are distinguishable with every kind of colour vision."""
 
 SMOOTH = 16
-"""Positions that a point of the curves is the mean of."""
+"""The number of positions that are averaged for a point of the curves."""
 
 
 def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> None:
@@ -56,7 +56,7 @@ Array = np.ndarray[Any, Any]
 
 
 def apart(places: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Move places up until no two are closer than ``gap``."""
+    """Move positions up until no two are closer than ``gap``."""
     moved: dict[str, float] = {}
     last = -np.inf
     for name in sorted(places, key=places.__getitem__):
@@ -65,7 +65,7 @@ def apart(places: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 class Look(NamedTuple):
-    """One token, and how much one head attends to those before it."""
+    """A token, and one head's attention to the tokens before it."""
 
     layer: int
     head: int
@@ -91,7 +91,7 @@ def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
 
 
 def furthest_look(weights: Sequence[Array], tokens: Sequence[int], *, first: int, near: int) -> Look:
-    """Choose the note, from ``first`` on, that attends most to notes more than ``near`` before it, in one head."""
+    """Return the note, from ``first`` on, that attends most to notes more than ``near`` before it, in one head."""
     struck = np.asarray(tokens) > HELD
     distance = np.arange(len(tokens), dtype=np.int64)[:, None] - np.arange(len(tokens), dtype=np.int64)
     far = struck[:, None] & struck & (distance > near)
@@ -102,7 +102,7 @@ def furthest_look(weights: Sequence[Array], tokens: Sequence[int], *, first: int
 
 
 def plot_roll(path: Path, tokens: Sequence[int], *, prompt: int, look: Look, title: str, arcs: int = 8) -> None:
-    """Draw a melody, the part that was made darker, with arcs from one note to those that it attends to."""
+    """Draw a melody, with the generated part darker, and arcs from one note to those that it attends to."""
     figure = Figure(figsize=(9.6, 3.4), dpi=100)
     axis = figure.add_axes((0.05, 0.13, 0.93, 0.74))
     notes: list[list[int]] = []  # pitch, beginning, end
@@ -135,12 +135,12 @@ def plot_roll(path: Path, tokens: Sequence[int], *, prompt: int, look: Look, tit
 
 
 def shade(start: int, prompt: int) -> str:
-    """Return the colour of a note: given or made."""
+    """Return the colour of a note: given or generated."""
     return "#9fb8cc" if start < prompt else COLOURS["relative"]
 
 
 def plain(axis: Any) -> None:
-    """Leave away what says nothing."""
+    """Remove frames and ticks without information."""
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.tick_params(colors=INK, length=3)

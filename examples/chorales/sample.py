@@ -1,4 +1,4 @@
-"""Music goes on: token by token, in torch with a sliding cache."""
+"""Continuing music token by token, in torch with a sliding cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.chorales.model import Decoder
 
 
 class Choice:
-    """The next token, by chance among the likeliest: drawn from the seed as `relskew_core.export.generate` draws."""
+    """Sampling among the most likely tokens, drawn from the seed like `relskew_core.export.generate`."""
 
     def __init__(self, *, seed: int = 0, temperature: float = 0.9, top: int = 8) -> None:
         self.rng, self.temperature, self.top = np.random.default_rng(seed), temperature, top
@@ -25,7 +25,7 @@ class Choice:
 
 @torch.no_grad()
 def go_on(model: Decoder, prompt: Sequence[int], n: int, choose: Choice) -> list[int]:
-    """Return ``n`` tokens after the prompt, through caches of the positions that a query may see, and no more."""
+    """Return ``n`` tokens after the prompt, with caches of only the positions that a query may see."""
     past = model.empty_cache(1, keep=model.size.window)
     tokens = list(prompt)
     new: list[int] = []

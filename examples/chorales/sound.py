@@ -1,4 +1,4 @@
-"""Music as MIDI and as WAV."""
+"""Music as MIDI and WAV files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from examples.chorales.tokens import Voice
 from relskew_core._files import whole
 
 TICKS = 480
-"""Of MIDI, in a quarter note."""
+"""MIDI ticks in a quarter note."""
 
 RATE = 22050
-"""Samples of a WAV in a second."""
+"""WAV samples per second."""
 
 HARMONICS = (1.0, 0.5, 0.3, 0.15, 0.08)
 
 
 def save_midi(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: int = 112) -> None:
-    """Write a track for each voice; a step is so many quarter notes, of which there are ``tempo`` in a minute."""
+    """Write a track for each voice; a step is this share of a quarter note, of which ``tempo`` are in a minute."""
     song = mido.MidiFile(ticks_per_beat=TICKS)
     for number, voice in enumerate(voices):
         track = song.add_track(f"voice {number + 1}")
@@ -42,7 +42,7 @@ def save_midi(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: 
 
 
 def save_wav(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: int = 112) -> None:
-    """Write the sound of plucked strings: each note a few harmonics that fade, the higher the sooner."""
+    """Write the sound of plucked strings: each note has a few harmonics, of which higher ones fade sooner."""
     seconds = step * 60 / tempo
     longest = max(sum(steps for _, steps in voice) for voice in voices)
     sound = np.zeros(int((longest * seconds + 1) * RATE), dtype=np.float64)
@@ -63,7 +63,7 @@ def save_wav(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: i
 
 
 def tone(frequency: float, seconds: float) -> np.ndarray[Any, Any]:
-    """Return one note: it fades, and stops softly where the next one begins."""
+    """Return one note, which fades, and stops softly where the next one begins."""
     time = np.arange(int(seconds * RATE), dtype=np.int64) / RATE
     waves = [
         loud * np.sin(2 * np.pi * n * frequency * time) * np.exp(-1.5 * n * time)

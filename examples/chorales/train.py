@@ -1,4 +1,4 @@
-"""Training, and the likelihood of what was held out, by position."""
+"""Training, and the likelihood of held-out pieces by position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FARTHEST = 4 * CROP
 def train(
     model: Decoder, music: Music, steps: int, *, seed: int, tell: Callable[[int], None] = lambda _: None
 ) -> Decoder:
-    """Learn from crops of `CROP` positions; ``tell`` is called after every step."""
+    """Train on crops of `CROP` positions; ``tell`` is called after every step."""
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameter_groups(RATE), weight_decay=0.1)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -52,7 +52,7 @@ def by_position(model: Decoder, music: Music, *, rows: int = 96, seed: int = 1) 
 
 
 RANGES = ((0, CROP), (CROP, 2 * CROP), (2 * CROP, FARTHEST))
-"""Within what was trained, just past it, and far past it."""
+"""Within the training length, just past it, and far past it."""
 
 
 def by_range(likelihood: np.ndarray[Any, Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The tunes of ``tunes.txt``, whose first lines say how they are written down."""
+"""The tunes of ``tunes.txt``, whose first lines describe their notation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 BOOK = Path(__file__).with_name("tunes.txt")
 GRID = 8
-"""Steps in a whole note: eighths. A tune in sixteenths is sung at half its speed, in values twice as long."""
+"""The steps of a whole note: eighths. A tune in sixteenths is read at half its speed, in values twice as long."""
 
 STEPS_ABOVE_C = dict(zip("CDEFGAB", (0, 2, 4, 5, 7, 9, 11), strict=True))
 SHARPS = {"F": -1, "C": 0, "G": 1, "D": 2, "A": 3, "E": 4, "Dm": -1, "Am": 0, "Em": 1, "Gm": -2}
@@ -39,7 +39,7 @@ def tunes() -> tuple[Tune, ...]:
 
 
 def parse(block: str) -> Tune:
-    """Read one tune, and hold its bars to its metre."""
+    """Read one tune, and check its bars against its metre."""
     title, by, printed, head, *lines = block.splitlines()
     given = HEAD.fullmatch(head)
     if given is None or not by.startswith("by: ") or not re.fullmatch(r"in: .*, \d{4}", printed):
@@ -73,7 +73,7 @@ HELD = -1
 
 
 def note(written: str, sharps: int) -> tuple[int | None, int]:
-    """Return one note's pitch and length in units: no pitch for a rest, `HELD` for more of the note before."""
+    """Return one note's pitch and length in units: no pitch for a rest, `HELD` for a continued note."""
     found = NOTE.fullmatch(written)
     if found is None:
         raise ValueError(f"a note must be a letter with a length, such as ^c2, got {written!r}")

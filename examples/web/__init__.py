@@ -1,1 +1,1 @@
-"""A page that makes and plays tokens in the browser: ``make web``. `docs/chorales.md` says more."""
+"""A page that generates and plays music in the browser: ``make web``. `docs/chorales.md` says more."""

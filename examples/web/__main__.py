@@ -1,4 +1,4 @@
-"""``python -m examples.web``: serve the page, with the decoder that ``make example`` made."""
+"""``python -m examples.web``: serve the page, with the decoder of ``make example``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNTIME = HERE.parents[1] / ".venv-web" / "node_modules" / "onnxruntime-web" / "
 
 
 class Page(SimpleHTTPRequestHandler):
-    """The files of this folder, the runtime under ``ort/``, a decoder and what the page has to know of its tokens."""
+    """The files of this folder, the runtime under ``ort/``, a decoder, and the page's data about its tokens."""
 
     extensions_map = {**SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm"}  # noqa: RUF012 -- as the base has it
 
@@ -28,7 +28,7 @@ class Page(SimpleHTTPRequestHandler):
         super().__init__(*arguments, directory=str(HERE), **named)
 
     def translate_path(self, path: str) -> str:
-        """Say where a file is."""
+        """Return the path of a file."""
         here = Path(super().translate_path(path))  # the base class has removed ".."
         inside = here.relative_to(HERE) if here.is_relative_to(HERE) else Path()
         if inside.parts[:1] == ("ort",):
@@ -48,11 +48,11 @@ class Page(SimpleHTTPRequestHandler):
         return None
 
     def log_message(self, format: str, *_: Any) -> None:  # noqa: A002 -- the base calls it so
-        """Say nothing."""
+        """Log nothing."""
 
 
 def tune() -> dict[str, Any]:
-    """Return the beginning of a tune, and what its tokens are."""
+    """Return the beginning of a tune, and the meaning of its tokens."""
     one = next(one for one in tunes() if one.title == TUNE)
     return {
         "title": TUNE,
@@ -63,7 +63,7 @@ def tune() -> dict[str, Any]:
 
 
 def server(decoder: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server for this machine alone."""
+    """Return a server that only this machine can reach."""
     return ThreadingHTTPServer(("127.0.0.1", port), partial(Page, decoder=decoder))
 
 

@@ -41,7 +41,7 @@ _known: dict[Hashable, Windows | None] = {}
 class Windows:
     """The remembered facts about equal calls."""
 
-    # the entry of the bias for each pair; an `array` because libraries may bind theirs to a device or trace
+    # the entry of the bias for each pair; an `array` because libraries may bind arrays to a device or trace
     index: array[int]
     before: int  # axes before those of queries and keys
     shape: tuple[int, ...]  # of the axes before

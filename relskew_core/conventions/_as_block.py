@@ -25,7 +25,7 @@ def note_head_width(state: State, name: str) -> None:
 
 
 def read_weights(state: State, names: Mapping[str, str], axes: str = "") -> Weights:
-    """Read the weights of four linear layers, from our names to theirs. Convolutions have more ``axes`` of 1."""
+    """Read the weights of four linear layers, by our names. Convolutions have more ``axes`` of 1."""
     weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours] + axes) for ours in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
     return {name: weight[..., 0] if axes else weight for name, weight in weights.items()}

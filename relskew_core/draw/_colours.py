@@ -1,7 +1,7 @@
 """Two colour maps that every kind of colour vision distinguishes, readable on light and dark paper.
 
-A colour is a hue and how much of it covers the paper: on any paper, small values are close to it and large ones stand
-out.
+A colour is a hue and how much of it covers the paper: on any paper, small values are close to it and large ones are
+conspicuous.
 """
 
 from __future__ import annotations

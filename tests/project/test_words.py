@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-CEILING = 15
+CEILING = 5
 """How often words of the list are there today. Lower it when a page is rewritten; never raise it."""
 
 
