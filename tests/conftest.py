@@ -23,7 +23,7 @@ if importlib.util.find_spec("jax") is not None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Compile every third case of a test alone: each takes a second, other libraries have all, and so has the matrix.
+    """Compile every third case of a test only: each takes a second, and other libraries and the matrix run all.
 
     The matrix, ``tests/core/test_matrix.py``, chooses cases and dtypes itself.
     """

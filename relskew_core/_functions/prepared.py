@@ -187,7 +187,8 @@ class Checked:
         kernels, x = backends.prepared(type(call.given.q)), call.given
         if kernels is None:  # JAX is tracing, and a heads axis was added
             return None
-        if x.mask is not None and x.mask.dtype != given.mask.dtype:  # another array of its dtype may be refused
+        # a weakly typed mask was accepted, but other arrays of its dtype may be rejected
+        if x.mask is not None and given.mask is not None and x.mask.dtype != given.mask.dtype:
             return None
         operands = call.operands(half=kernels.HALF)
         own = kernels.call_of(operands, call.options)

@@ -462,7 +462,7 @@ def test_negligible_weights_are_zeros(level: str, dtype: str) -> None:
 
 
 def told(q: Any, k: Any, v: Any) -> list[Any]:
-    """Return what the kernels are told of a call without tables."""
+    """Return the kernels' arguments for a call without tables."""
     given = problem(Arguments(q, k, v))
     call = _compiled.Call.of(given.operands(), given.options)
     arrays = [q, k, v, *[None] * (len(_compiled.ARRAYS) - 3), *_compiled.NO_INTEGERS]

@@ -39,7 +39,7 @@ static Index threadIdx = {0}, blockIdx = {0}, blockDim = {1};
 static void __syncthreads() {}
 extern "C" void at_block(unsigned block) { blockIdx.x = block; }
 """
-"""One thread a block: what is left of CUDA C++ is C++."""
+"""One thread per block, without which the rest of the CUDA C++ is plain C++."""
 
 
 def _column_major(pointer: int, dtype: Any, transposed: int, rows: int, columns: int, pitch: int) -> Any:

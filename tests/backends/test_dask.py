@@ -76,7 +76,7 @@ def test_heads_are_cut_between_groups_alone() -> None:
 
 
 def test_no_task_needs_more_than_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen thousand positions, whose logits would be 2 GiB; and what nobody sees is no task."""
+    """Sixteen thousand positions, whose logits would be 2 GiB; pairs that no query sees need no task."""
     from relskew_core.backends._dask import blocks as module
 
     seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Random calls beside the formula, as other processors are tried: they pass, and find what is wrong."""
+"""Random calls compared with the formula, for other processors: they pass, and find planted errors."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_jax_lends_its_arrays_and_traces_the_portable_code(kind: str, monkeypatc
 
 @pytest.mark.parametrize("sizes", [((5, 7), (3, 4), (2, 9)), ((2, 2), (2, 3), (3, 2), (2, 5)), ((40, 30),)])
 def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
-    """The formula, one axis after the other, beside two keys and one query before the grids."""
+    """The formula, axis by axis, with two keys and one query before the grids."""
     rng = np.random.default_rng(4)
     sides = tuple(Side(*pair) for pair in sizes)
     n, m = (int(np.prod([pair[which] for pair in sizes])) for which in (0, 1))

@@ -163,7 +163,7 @@ def test_every_option_has_a_case() -> None:
 
 @pytest.mark.parametrize("tables", ["", "rel_k rel_v rel_bias key_table"], ids=["no tables", "tables"])
 def test_offsets_by_item_may_be_traced(tables: str) -> None:
-    """With gradients of the tables, whose rows are taken by values that nobody knows."""
+    """Includes gradients of the tables, whose rows are selected by unknown values."""
     case = dense.Case("ragged", n=5, m=9, span=Span(4, 1, "clip"), tables=tables,
                       options={"causal": True, "dropout": 0.3, "seed": 2, "chunk_size": 2})  # fmt: skip
 
@@ -325,7 +325,7 @@ def pushed(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
 
 
 def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
-    """The gradients of calls with all options beside, one after the other in one program."""
+    """The gradients of calls with all options, one after the other in one program."""
     table = rel_k[:, :65]
     given: dict[str, Any] = {"span": Span.clipped(32), "rel_k": table, "key_table": table, "dropout": 0.1, "seed": 1}
     calls: list[dict[str, Any]] = [{"segments": labels}, {"positions": (labels, labels)}, {"offset": labels[:1]}]

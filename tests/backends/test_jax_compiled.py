@@ -313,7 +313,7 @@ def test_the_backward_pass_takes_the_sums_of_the_forward_pass() -> None:
 
 @pytest.mark.parametrize("items", [1, 3])
 def test_threads_of_xla_share_a_call(items: int) -> None:
-    """Several parts of one call, and calls of several threads at the same time, which wait for nobody."""
+    """Several parts of one call, and concurrent calls of several threads, which do not wait for each other."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((items, 4, 300, 32)).astype(np.float32) for _ in range(3)]
     table = rng.standard_normal((300, 32)).astype(np.float32)
@@ -366,7 +366,7 @@ def test_eager_calls_compile_nothing() -> None:
 @pytest.mark.parametrize("first", ["jit", "eager"])
 @pytest.mark.parametrize("form", ["no heads", "one bias", "grid"])
 def test_arrays_that_jit_closes_over(form: str, first: str) -> None:
-    """What is made of them there is traced, and no array."""
+    """Arrays made from them in the closure are tracers."""
     rng = np.random.default_rng(0)
     q, table, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in [(441, 4), (41, 4), (881,)])
     heads = q[None, None]

@@ -126,7 +126,7 @@ def test_a_program_without_python(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("how", ["forward", "compiled", "vjp", "gradient", "compiled gradient"])
 def test_memory_grows_with_the_length(how: str) -> None:
-    """Twice the length takes twice the memory, not four times as much: chunks are worked off one after the other."""
+    """Twice the length takes twice the memory instead of four times, because chunks run one after the other."""
 
     def loss(q: Any, table: Any) -> Any:
         return mx.sum(relative_attention(q, q, q, table, causal=True, chunk_size=64))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels we
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Let the native path use workers, whatever the machine has."""
+    """Let the native path use workers on any machine."""
     backends.set_numpy_threads(2)
     yield
     backends.set_numpy_threads(None)

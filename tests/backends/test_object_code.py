@@ -31,7 +31,7 @@ class Compiler(NamedTuple):
         return " ".join((*self.command, self.level))
 
     def missing(self) -> str | None:
-        """Say what is not here; a Clang for another processor needs headers, which come with a compiler for it."""
+        """Return what is missing: a Clang for another processor needs headers, which come with a compiler for it."""
         wanted = ("aarch64-linux-gnu-g++",) if "aarch64" in str(self) else ()
         names = [name for name in (self.command[0], *wanted, self.objdump) if shutil.which(name) is None]
         return f"no {' and no '.join(names)} is here" if names else None
@@ -57,7 +57,7 @@ class Loop(NamedTuple):
         return sum(name.startswith(names) for name, _ in self.body)
 
     def stored_on_the_stack(self) -> list[str]:
-        """Instructions that write there: on x86-64 what is written comes last, on ARM by other names."""
+        """Return the instructions that write there: on x86-64 the destination is last, on ARM the names differ."""
         return [
             f"{name} {of}"
             for name, of in self.body

@@ -37,7 +37,7 @@ libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], i
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """Return what is remembered: nothing, in the beginning."""
+    """Return the remembered calls: none in the beginning."""
     found: dict[Any, Any] = {}
     monkeypatch.setattr(prepared, "_checked", found)
     monkeypatch.setattr(prepared, "_alike", {})
@@ -427,7 +427,7 @@ def test_what_is_not_known_goes_the_usual_way(library: Callable[..., Any], known
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_to_be_differentiated_again_are_those_of_a_querys_own_place(dtype: torch.dtype) -> None:
-    """All single queries are one kind of call, wherever they stand."""
+    """All single queries are one kind of call, at any position."""
     torch.manual_seed(0)
     for offset in (5, 9):
         shapes = ((1, 2, 1, 8), (1, 2, offset + 1, 8), (1, 2, offset + 1, 8), (32, 8))
@@ -476,7 +476,7 @@ def test_one_query_is_checked_once(
     offsets: tuple[int, ...],
     unchecked: Callable[[], None],
 ) -> None:
-    """Whatever it attends to, and wherever it stands, as long as its tables reach what it sees."""
+    """With any keys and position, as long as its tables reach the visible keys."""
     calls = []
     for m in (9, 5, 70):
         q, k, v, table = drawn(1, m)

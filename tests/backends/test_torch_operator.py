@@ -1,4 +1,4 @@
-"""torch's native path as a torch user meets it: operator, autograd, compile, export, vmap, func, autocast, threads."""
+"""torch's native path for torch users: operator, autograd, compile, export, vmap, func, autocast, threads."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_a_thread_pool_may_call_it() -> None:
 @needs_kernels
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 def test_forked_processes_and_data_loaders_may_call_it() -> None:
-    """In a process of its own: a fork of the test runner would inherit whatever other tests have started."""
+    """In a separate process: a fork of the test runner would inherit the state of other tests."""
     script = """
         import multiprocessing, os, sys
         import torch
@@ -538,7 +538,7 @@ def test_forked_processes_and_data_loaders_may_call_it() -> None:
 
 
 def test_offsets_by_item_of_a_long_call() -> None:
-    """Where autograd would keep too much, calls go through an operator; offsets by item no operator takes."""
+    """Where autograd would keep too much, calls use an operator, which does not support offsets by item."""
     q, k, v = (torch.randn(2, 4, 400, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     options: dict[str, Any] = {"causal": True, "offset": [0, -100]}
     out = relative_attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""torch's transformations, modes, tracers and kinds of tensors: none is lost, and none meets a kernel it cannot see."""
+"""torch's transformations, modes, tracers and kinds of tensors: none is lost, and none reaches an unsuitable kernel."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_vmap_over_what_differs_by_sample(function: Function, n: int, impl: str)
 
 
 class Kept(Tensor):
-    """A subclass without ways of its own."""
+    """A subclass with the default behaviour."""
 
 
 def compiled(function: Function) -> Function:

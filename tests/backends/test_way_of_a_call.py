@@ -1,4 +1,4 @@
-"""What a call costs beside its arithmetic: Python calls of a known kind, and what a first call imports."""
+"""The overhead of a call in Python: calls of a known kind, and the imports of a first call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def python_calls(call: Callable[[], Any]) -> int:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what is widened, which is nothing yet; nor is any kind of call known."""
+    """Return the arrays that are widened: none yet; and no kind of call is known."""
     found: list[Any] = []
 
     def cast(x: Any, dtype: Any, *, xp: Any) -> Any:

@@ -562,7 +562,7 @@ def test_a_size_has_a_limit_which_the_error_names(
 
 
 def test_every_whole_number_of_the_command_line_has_a_limit() -> None:
-    """Of these three, any number is served, or refused by what takes it."""
+    """Of these three, any number is used or rejected by the code behind them."""
     commands = [*app.registered_commands, *_draw.app.registered_commands]
     unbounded = set()
     for command in commands:

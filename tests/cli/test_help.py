@@ -17,7 +17,7 @@ from relskew_core.cli._verify import Finding, Verification
 
 
 def commands() -> dict[str, Any]:
-    """All commands by what is typed for them."""
+    """Return all commands by the words that run them."""
     top = get_command(app)
     found: dict[str, Any] = {}
     for name, command in top.commands.items():  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`relskew verify`: it passes what is right, catches what is wrong and says what is missing."""
+"""`relskew verify`: it passes right results, finds wrong ones and reports missing libraries."""
 
 from __future__ import annotations
 

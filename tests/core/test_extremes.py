@@ -37,7 +37,7 @@ FAR = [
     2**63 - 1,
     2**70,
 ]
-"""Distances, where integers of some number of bits end and beside it."""
+"""Distances at and around the limits of integers of some number of bits."""
 
 ROWS = [row for row in LIBRARIES if row.name in ("numpy", "array-api-strict", "torch, CPU", "JAX", "jax.jit")]
 
@@ -77,7 +77,7 @@ class Drawn:
         return int(self.one_of([-1, 1])) * (int(self.one_of(near)) - int(self.rng.integers(2)))
 
     def positions(self) -> None:
-        """Let queries and keys stand anywhere that integers of the library's reach."""
+        """Draw positions of queries and keys anywhere within the library's integers."""
         furthest = 2**61 if self.bits == 64 else 2**31 - 1
         n, bases = self.arrays["q"].shape[-2], [self.far(furthest) for _ in range(2)]
 

@@ -256,7 +256,7 @@ def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 def test_a_value_that_no_query_of_an_item_sees_gets_no_gradient_and_gives_none(impl: Any) -> None:
-    """Though it stands between keys that are seen."""
+    """Even though it is between keys that are visible."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 24, 4))
     q, v[0, :, 8:] = q[..., :4, :], np.nan
     v[1, :, :15] = np.nan

@@ -1,4 +1,4 @@
-"""What no query sees changes nothing, whatever it holds: results and gradients are those with zeros in its place."""
+"""Hidden entries change nothing, whatever they contain: results and gradients equal those with zeros in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that meet a table: position to content."""
+"""Keys times a table: position to content."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def dtypes(library: Library) -> tuple[str, ...]:
-    """All of them, or where every one is compiled anew, which takes a second, some."""
+    """Return all dtypes, or some if each is compiled, which takes a second."""
     if library.traced:
         return ("uint8",)
     return ("int8", "uint64") if library.module in ("jax", "dask") else DTYPES
 
 
 def furthest(dtype: str) -> int:
-    """An offset from which the next queries stand beyond what the small dtypes hold."""
+    """Return an offset from which the next queries are beyond the range of the small dtypes."""
     return min(int(np.iinfo(dtype).max), 40_000) - 2
 
 

@@ -102,7 +102,7 @@ def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: t
 
 @pytest.mark.parametrize("softcap", [1e-3, 1.5, 64.0, 65.0, 1e6])
 def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> None:
-    """torch's native path takes two ways, for low and for high ones."""
+    """torch's native path has two branches, for low and for high softcaps."""
     exact, lse = relative_attention(Q, K, V, TABLE, softcap=softcap, return_lse=True)
     single = [torch.tensor(x, dtype=torch.float32) for x in (Q, K, V, TABLE)]
     found, sums = relative_attention(*single, softcap=softcap, return_lse=True, impl=NATIVE)

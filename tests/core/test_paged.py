@@ -15,7 +15,7 @@ from relskew_core import Span, alibi_bias, paged_attention, relative_attention
 B, H, HKV, D, DV, PAGE, POOL = 4, 4, 2, 4, 3, 3, 12
 LENGTHS = [7, 3, 12, 9]
 TABLE = [[5, 0, 9, -1], [2, 99, -7, 0], [1, 3, 4, 11], [6, 7, 8, -1]]
-"""Of items: pages in any order, one page, all of them, and pages that follow each other. What is behind is nonsense."""
+"""The pages of items: in any order, one page, all pages, and consecutive ones. Unused entries contain nonsense."""
 
 RNG = np.random.default_rng(3)
 ROWS = {"rel_k": RNG.standard_normal((H, 20, D)), "rel_v": RNG.standard_normal((20, DV))}

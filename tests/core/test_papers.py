@@ -231,7 +231,7 @@ class Whole(NamedTuple):
 
 
 def wholes() -> Iterator[tuple[str, Whole, bool]]:
-    """Name every algorithm with tables of all heads, and by head where it takes them."""
+    """Yield every algorithm with tables for all heads, and by head if it supports them."""
     for form, values in itertools.product(("gather", "split"), (True, False)):
         whole = Whole(papers.shaw_attention, {"form": form}, 6, 6, 5, {"span": Span.clipped(2)}, values)
         for by_head in (False, True)[: 1 + (form == "gather")]:

@@ -1,4 +1,4 @@
-"""Parts of a larger call: they drop what the whole drops, wherever their queries, keys and heads stand in it."""
+"""Parts of a larger call: they drop the same weights as the whole, at any position of queries, keys and heads."""
 
 from __future__ import annotations
 

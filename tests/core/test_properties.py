@@ -30,7 +30,7 @@ property_test = settings(deadline=None, max_examples=60)
 
 
 def every_way(function: Callable[..., None]) -> Callable[..., None]:
-    """Try a property on NumPy's portable and native path, and on what torch takes with ``impl="auto"``."""
+    """Try a property on NumPy's portable and native path, and on torch's path for ``impl="auto"``."""
     missing = {row.name: row.missing() for row in LIBRARIES}
     marks = {way: [pytest.mark.skip(reason=reason)] if (reason := missing[way.row]) is not None else [] for way in WAYS}
     params = [pytest.param(way, id=str(way), marks=marks[way]) for way in WAYS]
@@ -207,7 +207,7 @@ def test_decoding_with_a_cache_equals_the_whole(way: Way, call: Call, data: st.D
 @every_way
 @given(call=calls(beyond="zero") | calls(beyond="clip"), shift=st.integers(1, 6), seed=seeds)
 def test_only_relative_positions_matter(way: Way, call: Call, shift: int, seed: int) -> None:
-    """Keys that nobody may see, put before all others, only move the positions."""
+    """Hidden keys before all others only shift the positions."""
     shift *= call.options["block_size"] or 1
     shape = (*call.arrays["q"].shape[:-1], call.m)
     hidden = np.concatenate(
@@ -337,7 +337,7 @@ def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
 
 
 def queries(call: Call, start: int, stop: int) -> Call:
-    """Return the call of some of its queries: they stand where they stood."""
+    """Return the call of some of its queries, at the same positions."""
     some: dict[str, Any] = {
         name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays
     }

@@ -76,7 +76,7 @@ def test_biases(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, cau
 def test_views_of_windows_are_for_lengths_that_are_known(
     queries: tuple[int, ...], keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in torch, whose exporter knows no such view of a symbol."""
+    """As in torch, whose exporter does not support this view for symbols."""
     bias, made = drawn(2, 11), []
 
     def unfold(x: Any, axis: int, size: int, step: int) -> Any:
@@ -128,7 +128,7 @@ def test_weights(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("offset", [[3, -2], [[3, -2], [0, 1]]], ids=["listed", "array"])
 @lengths
 def test_offsets_by_item_are_positions(queries: tuple[int, ...], keys: tuple[int, ...], offset: Any) -> None:
-    """No operator takes them."""
+    """Operators do not support offsets by item."""
     lead = np.shape(offset)
     q, k = (drawn(*lead, 2, length[0], 3) for length in (queries, keys))
     given: Any = offset if len(lead) == 1 else xp.asarray(offset, device=q.device)

@@ -91,7 +91,7 @@ def test_resizing_is_torchs(method: Any, old: int, new: int, align_corners: bool
 @pytest.mark.parametrize(("old", "new"), [(2, 7), (7, 7), (9, 4), (5, 11)])
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_cubic_resizing_is_a_convolution(old: int, new: int, align_corners: bool) -> None:
-    """With the kernel of Keys 1981, equation 4, whose last rows stand for those beyond them."""
+    """With the kernel of Keys 1981, equation 4; the edge rows are repeated beyond them."""
 
     def kernel(x: float, a: float = -0.75) -> float:
         if x <= 1:

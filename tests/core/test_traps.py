@@ -1,4 +1,4 @@
-"""Calls that would run, look right and be wrong: refused, with what to write instead; the right ones beside them."""
+"""Calls that would run and be wrong: they are rejected with a suggestion; the right ones pass."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def pattern_of(n: int, m: int, offset: Any, options: dict[str, Any]) -> Any:
 
 
 def bounds(flags: Any) -> tuple[int, int] | None:
-    """Return the first and the last place of what is true."""
+    """Return the first and the last place of true entries."""
     places = np.flatnonzero(flags)
     return (int(places[0]), int(places[-1])) if len(places) else None
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_ring() -> None:
-    """Output, log-sum-exp, every gradient, and what is sent."""
+    """Output, log-sum-exp, every gradient, and the messages."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
     command = [sys.executable, "-m", "split.jax_calls", "Explicit"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2, which asks for 4.5."""
+    """The contrast ratio of WCAG 2, which requires 4.5."""
 
     def luminance(colour: str) -> float:
         parts = [part / 255 for part in rgb(colour)]

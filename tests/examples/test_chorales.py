@@ -343,7 +343,7 @@ def test_a_part_of_a_score_is_read() -> None:
 
 
 def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored is what the page shows."""
+    """The page shows the stored record."""
     shown, page = full.PAGE.read_text(), tmp_path / "chorales.md"
     page.write_text(shown)
     measured = json.loads(full.RECORD.read_text())

@@ -70,7 +70,7 @@ def test_the_same_tokens(contrib: bool, batch: int) -> None:
 
 @pytest.mark.parametrize("contrib", [False, True])
 def test_one_buffer(contrib: bool) -> None:
-    """onnxruntime writes into the cache that it was given, and reads nothing behind what is filled."""
+    """onnxruntime writes into the given cache, and reads nothing after its filled part."""
     session = opened(caches_in_place(growing(), contrib=contrib, **NAMES))
     x = np.random.default_rng(1).standard_normal((1, 5, 32)).astype(np.float32)
     filling = {name: np.full_like(array, 1e3) for name, array in empty(ROOM).items()}
@@ -219,7 +219,7 @@ def joined(axis: int = 2, *, backwards: bool = False) -> onnx.ModelProto:
 
 
 def with_hidden_shapes() -> onnx.ModelProto:
-    """Return a decoder whose queries come from an operator that nobody knows the shapes of."""
+    """Return a decoder whose queries come from an operator with unknown shapes."""
     model = growing()
     (place,) = (place for place, node in enumerate(model.graph.node) if node.op_type == "Attention")
     attention = model.graph.node[place]

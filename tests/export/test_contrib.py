@@ -1,4 +1,4 @@
-"""Profile `ort-contrib`: every form that GroupQueryAttention can do, caches in shared buffers, what is refused."""
+"""Profile `ort-contrib`: every form that GroupQueryAttention supports, caches in shared buffers, rejections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = (
 
 
 def made(form: str) -> tuple[BlockSpec, dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-    """Return a form with heads as wide as the operator wants them."""
+    """Return a form whose heads have a width that the operator supports."""
     spec, options = (FORMS | IN_PLACE)[form]
     spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
     return spec, options, random_weights(spec, projections=options.get("projections", True))
@@ -73,7 +73,7 @@ def test_the_operator_only_in_its_profile() -> None:
 
 
 def test_rows_of_different_lengths_in_one_buffer() -> None:
-    """Each row goes on where its prompt ended; onnxruntime writes into the buffers it was given."""
+    """Each row continues where its prompt ended; onnxruntime writes into the given buffers."""
     spec, options, weights = made("in place: cache")
     session = session_of(to_onnx(spec, weights, profile="ort-contrib", **options))
     x = np.random.default_rng(0).standard_normal((3, 9, spec.embed_dim)).astype(np.float32)

@@ -26,7 +26,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Gives(nn.Module):
-    """Gives what it is made with, whatever it takes."""
+    """Returns its argument of construction for any input."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the check of a decoder tries, and that it sees whatever a graph does wrong; how it runs a file."""
+"""The inputs of a decoder's check, and the errors of a graph that it finds; how it runs a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ["logits", "present.0.key", "present.0.value"]
 
 
 class Summing(nn.Module):
-    """Logits of all tokens so far; it goes as far as it is told to."""
+    """The logits are sums of all tokens so far; it supports a given number of positions."""
 
     def __init__(self, most: int = 1000, heads: int = 1) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ Case = tuple[int, int, int]  # rows, tokens, and how many are past
 
 
 class Graph:
-    """Does what a model does but where it is told to err; notes what it is tried with."""
+    """Behaves like a model except for a planted error; records its inputs."""
 
     def __init__(self, model: Summing, *, end: int | None = None, wrong: Collection[Case] = ()) -> None:
         self.flat, self.end, self.wrong = model.flat(), end, wrong

@@ -81,7 +81,7 @@ def test_grouped_attention_of_changed_caches_is_kept_from_an_empty_batch() -> No
 @pytest.mark.no_cover
 @case
 def test_an_empty_batch(form: str, options: dict[str, Any]) -> None:
-    """By the standard always; what onnxruntime refuses is told in `docs/export.md`."""
+    """Supported by the standard; `docs/export.md` describes what onnxruntime rejects."""
     model, plan, trial = exported(form, options)
     feeds = make_inputs(plan, trial, 0)
     results: Any = open_reference(Source(model, None), "").run(feeds)

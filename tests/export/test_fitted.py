@@ -1,4 +1,4 @@
-"""Models whose tables have as many rows as the input asks for: as a program of torch and as a graph."""
+"""Models whose tables have as many rows as the input requires, as a torch program and as a graph."""
 
 from __future__ import annotations
 

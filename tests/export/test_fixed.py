@@ -1,4 +1,4 @@
-"""Axes that came out fixed though the model takes others; no export."""
+"""Axes that were fixed although the model accepts others; no export."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_graph(name: str) -> None:
 
 
 def test_no_two_tensors_have_one_name() -> None:
-    """Not in branches and loops either: what is outside is seen inside."""
+    """Also in branches and loops, in which outer names are visible."""
     g = Emitter(np.dtype(np.float32))
     x = g.input("x", ("n",), "numbers")
     g.compute("Abs", [x], "twice", x.shape)

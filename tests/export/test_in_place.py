@@ -1,4 +1,4 @@
-"""Caches of fixed length, written in place: every form, rows with pasts of their own, pieces, what is refused."""
+"""Caches of fixed length, written in place: every form, rows with separate pasts, pieces, rejections."""
 
 from __future__ import annotations
 

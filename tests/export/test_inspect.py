@@ -83,7 +83,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checker has to say goes into one line, and no more of it than a reader takes in."""
+    """The checker's message is in one line, and not too long to read."""
 
     def refuse(model: Any) -> None:
         raise LookupError("not\n  a model " + "x" * 1000)
@@ -142,7 +142,7 @@ def test_what_is_not_standard(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of quantised models: what is foreign is told, and weights may differ by their part of the largest."""
+    """For quantised models: foreign operators are reported, and weights may differ by a share of the largest."""
     monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
     made = model(CAUSAL)
     FOREIGN["node"][0](made)

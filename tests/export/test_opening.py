@@ -1,4 +1,4 @@
-"""How `validate` loads models in runtimes, and runs files in a process of its own."""
+"""How `validate` loads models in runtimes, and runs files in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ module = importlib.import_module("relskew_core.export._validate.validate")
 
 
 class Onnxruntime:
-    """What is asked of onnxruntime, where it has every provider and puts nodes as it is told."""
+    """The interface of onnxruntime, with every provider, and with a given placement of nodes."""
 
     __version__ = "9.9"
     GraphOptimizationLevel = SimpleNamespace(ORT_ENABLE_ALL="all", ORT_DISABLE_ALL="none")
@@ -101,7 +101,7 @@ def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.Mon
 
 
 def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless the options ask for TF32; what is used is told."""
+    """Unless the options request TF32; the report says which is used."""
     asked: list[tuple[dict[str, str], str]] = [({}, "0"), ({"use_tf32": "1", "device_id": "2"}, "1")]
     for given, used in asked:
         before, placed = dict(given), {"CUDAExecutionProvider": ["a"]}
@@ -118,7 +118,7 @@ def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_nodes_that_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that work out shapes may; where none runs on the provider, that is told even if there is nothing else."""
+    """Nodes for shapes may; if none runs on the provider, that is reported even if there are no others."""
     placed = {
         "CUDAExecutionProvider": ["relskew/compute/q"],
         "CPUExecutionProvider": ["relskew/shape/n", "f_relskew/shape/m", "relskew/compute/attention", ""],
@@ -174,7 +174,7 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reference_evaluator_computes_what_is_no_number() -> None:
-    """As other runtimes do, whatever the caller does about warnings of NumPy."""
+    """Like other runtimes, for any setting of NumPy's warnings."""
     value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=["n"])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Log", ["x"], ["y"])], "log", [value("x")], [value("y")])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
@@ -229,7 +229,7 @@ def request(**changes: Any) -> Request:
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[Any, ...] | None:
-    """Return what a validation asks of another process; ``None`` if it stays in this one."""
+    """Return the request of a validation to another process; ``None`` if it stays in this one."""
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "run_isolated", lambda *given: asked.append(given))
     monkeypatch.setattr(module, "run", lambda *given: None)
@@ -328,7 +328,7 @@ def test_kinds_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seeds(tmp_path: Path) -> None:
-    """They follow from what is computed, not from the weights; of a file from its first MiB and its size."""
+    """They follow from the computation, not from the weights; for a file, from its first MiB and its size."""
     spec = BlockSpec(8, 2, Span.full(9))
     made = [to_onnx(spec, random_weights(spec, seed)) for seed in range(2)]
     seeds = [validate(model, "none", {}).seed for model in made]  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_seeds(tmp_path: Path) -> None:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tuple[list[Check], list[str]]:
-    """Let a process of these lines answer a request."""
+    """Let a process with this code answer a request."""
     monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {lines}")
     checks: list[Check] = []
     steps: list[str] = []
@@ -429,7 +429,7 @@ def test_memory_is_limited_where_it_can_be(
 
 
 def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads from where only the parent writes, until there is nobody to write."""
+    """It reads from a pipe that only the parent writes to, until the parent has ended."""
     steps: list[Any] = []
     monkeypatch.setattr(os, "read", lambda *given: steps.append(("read", *given)))
     monkeypatch.setattr(os, "_exit", lambda status: steps.append(("exit", status)))

@@ -22,7 +22,7 @@ from relskew_core.export._validate.trials import make_inputs, make_trials
 pytestmark = needs_library
 
 MIXED = ("cross, clip, short", "cross, zero, short")
-"""Forms that cut a table at one end, and let it go on at the other."""
+"""Forms that cut a table at one end, and continue it at the other."""
 
 CPU = ["CPUExecutionProvider"]
 

@@ -46,7 +46,7 @@ CAUSAL: dict[str, Any] = {"left": 63, "right": 0, "causal": 1}
 
 
 def node_of(case: dense.Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of a case as a node takes them, of four axes, and its attributes."""
+    """Return the arrays of a case for a node, with four axes, and its attributes."""
     given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
     made = problem(Arguments(**given, **case.call()))
     operands, options = made.operands(), made.options
@@ -217,7 +217,7 @@ def test_a_full_cache_says_how_full() -> None:
 
 
 def test_an_older_runtime_is_refused() -> None:
-    """A runtime whose table ends before what is called gives none for our version, and one for the first."""
+    """Older runtimes have a shorter table: they return none for our version, and one for the first version."""
     said: list[bytes] = []
 
     def hear(_: int, text: bytes) -> int:

@@ -30,7 +30,7 @@ def nodes(model: onnx.ModelProto, kind: str = NAME) -> list[onnx.NodeProto]:
 
 
 class Calls(nn.Module):
-    """One call, of queries, keys and values that come as one input, with tables of its own."""
+    """One call, with queries, keys and values from one input, and with separate tables."""
 
     def __init__(self, rows: int = 0, **options: Any) -> None:
         super().__init__()

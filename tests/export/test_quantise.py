@@ -1,4 +1,4 @@
-"""Models in fewer bits: what is stored, what comes out, and that masks still hide."""
+"""Models in fewer bits: stored weights, results, and masks that still hide keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tables_of_branches_and_loops(profile: Any, tmp_path: Path) -> None:
 
 
 def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
-    """What is large elsewhere takes no bit from the others, and a query of zeros is no division by 0."""
+    """Large numbers elsewhere do not affect its precision, and a query of zeros causes no division by 0."""
     path = quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "rounded.onnx", "weights-8")
     (x,) = inputs()[0].values()
     x[:, 3] = 0
@@ -82,7 +82,7 @@ def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
 def test_every_form_loads_and_hides(profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
-    """What a mask puts before a softmax or an ``Attention`` is no range of anything, and onnxruntime takes the rest."""
+    """Masked logits before a softmax or an ``Attention`` get no range, and onnxruntime loads the rest."""
     spec = BlockSpec(64, 2, Span.causal(64), causal=True, window=window)
     model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)
     given = inputs()[0] | ({"mask": np.arange(64).reshape(1, 1, 1, 64) < 50} if masked else {})

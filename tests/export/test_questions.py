@@ -254,7 +254,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("message", REFUSALS)
 def test_an_empty_batch_that_is_refused(message: str) -> None:
-    """By onnxruntime, in whatever graph, or by the graph; and only if it is empty."""
+    """By onnxruntime in any graph, or by the graph; and only if it is empty."""
 
     def refuse(*given: Any) -> Results:
         raise RuntimeError(f"Non-zero status code while {message}")
@@ -361,7 +361,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_graphs_are_right_by_definition(form: str) -> None:
-    """In a runtime that knows nothing of the definition."""
+    """In a runtime without our definition."""
     pytest.importorskip("onnxruntime")
     spec, options = FORMS[form]
     asked = Asked(spec, **options)
@@ -444,7 +444,7 @@ def test_decoding_with_a_mask_and_segments() -> None:
 
 
 def test_decoding_in_place() -> None:
-    """A cache that is longer by one than what is written to it."""
+    """A cache that is longer by one than its filled part."""
     asked = Asked(OPEN, mask=True, segments=True, in_place=True, **PAST)
     asked.about().decoding(9)
     assert all(check.ok for check in asked.checks)

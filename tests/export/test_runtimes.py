@@ -94,7 +94,7 @@ def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> No
     ids=["a table by head", "Attention"],
 )
 def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
-    """As `docs/export.md` says: where it takes one some day, our graphs can too."""
+    """As in `docs/export.md`: if it supports one some day, our graphs can, too."""
     import onnxruntime
 
     sizes = {"x": [0, 2, 3, 4], **shapes}

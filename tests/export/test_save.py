@@ -489,7 +489,7 @@ def held(path: Path, ready: Any, done: Any) -> None:
 
 
 def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
-    """Another save in the same folder takes nothing away, however long it takes."""
+    """Another save in the same folder removes nothing, however long the first one takes."""
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()
     process = context.Process(target=held, args=(tmp_path / "block.onnx", ready, done))
@@ -534,7 +534,7 @@ def test_whom_a_temporary_folder_belongs_to(
 
 
 def reading(path: Path, started: Any, done: Any, answers: Any) -> None:
-    """Load the model again and again; count what is not one of the models, whole."""
+    """Load the model repeatedly; count results that are neither of the two models."""
     loads = wrong = 0
     while not done.is_set():
         try:

@@ -202,7 +202,7 @@ def compare_across(model: nn.Module, opset: int, dtype: torch.dtype = torch.floa
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("opset", "part"), [(18, slice(0, None, 3)), (23, slice(1, None, 4))])
 def test_calls_optimised(opset: int, part: slice) -> None:
-    """Some, for torch's exporter takes seconds; `test_translation.py` has all of them without it."""
+    """Some calls, because torch's exporter takes seconds; `test_translation.py` has all of them without it."""
     compare_across(Across([*CROSS][part]), opset)
 
 

@@ -43,7 +43,7 @@ def test_no_other_graph_is_there() -> None:
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_and_shapes(name: str, opset: int) -> None:
-    """Of every size, from one translation; and every tensor is what the code takes it for."""
+    """For every size, from one translation; all recorded shapes are right."""
     case = CASES[name]
     with exporting(opset) as translate:
         traced = translate(case, SINGLE)
@@ -61,7 +61,7 @@ def check_numbers(results: Any, promised: Any, gate: float) -> None:
 
 
 def check_shapes(traced: Traced, made: list[np.ndarray[Any, Any]]) -> None:
-    """Hold sizes that are told to what comes, and those of one name to each other."""
+    """Compare recorded shapes with actual ones, and shapes of equal names with each other."""
     known: dict[tuple[bool, str], int] = {}
     for x, (_, value) in zip(made, traced.computed, strict=True):
         assert x.dtype == value.dtype, value

@@ -1,4 +1,4 @@
-"""`validate` must notice what is wrong, say what it saw, and never raise."""
+"""`validate` must notice errors, report them, and never raise."""
 
 from __future__ import annotations
 
@@ -558,7 +558,7 @@ def test_report() -> None:
 
 
 def test_table() -> None:
-    """Checks of one name and runtime in one line, wherever they came; the worst error beside the narrowest gate."""
+    """Checks of one name and runtime are in one line; the worst error is next to the narrowest tolerance."""
     checks = [
         Check("y", "a", "b", "1", True, 1e-7, 2e-6),
         Check("z", "a", "b", "1", True, 3e-7, 2e-6),

@@ -73,7 +73,7 @@ class Decoder(nn.Module):
 
 
 def greedy(model: nn.Module, caches: Callable[[int], Any], prompt: Any, n: int) -> Tensor:
-    """Return the tokens that torch takes, without using a cache for more than one call."""
+    """Return torch's tokens, without using a cache for more than one call."""
     tokens = torch.tensor(prompt)
     start = tokens.shape[1]
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_past_the_table_the_runtime_names_it(made: tuple[Decoder, Path]) -> None
 
 
 class Bare(nn.Module):
-    """Attention called as a function, twice with tables of its own, and caches that the model makes."""
+    """Attention called as a function, twice with separate tables, and caches that the model makes."""
 
     def __init__(self, span: Span = Span.causal(12), wrong: bool = False) -> None:  # noqa: B008
         super().__init__()
@@ -367,7 +367,7 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # raised by torch while it compiles
 def test_a_model_is_cast_on_export(tmp_path: Path) -> None:
-    """What was trained in bfloat16 stays so, and its graph computes in another type, under the names of its own."""
+    """A model trained in bfloat16 stays so, and its graph computes in another type, with its own names."""
     model = Bare().bfloat16()
     compiled: Any = torch.compile(model)
     with pytest.raises(ValueError, match="`model` computes in bfloat16, for which onnxruntime has no "):
@@ -461,7 +461,7 @@ def test_files_that_are_there_stay(tmp_path: Path) -> None:
 
 
 class Translator(nn.Module):
-    """An encoder, and a decoder that attends to it; what it takes and gives is in mappings."""
+    """An encoder, and a decoder that attends to it; its inputs and outputs are mappings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ def test_models_export_in_one_call(tmp_path: Path) -> None:
 
 
 class Shortcut(nn.Module):
-    """What it gives for a single position is not what it gives for others, and a graph knows only those."""
+    """Its result for a single position differs from that for others, and a graph has only the latter."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if x.shape[1] > 1 else x - y
@@ -517,7 +517,7 @@ def test_other_lengths_are_checked() -> None:
 
 
 class Comparing(Describing):
-    """Attends to two memories, each of a length of its own."""
+    """Attends to two memories of separate lengths."""
 
     def forward(self, tokens: Tensor, past: Any, one: Tensor, other: Tensor) -> tuple[Tensor, list[Any]]:
         x, (keys, values) = self.own(self.embedding(tokens), past=past[0])
@@ -550,7 +550,7 @@ def test_a_report_is_for_a_function(tmp_path: Path) -> None:
 
 
 class Returning(nn.Module):
-    """Returns what is called as an argument, and holds what is called so; it asks how large the batch is."""
+    """Its results and parameters have the names of arguments; it also reads the size of the batch."""
 
     def __init__(self) -> None:
         super().__init__()

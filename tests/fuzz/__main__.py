@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_turn(row: Row, seed: int) -> None:
-    """Try one target once more; of a failure all is told."""
+    """Try one target again, and report a failure in full."""
     row.first_seed = seed if row.first_seed is None else row.first_seed
     start = time.monotonic()
     result = turn(row.target, seed)
@@ -57,7 +57,7 @@ def run_turn(row: Row, seed: int) -> None:
 
 
 def load_targets() -> list[Target]:
-    """Import everything at once: Hypothesis draws constants out of what is loaded, so seeds depend on it."""
+    """Import everything at once: Hypothesis draws constants from loaded modules, so seeds depend on them."""
     if importlib.util.find_spec("jax") is not None:
         import jax
 

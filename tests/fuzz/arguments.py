@@ -1,4 +1,4 @@
-"""Random wrong arguments: a public function takes them, or says by name which one it does not take."""
+"""Random wrong arguments: a public function accepts them, or its error names the wrong one."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def check(example: Example) -> None:
-    """Call, and look whether what is refused is refused by name."""
+    """Call, and check that an error names its argument."""
     function, good = CALLS[example.function]
     names = inspect.signature(function).parameters
     try:

@@ -97,7 +97,7 @@ def extremes(draw: st.DrawFn, call: Call, offset: str, integers: str) -> dict[st
 
 
 def items(call: Call) -> list[Call]:
-    """Return the calls of which a batch with offsets of its own is made: views of its arrays."""
+    """Return the calls that form a batch with separate offsets: views of its arrays."""
     offsets = call.options["offset"]
     if isinstance(offsets, int):
         return [call]
@@ -109,7 +109,7 @@ def items(call: Call) -> list[Call]:
 
 
 def hide_keys(call: Call, numbers: np.random.Generator) -> None:
-    """Put a NaN into a key, which queries that do not see it must not notice, and infinities into those of nobody."""
+    """Put NaN into a key, which must not affect queries that do not see it, and infinities into hidden keys."""
     for item in items(call):
         seen = item.visible().reshape(-1, item.n, item.m).any(axis=(0, 1))
         item.arrays["k"][..., ~seen, :] = numbers.choice([np.nan, np.inf, -np.inf])
@@ -117,13 +117,13 @@ def hide_keys(call: Call, numbers: np.random.Generator) -> None:
 
 
 def hide_values(call: Call, numbers: np.random.Generator) -> None:
-    """Put no numbers into the values that the pattern shows to nobody."""
+    """Put no numbers into the values that the pattern hides from all queries."""
     for item in items(call):
         item.arrays["v"][..., ~item.pattern().any(axis=0), :] = numbers.choice([np.nan, np.inf])
 
 
 def hide_rows(call: Call, numbers: np.random.Generator) -> None:
-    """Put no numbers into the rows of the tables that the pattern shows to nobody."""
+    """Put no numbers into the rows of tables that the pattern hides from all queries."""
     try:
         seen = set().union(*(item.seen_rows() for item in items(call)))
     except (LookupError, OverflowError):  # the table is too short, which must be rejected; or the offset is huge

@@ -1,4 +1,4 @@
-"""What all targets share: a turn of examples from one seed, and how a wrong number is told."""
+"""The shared part of all targets: a turn of examples from one seed, and the report of a wrong number."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def refused_heads(q: NDArray[Any], error: Exception) -> bool:
 
 
 def told(function: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call as code, its arrays in full."""
+    """Return a call as code, with its arrays in full."""
     lines = [f"    {name}={_written(value)}," for name, value in arguments.items() if value is not None]
     return "\n".join([f"{function}(", *lines, ")"])
 

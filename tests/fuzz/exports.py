@@ -26,7 +26,7 @@ sides = st.none() | st.integers(0, 6)
 
 @dataclass(frozen=True)
 class Sizes:
-    """One input of a graph; of a cache in place, every item of the batch has a past of its own."""
+    """One input of a graph; in a cache in place, every item of the batch has a separate past."""
 
     batch: int
     queries: int

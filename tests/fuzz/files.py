@@ -67,7 +67,7 @@ values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.sampled_fr
 
 @dataclass(frozen=True)
 class Example:
-    """A file that somebody broke."""
+    """A damaged file."""
 
     file: str  # one of FILES
     changes: list[Change]
@@ -143,7 +143,7 @@ def try_metadata(example: Example, folder: Path) -> None:
 
 
 def try_external(example: Example, folder: Path) -> None:
-    """Validate a model whose weights, in a file beside it, are changed or cut."""
+    """Validate a model whose weights, in a separate file, are changed or cut."""
     path = folder / "model.onnx"
     spec = BlockSpec(16, 2, Span.causal(40), causal=True)
     save(to_onnx(spec, init_weights(spec, seed=0)), path, external_threshold=1024)
@@ -153,7 +153,7 @@ def try_external(example: Example, folder: Path) -> None:
 
 
 def judge(path: Path, spec: BlockSpec = SPEC) -> None:
-    """Validate a file, which must end in time and raise nothing; what is ok has the weights that it should have."""
+    """Validate a file, which must end in time and raise nothing; a valid one has the right weights."""
     start, weights = time.monotonic(), init_weights(spec, seed=0)
     report = validate(path, spec, weights, lengths=[2], batches=[1], time_limit=SECONDS)
     taken = time.monotonic() - start

@@ -107,7 +107,7 @@ TORCH_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "at an odd place": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[min(1, x.numel()) :].view(x.shape),
 }
 SHARED = ("repeated along -1", "repeated along -2", "repeated along -3", "read-only", "unaligned", "mapped")
-"""What torch takes from NumPy as it lies."""
+"""Strides of NumPy arrays that torch accepts."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def laid(example: Example, name: str, x: Any) -> Any:
 
 
 def hidden(example: Example) -> dict[str, Any]:
-    """Return the arrays with no numbers in keys, values and rows of tables that nobody may see."""
+    """Return the arrays without numbers in keys, values and rows of tables that are always hidden."""
     call, arrays = example.call, dict(example.call.arrays)
     if example.hidden is None or "positions" in arrays:
         return arrays

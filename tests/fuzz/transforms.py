@@ -30,7 +30,7 @@ HALF = 0.1  # the tolerance of bfloat16 under autocast
 
 @dataclass(frozen=True)
 class Example:
-    """A call, what comes back to it, what is done to it, and what torch makes where nothing is said."""
+    """A call, its cotangents, the transformation, and torch's defaults."""
 
     call: Call
     d_out: NDArray[np.float64]
@@ -54,7 +54,7 @@ class Example:
         return {**self.call.options, "impl": self.impl}
 
     def numbers(self, *shape: int) -> torch.Tensor:
-        """Draw numbers that the example needs beside its own."""
+        """Draw further numbers of the example."""
         rng = np.random.default_rng(self.seed + sum(shape))
         return torch.tensor(rng.standard_normal(shape), dtype=torch.float64, device="cpu")
 
@@ -67,7 +67,7 @@ class Example:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a call, and what is done to it."""
+    """Draw a call, and a transformation."""
     call = draw(strategies.edge_calls())
     rng = np.random.default_rng(draw(strategies.seeds))
     how = draw(st.sampled_from(draw(st.sampled_from([sorted(set(HOW) - {"compile"})] * 59 + [["compile"]]))))
@@ -154,7 +154,7 @@ def compiled(example: Example, attend: Callable[..., Any], arrays: Tensors, d_ou
 
 
 def backward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Go back through it, whatever it sees."""
+    """Differentiate backward, through any transformation."""
     return _backward(example, attend, arrays, d_out, may_need_nothing=attend == example.formula)
 
 

@@ -1,4 +1,4 @@
-"""The drop-ins without transformers: stand-ins with the parameters and no forward; tests/peers has whole models."""
+"""The drop-ins without transformers: stand-ins with parameters and no forward; tests/peers has whole models."""
 
 from __future__ import annotations
 

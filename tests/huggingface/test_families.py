@@ -248,7 +248,7 @@ def test_layers_without_parameters(name: str, portable: Callable[[bool], None]) 
 
 
 class StableDropout(torch.nn.Module):
-    """The dropout of SEW-D, which has a name of its own for the share."""
+    """The dropout of SEW-D, which has a different name for the share."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()

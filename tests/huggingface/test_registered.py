@@ -1,4 +1,4 @@
-"""The attention that is registered, with a stand-in for transformers' interface; tests/peers has whole models."""
+"""The registered attention, with a stand-in for transformers' interface; tests/peers has whole models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H, N, M, D = 2, 3, 5, 4
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stand in for transformers, and return what is registered there."""
+    """Replace transformers, and return the attention that is registered there."""
     attention: dict[str, Any] = {"sdpa": print}
     masks: dict[str, Any] = {}
 
@@ -83,7 +83,7 @@ def test_alibi_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_numbers_and_a_softcap(registered: dict[str, Any]) -> None:
-    """One step of a cache that grows, longer than the numbers reach, whose module knows its own."""
+    """One step of a growing cache, longer than the bias, whose module has a position."""
     numbers = torch.randn(H, 3, dtype=torch.float64)
     q, k, v = heads(1, 1), heads(2, M), heads(3, M)
     module = SimpleNamespace(numbers=numbers)

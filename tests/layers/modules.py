@@ -109,7 +109,7 @@ def dense_module(
 
 
 def one_hot_heads(k: Tensor) -> Tensor:
-    """Return values of which each is a direction of its own."""
+    """Return values that are one-hot."""
     return torch.eye(k.shape[-2], dtype=k.dtype).expand(*k.shape[:-1], k.shape[-2])
 
 
@@ -117,7 +117,7 @@ DRAWN = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True, sink
 
 
 def check_drawn(weights: Mapping[str, Any]) -> None:
-    """Hold the weights of `DRAWN`, of any library, to the bounds of ``init_weights``, and to what is even in them."""
+    """Compare the weights of `DRAWN`, of any library, with the bounds of ``init_weights``, and their distribution."""
     DRAWN.check_weights(weights)
     for name, weight in weights.items():
         x = np.asarray(weight)

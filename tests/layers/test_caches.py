@@ -60,7 +60,7 @@ def test_whatever_was_cached_counts(name: str, length: int | None, cut: Sequence
 @pytest.mark.parametrize("keep", [0, 1, 3, 5, 20])
 @pytest.mark.parametrize("name", ["causal", "grouped", "window", "clipped"])
 def test_a_sliding_cache_is_a_window(name: str, keep: int, cut: Sequence[int]) -> None:
-    """Of the ``keep`` positions before a query and itself, whatever is given at once."""
+    """The ``keep`` positions before a query and the query itself, for inputs of any length."""
     spec = replace(DECODERS[name], span=Span(20, 0, DECODERS[name].span.beyond))
     module = made(spec)
     (x,) = inputs(spec)

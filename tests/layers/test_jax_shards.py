@@ -78,7 +78,7 @@ def run(program: str, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_nothing_is_sent_but_the_sums_of_the_tables_gradients(kind: str) -> None:
-    """By batches, whose gradients of the table are summed, and by heads, each with a table of its own."""
+    """By batch, where the gradients of the table are summed, and by head, with a separate table for each."""
     sent = run(COUNTED, kind, "all-gather", "all-reduce", "all-to-all", "collective-permute")
     assert sent == ["0 0 0 0", "0 1 0 0", "0 0 0 0", "0 0 0 0"]
 

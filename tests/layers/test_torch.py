@@ -74,7 +74,7 @@ def test_weights_see_masks_and_caches() -> None:
 
 
 def test_alibi_reaches_as_far_as_a_call_looks() -> None:
-    """Offsets and positions of every kind: the numbers are those of the distance, whatever it is."""
+    """Offsets and positions of every kind: the bias is that of the distance."""
     module: Any = made(BlockSpec.alibi(8, 2, cross=True))
     x, memory = inputs(module.spec)
     for offset in (0, 3, -2, torch.tensor(5), torch.tensor([4, 700])):

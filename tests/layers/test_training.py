@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers between symbols and symbols; nothing but the tables knows of positions."""
+    """Two layers between symbols and symbols; only the tables depend on positions."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

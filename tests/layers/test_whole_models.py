@@ -1,4 +1,4 @@
-"""The module inside models: what wraps, replaces, counts or splits its parts takes part."""
+"""The module inside models: with wrapped, replaced, counted or split parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Adapter(nn.Module):
-    """A linear map with a second one beside it, as LoRA has it."""
+    """A linear map plus a second one, like LoRA's."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class Reach:
     _rare: dict[str, Counter[int]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[int]:
-        """Return the tests that come to where a mutant is; to its function where that is no line of its own.
+        """Return the tests that reach a mutant, or its function if its line is not recorded.
 
         Or to its module: what runs in another process is not seen here.
         """
@@ -103,7 +103,7 @@ class Reach:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Know the files that the command shares with this process, and what it was told."""
+    """Declare the files that the command shares with this process, and its arguments."""
     parser.addoption("--mutants", type=Path, required=True)
     parser.addoption("--verdicts", type=Path, required=True)
     parser.addoption("--workers", type=int, required=True)
@@ -112,7 +112,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not for here, and have few examples drawn."""
+    """Deselect tests that do not apply here, and reduce the number of examples."""
     others = [word for word in OTHERS if word != "torch" or not config.getoption("torch")]
     away = [item for item in items if any(word in item.nodeid.rpartition("/")[2].lower() for word in others)]
     items[:] = [item for item in items if item not in away]
@@ -166,7 +166,7 @@ def measure(items: list[pytest.Item]) -> Reach:
 
 
 def export_something() -> None:
-    """Have torch's exporter set itself up, which takes it seconds, with no code of ours."""
+    """Let torch's exporter initialise itself, which takes seconds, without our code."""
     import torch
 
     with warnings.catch_warnings():

@@ -27,7 +27,7 @@ SECTION = re.compile(r"^## ([^\n]+)\n\n(.*?)```text\n(.*?)```$", re.MULTILINE | 
 
 
 class Count(NamedTuple):
-    """What is known of a module; fewer are tried than there are where a sample was."""
+    """The counts of a module; fewer mutants are tried than exist in a sample."""
 
     mutants: int
     tried: int
@@ -41,7 +41,7 @@ class Mutant:
     name: str
     """What mutmut calls it: ``relskew_core._positions.skew.x_skew__mutmut_3``."""
     change: str
-    """The lines that it takes away, an arrow, and those that it puts in their place."""
+    """The removed lines, an arrow, and the added lines."""
     place: int = 0
     """The number of the first such line in the mutated file, where the function is as it was."""
     span: tuple[int, int] = (0, 0)
@@ -134,7 +134,7 @@ def recorded(path: Path) -> set[str]:
 
 
 def update(path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], **kind: bool) -> list[str]:
-    """Write the record, and say what is wrong with it; ``kind`` of run as :func:`written` takes it."""
+    """Write the record, and return what is wrong with it; ``kind`` is the kind of run, as in :func:`written`."""
     text = written(path.read_text() if path.exists() else "", tried, sizes, **kind)
     path.write_text(text)
     return faults(text)

@@ -21,7 +21,7 @@ from relskew_core.huggingface import replace_attention
 
 @pytest.fixture(autouse=True)
 def operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the drop-ins call the operator, which only an export with our translations knows."""
+    """Let the drop-ins call the operator, as in an export with our translations."""
 
     def attention(operands: Operands, **options: Any) -> Any:
         return relative_attention(**{name: x for name, x in operands._asdict().items() if x is not None}, **options)

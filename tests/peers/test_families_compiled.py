@@ -19,7 +19,7 @@ from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import replace_attention
 
 OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
-"""One family of each form; to compile or export all of them takes minutes."""
+"""One family of each form; compiling or exporting all of them takes minutes."""
 
 
 def families(*but: str) -> list[Any]:

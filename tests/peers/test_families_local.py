@@ -33,7 +33,7 @@ def local(family: Family, window: tuple[int, int] = WINDOW) -> Any:
 
 
 def outputs(model: Any, family: Family, length: int) -> list[Tensor]:
-    """What there is of the outputs: padding, which nobody reads, left out."""
+    """Return the outputs without padding."""
     inputs = given(family, length, model)
     out = model(**copy.deepcopy(inputs))
     mask = getattr(out, "attention_mask", inputs["attention_mask"])

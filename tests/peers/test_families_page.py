@@ -22,7 +22,7 @@ TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "in
 
 
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny random models stand in for those that the page downloads."""
+    """Tiny random models replace those that the page downloads."""
 
     def llama(name: str, **options: Any) -> Any:
         return peer("transformers.LlamaForCausalLM")._from_config(peer("transformers.LlamaConfig")(**TINY), **options)

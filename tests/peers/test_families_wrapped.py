@@ -116,7 +116,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", every("DeBERTa"))  # the original overflows
 @torch.no_grad()
 def test_autocast(name: str) -> None:
-    """Masks have the dtype of the weights, and what is computed has another."""
+    """Masks have the dtype of the weights, which differs from that of the computation."""
     family = FAMILIES[name]
     models = [model.float() for model in both(family)]
     exact = outputs(models[0], family)[0]

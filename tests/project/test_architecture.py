@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md: every module stands in one folder of the table and imports no later one."""
+"""The layers of docs/architecture.md: every module is in one folder of the table and imports no later one."""
 
 from __future__ import annotations
 
