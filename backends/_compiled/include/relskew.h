@@ -1,4 +1,4 @@
-/* Relative-position attention on CPUs, forward, for hosts that have no Python: link with librelskew.so, or open it. */
+/* Relative-position attention on CPUs, forward, for hosts without Python: link with librelskew.so, or open it. */
 #ifndef RELSKEW_H
 #define RELSKEW_H
 
@@ -13,11 +13,11 @@ extern "C" {
 
 enum relskew_type { RELSKEW_FLOAT32 = 1, RELSKEW_FLOAT64 = 2, RELSKEW_FLOAT16 = 3, RELSKEW_BFLOAT16 = 4 };
 
-/* What tables have for positions past their rows: nothing, so that the call fails; the edge row; or zeros. */
+/* The treatment of positions beyond a table's rows: the call fails, the edge row is repeated, or zeros are used. */
 enum relskew_beyond { RELSKEW_ERROR = 0, RELSKEW_CLIP = 1, RELSKEW_ZERO = 2 };
 
-/* An array of up to four axes, (batch, heads, length, width) where nothing else is said. Leading axes of one may be
- * left out. Steps are in entries; that of the last axis must be 1. `data` is NULL where an array is left out. */
+/* An array of up to four axes, by default (batch, heads, length, width). Leading axes of length 1 may be omitted. Steps
+ * are in entries; that of the last axis must be 1. `data` is NULL for an array that is not given. */
 typedef struct relskew_array {
     void *data;
     int32_t axes;
@@ -28,33 +28,33 @@ typedef struct relskew_array {
  * with r = j - (i + offset), and out_i = sum_j softmax_j(logits) (v_j + rel_v[r]). Start from relskew_new_call(). */
 typedef struct relskew_call {
     size_t size;          /* sizeof(relskew_call): later versions may have more */
-    int32_t type;         /* of all arrays that say nothing else */
-    int32_t threads;      /* at most; 0 is 1 */
+    int32_t type;         /* of all arrays, unless stated otherwise */
+    int32_t threads;      /* the most threads; 0 means 1 */
     int64_t left, right;  /* row 0 of a table is for r = -left, its last one for r = right */
     int32_t beyond;       /* enum relskew_beyond */
     int32_t causal;       /* a query sees r <= 0 */
     int64_t window_left, window_right;  /* and -window_left <= r <= window_right; -1: no bound */
-    int64_t block_size;                 /* and its own block of so many positions; 0: no blocks ... */
-    int64_t blocks_before;              /* ... and so many whole blocks before; -1: one, and causal */
+    int64_t block_size;                 /* and the block of this size that contains it; 0: no blocks */
+    int64_t blocks_before;              /* and this many whole blocks before; -1: one, and causal */
     int64_t offset;                     /* the position of query 0 */
-    double scale, rel_scale;            /* NAN: width ** -0.5, and as scale */
+    double scale, rel_scale;            /* NAN: width ** -0.5, and the same as scale */
     double softcap;                     /* 0: none */
-    int32_t mask_adds;                  /* whether the mask is added, or bytes, of which 1 lets a key be seen */
+    int32_t mask_adds;                  /* 1: the mask is added; 0: it has bytes, 1 for visible keys */
 
     relskew_array q, k, v;               /* (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); Hkv divides H */
     relskew_array rel_k, rel_v;          /* (1 or H, R, D), (1 or H, R, Dv) with R = left + right + 1 */
     relskew_array rel_bias;              /* (1 or H, R) */
     relskew_array rel_q;                 /* (B, H, Lq, D of rel_k), q by default */
     relskew_array key_table;             /* (1 or H, R, D): a table that is multiplied by keys */
-    relskew_array mask;                  /* each axis as of the logits, or 1 */
+    relskew_array mask;                  /* axes as of the logits, or 1 */
     relskew_array sinks;                 /* (H): one more logit in each row's softmax, without a value */
-    relskew_array q_segments, k_segments;    /* int64, (1 or B, Lq) and (1 or B, Lk): a query sees its own segment */
+    relskew_array q_segments, k_segments;    /* int64, (1 or B, Lq) and (1 or B, Lk): a query sees its segment */
     relskew_array q_positions, k_positions;  /* int64, the same shapes: r is a key's minus a query's; no offset */
     relskew_array out;                   /* (B, H, Lq, Dv), written */
     relskew_array lse;                   /* (B, H, Lq), written: log-sum-exp, float, or double of RELSKEW_FLOAT64 */
 } relskew_call;
 
-/* A call that asks for nothing yet. */
+/* Return a call with the defaults. */
 static inline relskew_call relskew_new_call(void) {
     relskew_call call;
     memset(&call, 0, sizeof call);
@@ -64,8 +64,8 @@ static inline relskew_call relskew_new_call(void) {
     return call;
 }
 
-/* Compute one call. Returns 0, or 1 with what is wrong in `error`, ended by a zero, as far as `length` bytes go. Any
- * number of threads may call at once. */
+/* Compute one call. Returns 0, or 1 after writing a message of at most `length` bytes, including the final zero, to
+ * `error`. Any number of threads may call at the same time. */
 int relskew_attention(const relskew_call *call, char *error, size_t length);
 
 #ifdef __cplusplus
