@@ -51,6 +51,11 @@ def check_static(**constants: Any) -> None:
         )
 
 
+def has_shape(x: Any, *shapes: tuple[Any, ...]) -> bool:
+    """Whether an array has one of some shapes: by ``in``, ``torch.compile`` finds no equal sizes that vary."""
+    return any(tuple(x.shape) == shape for shape in shapes)
+
+
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     """Return ``value`` as an ``int``; booleans, floats and arrays with axes are refused."""
     if isinstance(value, bool):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
+from relskew_core._array.checks import check_bool, check_int, check_real, describe, has_shape, is_array
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import depending
@@ -201,7 +201,7 @@ class GridCall:
         if bias is not None and (bias.ndim not in (axes, axes + 1) or (bias.ndim > axes and bias.shape[0] != n_heads)):
             rows = "Rh, Rw" if axes == 2 else ", ".join(f"R_{axis}" for axis in grids.axes)
             raise ValueError(f"`rel_bias` must have shape ({n_heads}, {rows}) or ({rows}), got {describe(bias)}")
-        if outer is not None and tuple(outer.shape) not in ((3,), (n_heads, 3)):
+        if outer is not None and not has_shape(outer, (3,), (n_heads, 3)):
             raise ValueError(f"`prefix_bias` must have shape ({n_heads}, 3) or (3,), got {describe(outer)}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-from relskew_core._array.checks import describe, layout_hint
+from relskew_core._array.checks import describe, has_shape, layout_hint
 from relskew_core._array.integers import bits_of, integer, widest
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
@@ -50,7 +50,7 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
         raise TypeError(f"`{name}` must be of integers, got {describe(x)}")
     lead = tuple(q.shape[:-3])
     length = (x.shape or (1,))[-1] if length is None else length
-    if tuple(x.shape) not in ((length,), (*lead, length)):
+    if not has_shape(x, (length,), (*lead, length)):
         hint = layout_hint(q.ndim > 2 and tuple(x.shape[-1:]) == tuple(q.shape[-3:-2]))
         raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}{hint}, got {describe(x)}")
     return cast(x, integer(xp), xp=xp)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from relskew_core._array.checks import check_offset, describe, is_array
+from relskew_core._array.checks import check_offset, describe, has_shape, is_array
 from relskew_core._array.gather import within
 from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
 from relskew_core._array.known import known_values
@@ -174,7 +174,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
     check_companion("offset", offset, name, q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
-    if tuple(offset.shape) not in ((), lead):
+    if not has_shape(offset, (), lead):
         raise ValueError(f"{expected}, got {describe(offset)}")
     values = _values(offset, xp=xp)
     for value in values or ():

@@ -66,3 +66,16 @@ def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
         if theirs.requires_grad:
             torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), LEAF) for out in (ours, theirs)))
     assert counter.frame_count == 2
+
+
+def test_shapes_that_vary_are_those_of_the_queries() -> None:
+    """Segments and offsets, whose sizes are symbols of the queries'; others are checked by the same function."""
+    torch.compiler.reset()
+
+    def attend(x: Any, labels: Any, offsets: Any) -> Any:
+        return relative_attention(x, x, x, segments=labels, offset=offsets, causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    for batch, length in ((2, 6), (4, 9)):
+        given = torch.randn(batch, 2, length, 4), torch.arange(length) // 4, torch.arange(batch) % 2
+        torch.testing.assert_close(compiled(*given), attend(*given))

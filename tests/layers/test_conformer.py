@@ -61,6 +61,10 @@ def test_the_formula(length: int) -> None:
         torch.testing.assert_close(module(x(length)), by_formula(module, x(length), seen))
 
 
+def test_no_positions() -> None:
+    assert drawn(BlockSpec(E, H, Span.full(40)))(x(0)).shape == (2, 0, E)
+
+
 @pytest.mark.parametrize("together", [1, 2, 3])
 @torch.no_grad()
 def test_chunk_by_chunk(together: int) -> None:

@@ -201,6 +201,14 @@ def test_nested_tensors_are_attended_to_item_by_item(name: str, layout: torch.la
     assert all(x.any() for x in gradient.unbind())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_nested_tensors_may_be_parts_of_longer_rows() -> None:
+    module, rows = made(SPECS["causal"]), nested(torch.strided, 6, 6).detach().to_padded_tensor(0.0)
+    part = torch.nested.narrow(rows, 1, torch.tensor([1, 2]), torch.tensor([3, 4]), layout=torch.jagged)
+    for actual, item in zip(module(part).unbind(), (rows[0, 1:4], rows[1, 2:6]), strict=True):
+        torch.testing.assert_close(actual, dense_module(module, item[None])[0], rtol=0, atol=1e-12)
+
+
 def test_what_nested_tensors_exclude_is_named() -> None:
     module = made(SPECS["causal"])
     x = nested(torch.jagged, 3, 5)

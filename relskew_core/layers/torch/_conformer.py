@@ -183,7 +183,8 @@ class ConformerAttention(RelativeMultiheadAttention):
                 "hide its padding by `key_padding_mask`"
             )
         if not {"offset", "positions"} & options.keys() and not torch.compiler.is_exporting():
-            span = Span(min(span.left, k.shape[-2] - 1), min(span.right, k.shape[-2] - 1), span.beyond)
+            furthest = max(k.shape[-2] - 1, 0)
+            span = Span(min(span.left, furthest), min(span.right, furthest), span.beyond)
         rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.u))
         rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
         u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))

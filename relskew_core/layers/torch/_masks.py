@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._array.checks import describe
+from relskew_core._array.checks import describe, has_shape
 
 
 def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def combined(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     floating = isinstance(mask, Tensor) and mask.is_floating_point()
-    if (not floating and getattr(mask, "dtype", None) != torch.bool) or tuple(mask.shape) not in shapes:
+    if (not floating and getattr(mask, "dtype", None) != torch.bool) or not has_shape(mask, *shapes):
         expected = " or ".join(str(shape) for shape in shapes)
         raise ValueError(
             f"`{name}` must be a boolean tensor, True where nothing is attended to, or an additive one, of shape "

@@ -21,6 +21,6 @@ def by_item(function: Callable[..., Any], inputs: Mapping[str, Tensor], refused:
             raise TypeError(f"`{name}` must be a nested tensor because another input is one, got {describe(x)}")
     first: Any = next(iter(inputs.values()))
     items = [function(*item) for item in zip(*(x.unbind() for x in inputs.values()), strict=True)]
-    if first.layout == torch.jagged:  # the same offsets tensor: torch only adds nested tensors that share it
+    if first.layout == torch.jagged and first.lengths() is None:  # torch only adds nested tensors that share offsets
         return torch.nested.nested_tensor_from_jagged(torch.cat(items), first.offsets())
-    return torch.nested.as_nested_tensor(items)
+    return torch.nested.as_nested_tensor(items, layout=first.layout)
