@@ -23,6 +23,9 @@ FLAGS = [
     # On ARM, GCC 12 orders loads so early that sums of products leave their registers. Clang has no such flag.
     "-fno-schedule-insns", "-Wno-ignored-optimization-argument",
 ]  # fmt: skip
+SSE2 = ["-msse2", "-mfpmath=sse"]
+"""Without these, 32-bit x86 computes in more digits than it stores; NumPy needs the same processors."""
+
 AVX512 = [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 LEVELS = {
     "base": [],
@@ -119,7 +122,9 @@ asked = os.environ.get("RELSKEW_PURE", "")
 if asked not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
 
-levels = list(LEVELS) if sysconfig.get_platform().endswith(("x86_64", "amd64")) else ["base"]
+platform = sysconfig.get_platform()
+levels = list(LEVELS) if platform.endswith(("x86_64", "amd64")) else ["base"]
+FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else []
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
     [str(SOURCE / name) for name in (*WITHOUT_LEVEL, "level.cpp")],

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kernels_built
+from kernels_built import SSE2
 
 COMPILERS = os.environ.get("KERNELS_COMPILERS", "g++ clang++").split()
 HEADERS = Path(sysconfig.get_path("include"))
@@ -73,7 +74,7 @@ def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit, head
     if unit.level not in (None, "base") and not is_x86_64(target):
         pytest.skip("for another kind of processors")
     here = machine("cc") if shutil.which("cc") else None
-    own = [] if target == here else [f"-I{headers}"]
+    own = [*([] if target == here else [f"-I{headers}"]), *(SSE2 if target.startswith("i686") else [])]
     levels = ["-DLEVELS_OF_X86_64=1"] if is_x86_64(target) else []
     flags = [*own, *unit.flags, *levels, *kernels_built.warnings(compiler, target), "-Werror", "-fsyntax-only"]
     ended = subprocess.run([compiler, *flags, unit.source], capture_output=True, text=True)

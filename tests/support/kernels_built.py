@@ -33,7 +33,7 @@ def asked_for(name: str) -> Any:
     raise AssertionError(name)
 
 
-FLAGS, AVX512 = asked_for("FLAGS"), asked_for("AVX512")
+FLAGS, AVX512, SSE2 = asked_for("FLAGS"), asked_for("AVX512"), asked_for("SSE2")
 LEVELS, STORED, OF_LIBRARY = (asked_for(name) for name in ("LEVELS", "STORED", "OF_LIBRARY"))
 
 
@@ -67,9 +67,7 @@ def warnings(compiler: str, target: str = "") -> list[str]:
     ``memory`` refuses what is larger. An argument may have the name of a field: GCC can be asked to look at other
     variables alone, Clang cannot.
     """
-    conversions = (
-        ["-Wno-psabi"] if target.startswith(("arm", "i386", "i686")) else ["-Wconversion", "-Wno-sign-conversion"]
-    )
+    conversions = ["-Wno-psabi"] if target.startswith(("arm", "i686")) else ["-Wconversion", "-Wno-sign-conversion"]
     return [*conversions, *([] if "clang" in compiler else ["-Wshadow=local"])]
 
 

@@ -2,6 +2,7 @@
 // AVX2, SSE and NEON, and for float and double.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -11,6 +12,10 @@
 
 #if defined(__F16C__)  // every processor with AVX2 has it
 #include <immintrin.h>
+#endif
+
+#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16  // 16: float16 alone is computed as it is stored
+#error "`exponential` rounds to an integer by adding a large number, and needs sums that are no wider than their type"
 #endif
 
 namespace {
