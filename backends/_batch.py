@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands
+from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Kind, Operands
 
 
 def by_batch(x: Array, *, xp: Namespace) -> Array:
@@ -22,7 +22,7 @@ def flattened(operands: Operands, *, xp: Namespace) -> Operands:
 
     def flat(name: str, x: Array) -> Array:
         kind = KINDS[name]
-        if kind is Kind.SEQUENCE:
+        if kind in SEQUENCES:
             return by_batch(x, xp=xp)
         if kind is Kind.MASK:
             return mask_by_batch(x, operands.q, xp=xp)

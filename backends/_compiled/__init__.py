@@ -14,16 +14,7 @@ from relskew_core._array.namespace import device
 from relskew_core._array.precision import cast, wide
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import (
-    KINDS,
-    GridOptions,
-    Kind,
-    Operands,
-    Options,
-    has_tables,
-    operands_of,
-    unknown,
-)
+from relskew_core._kernel.call import KINDS, SEQUENCES, GridOptions, Operands, Options, has_tables, operands_of, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core._kernel.sums import sum_to
@@ -202,7 +193,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
-            make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # the kernels add to these
+            make = library.empty if KINDS[name] in SEQUENCES else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])

@@ -11,7 +11,7 @@ import numpy as np
 from dask.delayed import delayed as untyped_delayed
 
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind, Operands, Options, Part, unknown
+from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Arguments, Kind, Operands, Options, Part, unknown
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
@@ -142,8 +142,8 @@ class Blocks:
 
         def chunks(name: str, x: Any) -> tuple[Any, ...]:
             kind = KINDS[name]
-            if kind is Kind.SEQUENCE:
-                mine = (heads, lengths["q"]) if name in ("q", "rel_q") else (of_keys, lengths["k"])
+            if kind in SEQUENCES:
+                mine = (heads, lengths["q"]) if kind is Kind.QUERY else (of_keys, lengths["k"])
                 return (*lead, *mine, -1)
             if kind is Kind.LABEL:
                 return (*lead[: x.ndim - 1], lengths[name[0]])
@@ -165,8 +165,8 @@ class Blocks:
         """Return the block of an array that belongs to a pair."""
         *lead, head, i = place
         kind, x = KINDS[name], self.arrays[name]
-        if kind is Kind.SEQUENCE:
-            at: tuple[int, ...] = (*lead, head, i if name in ("q", "rel_q") else j, 0)
+        if kind in SEQUENCES:
+            at: tuple[int, ...] = (*lead, head, i if kind is Kind.QUERY else j, 0)
         elif kind is Kind.LABEL:
             at = (*lead[: x.ndim - 1], i if name.startswith("q") else j)
         elif kind is Kind.MASK:

@@ -17,7 +17,7 @@ import numpy as np
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, shape_of_out, shape_of_rows
+from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Kind, Operands, Options, shape_of_out, shape_of_rows
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
@@ -87,7 +87,7 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     x, q = getattr(given, name), given.q
     if x is None or KINDS[name] is Kind.SEED:
         return None
-    if KINDS[name] is Kind.SEQUENCE:
+    if KINDS[name] in SEQUENCES:
         return jnp.reshape(x, (-1, *x.shape[-3:]))
     mapped, core = x.shape[:maps], x.shape[maps:]
     if KINDS[name] is Kind.LABEL:  # one per item; keys are padded to whole vectors

@@ -19,6 +19,7 @@ from torch import Tensor
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import (
     DIFFERENTIABLE,
+    SEQUENCES,
     Gradients,
     Kind,
     Operands,
@@ -263,7 +264,7 @@ class Operator:
         self, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         operands, dims = Operands(*args[:COUNT]), Operands(*in_dims[:COUNT])
-        rows = names_of(Kind.SEQUENCE)
+        rows = names_of(*SEQUENCES)
         apart = [name for name in Operands._fields if name not in rows and name != "mask"]
         # If mapped arrays are not shared, or dropout draws per item, run each item separately.
         if operands.seed is not None or any(getattr(dims, name) is not None for name in apart):

@@ -13,7 +13,7 @@ from relskew_core._array.pieces import in_turn, joined
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import placed
-from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._kernel.call import BY_QUERY, Gradients, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.dropout import kept
 from relskew_core._kernel.forward import (
@@ -76,7 +76,7 @@ def attention_vjp(
             chunk = placed(chunk, operands, options, xp=xp)
             done = sums.done()
             then = in_turn(cotangents, ("d_out",), done, xp=xp)
-            _backward(then, in_turn(operands, ("q", "rel_q"), done, xp=xp), options, tables, chunk, sums, xp=xp)
+            _backward(then, in_turn(operands, BY_QUERY, done, xp=xp), options, tables, chunk, sums, xp=xp)
     return sums.gradients()
 
 
@@ -103,7 +103,7 @@ def _backward(
     factors = kept(operands, options, chunk, xp=xp) if options.dropout else None
     of_values = weights if factors is None else weights * factors
 
-    sums.v.add(chunk.first, grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
+    sums.add_keys(chunk, v=grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
     d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(of_values, xp=xp), chunk, options)
@@ -123,9 +123,12 @@ def _backward(
     d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
     if tables.key_table is not None:
         d_k = d_k + _key_side_gradient(d_logits, k * options.rel_scale, options, chunk, sums, xp=xp)
-    sums.k.add(chunk.first, d_k)
+    sums.add_keys(chunk, k=d_k)
     d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
-    sums.add_queries(d_q, _relative_gradient(d_logits, q, operands, options, chunk, sums, xp=xp), chunk)
+    d_rel_q = _relative_gradient(d_logits, q, operands, options, chunk, sums, xp=xp)
+    if operands.rel_q is None and d_rel_q is not None:
+        d_q = d_q + d_rel_q
+    sums.add_queries(chunk, q=d_q, rel_q=d_rel_q)
 
 
 def _relative_gradient(

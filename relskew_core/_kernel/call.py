@@ -85,7 +85,8 @@ GROUPS = {
 class Kind(Enum):
     """The kind of an array of a call, which determines its axes."""
 
-    SEQUENCE = "queries, keys or values"  # (..., H, L, D), with the leading axes of the call
+    QUERY = "a row for each query"  # (..., H, Lq, width), with the leading axes of the call
+    KEY = "a row for each key"  # (..., Hkv, Lk, width)
     TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
     BIAS = "numbers of consecutive relative positions"  # (R,) or (H, R)
     MASK = "boolean or additive"  # broadcasts to (..., H, Lq, Lk)
@@ -97,13 +98,13 @@ class Kind(Enum):
 class Operands(NamedTuple):
     """The arrays of a call for the kernels, with a heads axis; in ragged batches, tables have an axis for items."""
 
-    q: Annotated[Array, Kind.SEQUENCE]  # (..., H, Lq, D)
-    k: Annotated[Array, Kind.SEQUENCE]  # (..., Hkv, Lk, D)
-    v: Annotated[Array, Kind.SEQUENCE]  # (..., Hkv, Lk, Dv)
+    q: Annotated[Array, Kind.QUERY]  # (..., H, Lq, D)
+    k: Annotated[Array, Kind.KEY]  # (..., Hkv, Lk, D)
+    v: Annotated[Array, Kind.KEY]  # (..., Hkv, Lk, Dv)
     rel_k: Annotated[Array | None, Kind.TABLE] = None  # Dr wide; ragged (..., 1 or H, W, Dr)
     rel_v: Annotated[Array | None, Kind.TABLE] = None  # Dv wide; ragged (..., 1 or H, W, Dv)
     rel_bias: Annotated[Array | None, Kind.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
-    rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None if it is q
+    rel_q: Annotated[Array | None, Kind.QUERY] = None  # (..., H, Lq, Dr), None if it is q
     mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
     key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
     q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its segment
@@ -129,10 +130,15 @@ def names_of(*kinds: Kind) -> list[str]:
     return [name for name, kind in KINDS.items() if kind in kinds]
 
 
+SEQUENCES = (Kind.QUERY, Kind.KEY)
+"""The kinds of arrays with axes for batch, heads and length."""
+
+BY_QUERY, BY_KEY = names_of(Kind.QUERY), names_of(Kind.KEY)
+
 TABLES = names_of(Kind.TABLE, Kind.BIAS)
 """The arrays with a row for each relative position, which have a span."""
 
-DIFFERENTIABLE = names_of(Kind.SEQUENCE, Kind.TABLE, Kind.BIAS, Kind.MASK)
+DIFFERENTIABLE = names_of(*SEQUENCES, Kind.TABLE, Kind.BIAS, Kind.MASK)
 """The arrays that have gradients: arguments of the same names."""
 
 BY_HEAD = ("sinks", "scale", "rel_scale")

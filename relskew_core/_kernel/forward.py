@@ -17,7 +17,7 @@ from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import BY_QUERY, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.dropout import kept
 from relskew_core._kernel.key_side import blocks, key_side_logits, mirrored
@@ -31,7 +31,7 @@ def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[A
     outs: list[Array] = []
     sums: list[Array | None] = []
     for chunk in laid:
-        now = in_turn(operands, ("q", "rel_q"), outs[-1:], xp=xp)
+        now = in_turn(operands, BY_QUERY, outs[-1:], xp=xp)
         out, lse = _attend(now, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
         outs.append(out)
         sums.append(lse)

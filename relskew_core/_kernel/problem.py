@@ -25,6 +25,7 @@ from relskew_core._kernel.call import (
     CHECKS,
     CONSTANTS,
     KINDS,
+    SEQUENCES,
     TABLES,
     Arguments,
     Gradients,
@@ -95,7 +96,7 @@ class Problem:
             if x is None:
                 return None
             argument = getattr(given, name)
-            if KINDS.get(name) is Kind.SEQUENCE:
+            if KINDS.get(name) in SEQUENCES:
                 return self.result(x, dtype=argument.dtype)
             if self.ragged is not None and name in TABLES:
                 x = self.ragged.gradient(x[..., None] if KINDS[name] is Kind.BIAS else x, argument)
@@ -110,7 +111,8 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     """Check a call; every error names its argument."""
     given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
-    xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": given.rel_q})
+    alike = {name: x for name, x in given.arrays().items() if KINDS[name] is not Kind.MASK}
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v}, alike)
     if xp.__name__ == "jax.numpy":
         check_static(**{name: getattr(given, name) for name in CONSTANTS}, return_lse=return_lse)
         for name, array in given.arrays().items():
@@ -171,7 +173,7 @@ def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
     """Return an argument as an operand: with a heads axis, and for masks with a query axis."""
     if x is None:
         return None
-    if KINDS[name] is Kind.SEQUENCE:
+    if KINDS[name] in SEQUENCES:
         return x if heads else x[None, ...]
     if KINDS[name] in (Kind.BIAS, Kind.MASK):
         return x if x.ndim > 1 else xp.reshape(x, (1, -1))

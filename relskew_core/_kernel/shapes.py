@@ -9,7 +9,7 @@ from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import settled
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import KINDS, Arguments, Kind
+from relskew_core._kernel.call import BY_KEY, BY_QUERY, KINDS, Arguments, Kind
 from relskew_core._positions.span import Span
 
 
@@ -108,10 +108,14 @@ def check_widths(given: Arguments) -> None:
     q, k, v, rel_q = given.q, given.k, given.v, given.rel_q
     if given.rel_k is None and rel_q is not None:
         raise ValueError(f"`rel_q` needs `rel_k`, got rel_k=None and {describe(rel_q)}")
-    if rel_q is not None and tuple(rel_q.shape[:-1]) != tuple(q.shape[:-1]):
-        raise ValueError(
-            f"`rel_q` must have the shape of `q`, {tuple(q.shape[:-1])}, before its width, got {describe(rel_q)}"
-        )
+    for names, (like, rows) in ((BY_QUERY, ("q", q)), (BY_KEY, ("k", k))):
+        for name in names:
+            x = getattr(given, name)
+            if x is not None and tuple(x.shape[:-1]) != tuple(rows.shape[:-1]):
+                before = tuple(rows.shape[:-1])
+                raise ValueError(
+                    f"`{name}` must have the shape of `{like}`, {before}, before its width, got {describe(x)}"
+                )
     meets = ("q", q) if rel_q is None else ("rel_q", rel_q)
     for name, (other, x) in {"rel_k": meets, "rel_v": ("v", v), "key_table": ("k", k)}.items():
         table = getattr(given, name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import TABLES, Gradients, Operands
+from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import Tables
 from relskew_core._positions.skew import pad_last
@@ -64,35 +64,36 @@ class GradientSums:
     xp: Namespace
 
     def __post_init__(self) -> None:
-        self.k = RunningSum(self.operands.k, self.xp)
-        self.v = RunningSum(self.operands.v, self.xp)
+        given = {name: x for name, x in self.operands._asdict().items() if x is not None}
+        self._by_query: dict[str, list[Array]] = {name: [] for name in BY_QUERY if name in given}
+        self._by_key = {name: RunningSum(given[name], self.xp) for name in BY_KEY if name in given}
         self._columns: dict[str, Array] = {}
-        self._q: list[Array] = []
-        self._rel_q: list[Array] = []
         self._mask: list[Array] = []
 
-    def add_queries(self, d_q: Array, d_rel_q: Array | None, chunk: Chunk) -> None:
-        """Add a chunk's gradients of ``q`` and of the queries of ``rel_k``, which may be the same array."""
-        if self.operands.rel_q is None:
-            self._q.append(d_q if d_rel_q is None else d_q + d_rel_q)
-            return
-        self._q.append(d_q)
-        nothing = self.xp.zeros_like(self.operands.rel_q[..., chunk.start : chunk.stop, :])
-        self._rel_q.append(nothing if d_rel_q is None else d_rel_q)
+    def add_queries(self, chunk: Chunk, **pieces: Array | None) -> None:
+        """Add a chunk's gradients of the operands by query; an operand without a piece gets zeros."""
+        for name, done in self._by_query.items():
+            own = getattr(self.operands, name)[..., chunk.start : chunk.stop, :]
+            piece = pieces.get(name)
+            done.append(self.xp.zeros_like(own) if piece is None else piece)
+
+    def add_keys(self, chunk: Chunk, **pieces: Array) -> None:
+        """Add gradients of the operands by key, for the keys of a chunk."""
+        for name, piece in pieces.items():
+            self._by_key[name].add(chunk.first, piece)
 
     def add_nothing(self, chunk: Chunk) -> None:
         """Add a chunk that sees no key: zeros for the gradients of its queries."""
-        for pieces, like in ((self._q, self.operands.q), (self._rel_q, self.operands.rel_q)):
-            if like is not None:
-                pieces.append(self.xp.zeros_like(like[..., chunk.start : chunk.stop, :]))
+        self.add_queries(chunk)
         mask = self.operands.mask
         if mask is not None and mask.shape[-2] > 1:
             self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
 
     def done(self) -> list[Array]:
         """Return the sums that contain the gradients of the last chunk."""
-        latest = [*self._q[-1:], *self._mask[-1:], *self._columns.values()]
-        return [*latest, *(x for x in (self.k.growing, self.v.growing) if x is not None)]
+        latest = [piece for pieces in (*self._by_query.values(), self._mask) for piece in pieces[-1:]]
+        growing = [x for total in self._by_key.values() if (x := total.growing) is not None]
+        return [*latest, *self._columns.values(), *growing]
 
     def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
         """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""
@@ -143,11 +144,9 @@ class GradientSums:
             return gradient[..., 0] if name == "rel_bias" else gradient
 
         return Gradients(
-            q=_joined(self._q, operands.q, xp=xp),
-            k=self.k.total(),
-            v=self.v.total(),
-            rel_q=None if operands.rel_q is None else _joined(self._rel_q, operands.rel_q, xp=xp),
             mask=self._mask_gradient(),
+            **{name: _joined(pieces, getattr(operands, name), xp=xp) for name, pieces in self._by_query.items()},
+            **{name: total.total() for name, total in self._by_key.items()},
             **{name: table(name) for name in TABLES},
         )
 

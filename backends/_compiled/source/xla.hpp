@@ -124,14 +124,14 @@ bool read(Reader &from, ProblemOf<Stored> &x, Index &threads) {
     return !from.wrong && x.arrays(from) && x.integers(from);
 }
 
-// Clear the gradients of tables, which the kernels add to: XLA's memory is not initialised.
+// Clear the gradients, some of which the kernels add to: XLA's memory is not initialised.
 template <class Stored>
-void clear_tables(ProblemOf<Stored> &x) {
-    const auto clear = [](const auto &gradient) {
-        const auto &[entries, heads, rows, columns] = gradient.sizes;
-        if (gradient) std::memset(gradient.at, 0, entries * heads * rows * columns * sizeof(*gradient.at));
-    };
-    clear(x.d_rel_k), clear(x.d_rel_v), clear(x.d_bias), clear(x.d_key_table);
+void clear_gradients(ProblemOf<Stored> &x) {
+    x.gradients([](const char *, const auto &gradient, Need, const Axes &) {
+        const auto &[items, heads, rows, columns] = gradient.sizes;
+        if (gradient) std::memset(gradient.at, 0, items * heads * rows * columns * sizeof(*gradient.at));
+        return true;
+    });
 }
 
 // Compute a call on the threads of XLA's pool, using only as many as pays.
@@ -162,7 +162,7 @@ Error *pull_back(Kernel<Stored> kernel, Frame *frame) {
     Index threads = 1;
     const char *wrong = read(from, x, threads) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
-    clear_tables(x);
+    clear_gradients(x);
     return work(frame, kernel, x, grain_of_pull_back(x), threads);
 }
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, SEQUENCES, Operands, Options
 from relskew_core.backends._batch import by_batch, mask_by_batch
 
 
@@ -82,7 +82,7 @@ class TiledCall:
                 x = mask_by_batch(x, operands.q, xp=torch)
                 flat[name] = x.view(torch.uint8) if x.dtype == torch.bool else x
             else:
-                batched = x is not None and KINDS[name] is Kind.SEQUENCE
+                batched = x is not None and KINDS[name] in SEQUENCES
                 flat[name] = _rows(by_batch(x, xp=torch) if batched else x)
         tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())

@@ -17,7 +17,7 @@ from jax import lax
 
 from relskew_core._functions.attention import Backward, attend, pull_back
 from relskew_core._functions.merge import merge_attention
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
+from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run
 from relskew_core._positions.span import Span
@@ -25,7 +25,6 @@ from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.distributed._layout import Layout, needed, runs
 
 Arrays = dict[str, Any]
-QUERIES = ("q", "rel_q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ class TracedPart:
         queries, keys, pairs = self.queries.here, self.keys.here, self.pairs
         arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
         arrays |= {name: held[name][..., keys, :] for name in "kv"}
-        arrays |= {name: x[name][..., queries, :] for name in QUERIES if name in x}
+        arrays |= {name: x[name][..., queries, :] for name in BY_QUERY if name in x}
         arrays |= {name: self._rows(name, x[name]) for name in TABLES if name in x}
         if "mask" in x:
             arrays["mask"] = self._of_mask(x["mask"])
@@ -278,7 +277,7 @@ class TracedPart:
         return travelling, {name: self._added(name, total, getattr(found, name)) for name, total in sums.items()}
 
     def _added(self, name: str, total: Any, gradient: Any) -> Any:
-        if name in QUERIES:
+        if name in BY_QUERY:
             return total.at[..., self.queries.here, :].add(gradient)
         if name == "mask":
             rows = slice(None) if total.ndim < 2 or total.shape[-2] == 1 else self.queries.here

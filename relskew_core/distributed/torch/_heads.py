@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, Arguments, Kind
+from relskew_core._kernel.call import KINDS, SEQUENCES, Arguments, Kind
 from relskew_core.distributed._layout import Layout
 from relskew_core.distributed.torch._ranks import Ranks
 from relskew_core.distributed.torch._sequence import joined, taken_apart, whole
@@ -66,7 +66,7 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
     for name, x in given.arrays().items():
         if x is None:
             continue
-        if KINDS[name] is Kind.SEQUENCE:
+        if KINDS[name] in SEQUENCES:
             # there are fewer key heads than ranks: each rank has a copy of the one that it needs
             if x.shape[HEADS] % size:
                 x = x.repeat_interleave(size // x.shape[HEADS], dim=HEADS)

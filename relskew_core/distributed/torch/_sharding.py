@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding as register
 
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Kind, Operands
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, SEQUENCES, Kind, Operands
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import COUNT, Operator
 from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
@@ -115,7 +115,7 @@ def _split(name: str, x: Any, axis: int, operands: Operands) -> Any:
     if x is None:
         return None
     kind, rank, of_heads = KINDS[name], len(x.shape), axis == len(operands.q.shape) + HEADS
-    if kind is Kind.SEQUENCE:
+    if kind in SEQUENCES:
         return Shard(axis)
     if kind in (Kind.TABLE, Kind.BIAS):
         by_head = rank == (3 if kind is Kind.TABLE else 2) and x.shape[0] == operands.q.shape[HEADS]
