@@ -423,8 +423,7 @@ struct Backward {
             const Real log_sum = *x.given_lse.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
             for (Index j = row.start(); rest != 1 && j < row.end(); j += LANES) store(s + j, load(s + j) * rest);
             grid.add(m, row, start);
-            if (x.softcap != 0) take_slopes(row);
-            finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            finish_logits(x, row, MaskRow::of(x, item, head, first + m), start, slopes.get() + margin);
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
             const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
@@ -464,14 +463,6 @@ struct Backward {
         Index j = row.low;
         for (; j + LANES <= row.high; j += LANES) store(to + j, load(to + j) + load(row.at + j));
         for (; j < row.high; j++) to[j] += row.at[j];
-    }
-
-    // Store the derivative of the softcap for each logit.
-    void take_slopes(const Row &row) {
-        for (Index j = row.start(); j < row.end(); j += LANES) {
-            Vec t = hyperbolic_tangent(load(row.at + j) * (1 / x.softcap));
-            store(slopes.get() + margin + j, splat(1) - t * t);
-        }
     }
 
     void mix_queries(Index m, const Weights &changed) {

@@ -72,12 +72,16 @@ private:
     }
 };
 
-// Turn products into logits; `first` is the key of column 0.
-inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first) {
+// Turn products into logits; `first` is the key of column 0. The slopes say by how much each logit follows its product
+// through a softcap.
+inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first, Real *slopes = nullptr) {
     if (x.softcap != 0) {
         const Real cap = x.softcap, part = 1 / cap;
-        for (Index j = row.start(); j < row.end(); j += LANES)
-            store(row.at + j, hyperbolic_tangent(load(row.at + j) * part) * cap);
+        for (Index j = row.start(); j < row.end(); j += LANES) {
+            const Vec t = hyperbolic_tangent(load(row.at + j) * part);
+            store(row.at + j, t * cap);
+            if (slopes) store(slopes + j, splat(1) - t * t);
+        }
     }
     mask.hide(row, first);
     row.put_around(-INF);
