@@ -101,9 +101,9 @@ struct Backward {
         weights = reals(height * logits_row);
         d_logits = reals(height * logits_row);
         slopes = reals(logits_row), d_added = reals(logits_row);
-        const Index columns = std::max(logits_row, columns_anywhere(x));
+        const Index columns = std::max(logits_row, columns_anywhere(x)), rows = places ? height : HIGH;
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
-               queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
+               queries.make(height) && relative.make(rows, columns) && relative_values.make(rows, columns) &&
                key_side.make(true) && sight.make() && grid.make(height, logits_row, true) &&
                (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
                (queries.in_pairs || keys.make(room, x.width, static_cast<bool>(sight), lie_apart(x, x.k, x.width))) &&
@@ -320,7 +320,9 @@ struct Backward {
         const Index low = seen.low - start, high = seen.high - start;
         if (low >= high) return;
         Real *p = weights.get() + margin, *ds = d_logits.get() + margin;
-        if (x.key_table) key_side.write(item, head, count, position, start, n, p, logits_row);
+        if (x.key_table)
+            key_side.write(item, head, count, position, start, n, key_panels.get() + (start - packed.first) * x.width,
+                           p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
         for (Index m = 0; m < count; m += HIGH) {

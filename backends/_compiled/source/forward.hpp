@@ -143,11 +143,11 @@ struct Forward {
         if (queries.in_pairs && !(value_pairs.make(room, x.value_width) && weights.make(HIGH, logits_row)))
             return false;
         keys = reals(room * x.width);
-        logits = reals(height * logits_row);
+        logits = reals((x.key_table ? height : HIGH) * logits_row);
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
-               relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
-               grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
+               relative.make(places ? height : HIGH, std::max(logits_row, columns_anywhere(x))) && key_side.make() &&
+               sight.make() && grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
                (queries.in_pairs ||
                 values.make(room, x.value_width, static_cast<bool>(sight), lie_apart(x, x.v, x.value_width))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
@@ -208,7 +208,9 @@ struct Forward {
         const Index item = task.item, head = task.head;
         const Index origin = relative.origin(start - (position + height - 1));
         Real *logits = this->logits.get() + EDGE;
-        if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
+        if (x.key_table)
+            key_side.write(item, head, count, position, start, n, keys.get() + (start - packed.first) * x.width, logits,
+                           logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
             const Seen seen = sight.of(m, rows, p, start, start + n);
@@ -217,7 +219,7 @@ struct Forward {
             const auto with_relative = [&](auto a) {
                 if (relative && !places) relative.write(a, m, rows, low - (p + rows - 1), high - p, origin);
             };
-            Real *s = logits + m * logits_row;
+            Real *s = logits + (x.key_table ? m * logits_row : 0);  // else they stay in the fastest cache
             const auto with_keys = [&](auto a) {
                 for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
                     MaskRow::fetch(x, item, head, first + m, rows, start + j);
@@ -235,15 +237,16 @@ struct Forward {
                 with_relative(Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1});
                 with_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
             }
-            for (Index i = 0; i < rows; i++) weigh(item, head, first, position, m + i, start, low, high);
+            for (Index i = 0; i < rows; i++)
+                weigh(item, head, first, position, m + i, start, low, high, s + i * logits_row);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});
         }
     }
 
     // Turn a row of products into weights, with zeros where the query sees nothing.
-    void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
+    void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high,
+               Real *s) {
         const Seen seen = Seen::of(x, position + m, position + m);
-        Real *s = logits.get() + EDGE + m * logits_row;
         const Row row{s, std::max(low, seen.low) - start, std::min(high, seen.high) - start};
         const Index around = x.rel_v ? AROUND : 0;
         Real factor = 1;

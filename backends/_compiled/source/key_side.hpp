@@ -28,6 +28,8 @@ struct KeySide {
     Places places;  // of a block of keys, and of the block of queries
     ByRow by_row;
     Reals keys, changed;
+    Reals table, products;              // the table, scaled, from its last row to its first; products of a panel
+    const Stored *given = nullptr;      // the address that the table was copied from
     std::int32_t stands[ROWS + SPARE];  // the positions of the queries
 
     explicit KeySide(const Problem &x)
@@ -40,14 +42,28 @@ struct KeySide {
 
     bool make(bool backward = false) {
         if (!x.key_table) return true;
+        if (places || backward) changed = zeros((ROWS + HIGH + LANES) * ROW);
+        if ((places || backward) && !changed) return false;
+        if (!places) {
+            table = reals((x.rows + HIGH) * x.width), products = reals((ROWS + PANEL + HIGH) * PANEL);
+            return table && products;
+        }
         const Index height = padded(ROWS, HIGH);
         keys = zeros(height * width);
-        changed = zeros((ROWS + HIGH + LANES) * ROW);
-        return keys && changed && relative.make(height, std::max(ROWS, columns_anywhere(x))) && places.make() &&
+        return keys && relative.make(height, std::max(ROWS, columns_anywhere(x))) && places.make() &&
                (!backward || by_row.make(height));
     }
 
-    void take(Index entry, Index head) { relative.take(entry, head); }
+    void take(Index entry, Index head) {
+        if (!x.key_table) return;
+        if (places) return relative.take(entry, head);
+        const Stored *from = relative.table.of(entry, head);
+        if (from == given) return;
+        given = from;
+        for (Index c = 0; c < x.rows; c++)
+            for (Index d = 0; d < x.width; d++)
+                table.get()[c * x.width + d] = from[c * relative.table.row + d] * x.rel_scale;
+    }
 
     void take_queries(Index item, Index first, Index count) {
         if (!x.key_table || !places) return;
@@ -56,25 +72,48 @@ struct KeySide {
         places.take(stands);
     }
 
-    // Write the products of the keys start … start + n - 1 with the rows of the table for the queries from a position
-    // on.
-    void write(Index item, Index head, Index count, Index position, Index start, Index n, Real *to, Index to_row) {
-        for (Index first = 0; first < n; first += ROWS) {
+    // Write the products of the packed keys start … start + n - 1 with the rows of the table for the queries from a
+    // position on.
+    void write(Index item, Index head, Index count, Index position, Index start, Index n, const Real *panels, Real *to,
+               Index to_row) {
+        for (Index j = 0; !places && j < n; j += PANEL)
+            write_panel(count, start + j - position, panels + j * x.width, to + j, to_row);
+        for (Index first = 0; places && first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
-            const Index origin = relative.origin(position - (key + ROWS - 1));
             take_keys(item, head, key, rows);
             relative.take_edges(keys.get(), width, rows);
-            if (places) look_up(item, key, rows, count);
-            for (Index m = 0; !places && m < rows; m += HIGH) {
-                const Index own = std::min<Index>(HIGH, rows - m), low = position - (key + m + own - 1);
-                relative.multiply(keys.get(), width, m, own, low, position + count - (key + m), origin);
-            }
+            look_up(item, key, rows, count);
             for (Index j = 0; j < rows; j += LANES)
                 for (Index i = 0; i < count; i += LANES)
-                    turn(places ? of_key(j) + i : relative.at(j, position + i, key + j, origin),
-                         places ? ROW : relative.row - 1, to + i * to_row + first + j, to_row,
-                         std::min<Index>(LANES, count - i), 1);
+                    turn(of_key(j) + i, ROW, to + i * to_row + first + j, to_row, std::min<Index>(LANES, count - i), 1);
         }
+    }
+
+    // Write the products of a panel of keys, the first of which is `ahead` positions after the first query. Row by row,
+    // they are multiplied by the table for one distance; the products for one query lie on a diagonal.
+    void write_panel(Index count, Index ahead, const Real *panel, Real *to, Index to_row) {
+        const Index rows = count + PANEL - 1, zero = x.rows - x.left - ahead - PANEL;  // the row of the table for row 0
+        const Index low = std::clamp<Index>(-zero, 0, rows), high = std::clamp(x.rows - zero, low, rows);
+        const auto multiply = [&](Index n, Index first, Index step, Real *at) {
+            ::multiply<2>(n, x.width, Matrix{table.get() + first * x.width, step, 1}, panel, PANEL,
+                          static_cast<const Real *>(nullptr), 0, at, PANEL);
+        };
+        multiply(high - low, zero + low, x.width, products.get() + low * PANEL);
+        for (int side = 0; side < 2; side++) {
+            const Index from = side ? high : 0, end = side ? rows : low;
+            Real edge[4 * PANEL] = {};  // a product has at least four rows
+            if (from < end && x.clip) multiply(1, side ? x.rows - 1 : 0, 0, edge);
+            for (Index i = from; i < end; i++) std::copy_n(edge, PANEL, products.get() + i * PANEL);
+        }
+        for (Index half = 0; half < PANEL; half += LANES)
+            for (Index i = 0; i < count; i += LANES) {
+                Vec block[2 * LANES - 1];
+                const Real *from = products.get() + (i + PANEL - half - LANES) * PANEL + half;
+                for (Index t = 0; t < 2 * LANES - 1; t++) block[t] = load(from + t * PANEL);
+                skew(block);
+                for (Index t = 0; t < std::min<Index>(LANES, count - i); t++)
+                    store(to + (i + t) * to_row + half, block[LANES - 1 + t]);
+            }
     }
 
     // Write the products of some keys at the positions of the queries.

@@ -114,6 +114,7 @@ struct Relative {
     bool in_pairs = false;  // whether the table is packed by pairs
     Real of_bias = 1;       // the factor of biases
     Index row = 0;          // the step between rows of `products`
+    bool whole = false;     // whether `products` holds all rows of a block, or HIGH rows, which are overwritten
     Reals panels, biases, products;
     Index entry = -1, head = -1;
     Real edges[2][ROWS];
@@ -123,9 +124,11 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // Allocate for blocks of this many rows and columns.
+    // Allocate for blocks of this many rows and columns. Up to HIGH rows are overwritten by the next ones, so that they
+    // stay in the fastest cache.
     bool make(Index height, Index columns) {
         if (!*this) return true;
+        whole = height > HIGH;
         row = columns + ROWS + 4 * PANEL;
         panels = reals(padded(span.rows, PANEL) * width);
         biases = reals(padded(span.rows, PANEL) + PANEL);
@@ -172,7 +175,7 @@ struct Relative {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Real *b = panels.get() + floored(c, PANEL) * depth + c % PANEL,
                        *with = bias ? biases.get() + c : nullptr;
-            Real *to = products.get() + m * row + (c - shift - origin);
+            Real *to = products.get() + place(m) * row + (c - shift - origin);
             if (whole)
                 ::multiply<2>(rows, depth, a, b, PANEL, with, 0, to, row);
             else
@@ -180,7 +183,7 @@ struct Relative {
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {
-            const Index zero = i * row - shift - origin;  // where the packed columns would begin
+            const Index zero = (i - m + place(m)) * row - shift - origin;  // where the packed columns would begin
             const auto fill = [&](Index from, Index to, Real x) {
                 std::fill(products.get() + (zero + from), products.get() + (zero + to), x);
             };
@@ -189,9 +192,12 @@ struct Relative {
         }
     }
 
+    // The row of `products` of query m, the first one of HIGH.
+    Index place(Index m) const { return whole ? m : 0; }
+
     // The address of the product of query m, at position p, with a key; the next row is a step shorter than `row` away.
     const Real *at(Index m, Index key, Index p, Index origin) const {
-        return *this ? products.get() + m * row + (key - p - origin) : nullptr;
+        return *this ? products.get() + place(m) * row + (key - p - origin) : nullptr;
     }
 };
 

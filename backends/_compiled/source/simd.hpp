@@ -126,6 +126,15 @@ inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
     return p;
 }
 
+// The same for an even number of coefficients, in two chains of half the length that do not wait for each other.
+template <int N>
+inline Vec polynomial_by_halves(Vec x, const Real (&coefficients)[N]) {
+    static_assert(N % 2 == 0, "even and odd powers need the same number of coefficients");
+    Vec s = x * x, odd = splat(coefficients[0]), even = splat(coefficients[1]);
+    for (int i = 2; i < N; i += 2) odd = odd * s + coefficients[i], even = even * s + coefficients[i + 1];
+    return odd * x + even;
+}
+
 // Constants of e^x: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most ln 2 / 2.
 template <class Real>
 struct Exponential;
@@ -151,14 +160,13 @@ struct Exponential<double> {  // the polynomial of least error, 1 ulp
 // e^x for x <= 88: exactly 0 below e^-70, NaN for NaN.
 inline Vec exponential(Vec x) {
     using By = Exponential<Real>;
-    Vec held = x < -88 ? splat(-88) : x;
-    Vec shifted = held * Real(1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
+    Vec shifted = x * Real(1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
     Vec n = shifted - By::NEAREST;
-    Vec r = held - n * By::HIGH - n * By::LOW;
-    Vec p = polynomial(r, By::COEFFICIENTS) * (r * r) + r + 1;
+    Vec r = x - n * By::HIGH - n * By::LOW;
+    Vec p = polynomial_by_halves(r, By::COEFFICIENTS) * (r * r) + (r + 1);
     Ints power = (reinterpret_cast<Ints>(shifted) - By::OF_NEAREST + By::BIAS) << By::MANTISSA;
     Vec result = p * reinterpret_cast<Vec>(power);
-    return x < NEGLIGIBLE ? Vec{} : result;
+    return x < NEGLIGIBLE ? Vec{} : result;  // below, `result` is meaningless
 }
 
 inline Vec hyperbolic_tangent(Vec x) {
@@ -237,6 +245,22 @@ inline Vec sums(Vec *x) {
         return sums<STEP / 2>(x);
     }
     return x[0];
+}
+
+// The lanes of b whose numbers have the bit STEP, and the other lanes of a.
+template <int STEP>
+inline Vec blended(Vec a, Vec b) {
+    return picked(a, b, [](int n) { return n & STEP ? n + LANES : n; });
+}
+
+// Skew 2 · LANES - 1 rows: lane l of row i becomes that of row i - l, for the rows from LANES - 1 on.
+template <int STEP = LANES / 2>
+inline void skew(Vec *x) {
+    if constexpr (STEP > 0) {
+#pragma GCC unroll 32
+        for (int i = 2 * LANES - 2; i >= LANES - STEP; i--) x[i] = blended<STEP>(x[i], x[i - STEP]);
+        skew<STEP / 2>(x);
+    }
 }
 
 // Transpose LANES rows.

@@ -33,8 +33,11 @@ template <int N, int V, bool TRANSPOSED>
 void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
     Vec total[N][V];
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
         for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
+#pragma GCC unroll 4
     for (Index k = 0; k < depth; k++) {
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
@@ -43,7 +46,9 @@ void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *star
         for (int n = 0; n < N; n++)
             for (int i = 0; i < V; i++) total[n][i] += splat(x[TRANSPOSED ? n : n * a.row]) * row[i];
     }
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
@@ -59,8 +64,11 @@ template <int N, int V>
 void product(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
     Vec total[N][V];
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
         for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
+#pragma GCC unroll 4
     for (Index k = 0; k < depth; k++) {
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
@@ -68,7 +76,9 @@ void product(Index depth, Paired a, const Real *b, Index b_row, const Real *star
         for (int n = 0; n < N; n++)
             for (int i = 0; i < V; i++) total[n][i] = add_pairs(a.at + n * a.row + k * a.step, row[i], total[n][i]);
     }
+#pragma GCC unroll 12
     for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
