@@ -61,7 +61,8 @@ class Loop(NamedTuple):
         return [
             f"{name} {of}"
             for name, of in self.body
-            if re.search(r"\(%[re]?[sb]p\)$", of) or (name.startswith("st") and re.search(r"\[(sp|x29)", of))
+            if (re.search(r"\(%[re]?[sb]p\)$", of) and not name.startswith("cmp"))
+            or (name.startswith("st") and re.search(r"\[(sp|x29)", of))
         ]
 
 
@@ -83,7 +84,7 @@ def innermost_loops(listing: str) -> Iterator[Loop]:
 @pytest.mark.parametrize("stored", ["float", "double"])
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str, tmp_path: Path) -> None:
-    """One multiplication for each of 24 sums, 12 where there are 16 registers, and none that goes through memory."""
+    """One multiplication of a step for each of 24 sums, 12 where there are 16 registers, and none through memory."""
     if missing := compiler.missing():
         pytest.skip(missing)
     flags = [*FLAGS, *LEVELS[compiler.level], f"-I{SOURCE}", f"-DSTORED={stored}"]
@@ -95,12 +96,16 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
     )  # fmt: skip
     sums = 12 if compiler.level == "v3" else 24
     found = [loop for loop in innermost_loops(listing.stdout) if loop.count("fmla", "vfmadd") >= sums]
-    assert len(found) == 2, "a product with a matrix, and one with a transposed one"
+    assert len(found) in (2, 4), (
+        "a product with a matrix, and one with a transposed one; what is left of unrolled loops"
+    )
     for loop in found:
-        assert loop.count("fmla", "vfmadd") == sums, loop.body
+        steps, rest = divmod(loop.count("fmla", "vfmadd"), sums)
+        assert steps in (1, 4), loop.body
+        assert rest == 0, loop.body
         assert not loop.stored_on_the_stack()
         assert loop.count("st") == 0, loop.body
-        assert loop.count("ld") <= 14, loop.body  # one number for each row, and a pair of vectors
+        assert loop.count("ld") <= 14 * steps, loop.body  # one number for each row, and a pair of vectors
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ is here")

@@ -28,6 +28,13 @@ struct Matrix {
     Index row, step;
 };
 
+// Steps of a product in one turn of its loop: where sums fill 32 registers, addresses for more would not stay in any.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int STEPS = 4;
+#else
+constexpr int STEPS = 1;
+#endif
+
 // c = start + a · b for N rows and V vectors of columns; `start` may be null, or c.
 template <int N, int V, bool TRANSPOSED>
 void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
@@ -37,7 +44,7 @@ void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *star
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
         for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
-#pragma GCC unroll 4
+#pragma GCC unroll STEPS
     for (Index k = 0; k < depth; k++) {
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
@@ -68,7 +75,7 @@ void product(Index depth, Paired a, const Real *b, Index b_row, const Real *star
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
         for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
-#pragma GCC unroll 4
+#pragma GCC unroll STEPS
     for (Index k = 0; k < depth; k++) {
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
