@@ -122,7 +122,7 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
         example = min(EXAMPLE, longest // 2)
         return lambda: from_torch(Textbook(relative, form.spec, dict(weights), longest), example, dynamo=dynamo)
 
-    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": ours()}
+    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": ours(chunk_size=None)}
     if form.spec.block_size is None:
         made[CHUNKED] = ours(chunk_size=CHUNK)
         if form.spec.causal:

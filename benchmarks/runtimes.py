@@ -66,7 +66,7 @@ def graphs(profile: Any, opset: int | None = None) -> Iterator[Graph]:
     """Make every form in a profile."""
     for name, (spec, options) in FORMS.items():
         weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=1).items()}
-        model = to_onnx(spec, weights, profile=profile, opset=opset, **options)
+        model = to_onnx(spec, weights, profile=profile, opset=opset, **{"chunk_size": None, **options})
         yield Graph(name, model, [_call(spec, weights, options, length) for length in LENGTHS])
 
 

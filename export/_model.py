@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -36,7 +36,7 @@ def to_onnx(
     max_length: int | None = None,
     past: bool = False,
     mask: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = "auto",
     projections: bool = True,
     in_place: bool = False,
     segments: bool = False,
@@ -70,11 +70,12 @@ def to_onnx(
         Take and return a cache of keys and values: ``past_key``, ``past_value`` → ``present_key``, ``present_value``.
     mask : bool, default False
         Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
-    chunk_size : int, optional
+    chunk_size : int, "auto" or None, default "auto"
         For more queries than this number, attention is a ``Loop`` over this many queries at a time: memory grows with
-        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
-        ``"ort"`` also processes the key heads one after the other, and runs shorter inputs without the loop. By default
-        there is no control flow.
+        ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
+        ``"ort"`` also processes the key heads one after the other, and runs shorter inputs without the loop.
+        ``"auto"``: 256 in profile ``"ort"``, unless no input can be longer, the graph has a past, or the spec has
+        blocks, which bound memory themselves. None: no control flow, which suits GPUs.
     projections : bool, default True
         The whole block from ``x`` to ``y``; if False, attention alone, from heads ``q (batch, H, query_length, D)``,
         ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape of

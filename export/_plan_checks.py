@@ -19,7 +19,7 @@ def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) ->
         raise ValueError(
             f"`in_place=True` requires `profile='ort'` or 'ort-contrib': only these have TensorScatter, got {profile!r}"
         )
-    if chunk_size is not None:
+    if chunk_size not in (None, "auto"):
         raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
 
 
@@ -35,7 +35,7 @@ def check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size:
         "spec.sinks": spec.sinks,
         "spec.block_size": spec.block_size,
         "mask": mask,
-        "chunk_size": chunk_size,
+        "chunk_size": None if chunk_size == "auto" else chunk_size,
     }
     for name, given in refused.items():
         if given is not None and given is not False:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
@@ -17,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core.export import _table_products as table_products
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._graph.functions import all_graphs, names_read
 from relskew_core.export._save import save
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
@@ -184,7 +185,20 @@ def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarra
             own = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}
             excluded = list(_masked(model))
             quantize_static(source, target, _reader(inputs), nodes_to_exclude=excluded, per_channel=True, **own)
-        return onnx.load(target)
+        made = onnx.load(target)
+    _sort(made.graph)
+    return made
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Put each node behind what it and its branches read: onnxruntime's tool sorts nodes by what they read alone."""
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
+    read = {
+        index: [makers[name] for name in names_read([node]) if name in makers] for index, node in enumerate(graph.node)
+    }
+    nodes = [graph.node[index] for index in TopologicalSorter(read).static_order()]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:

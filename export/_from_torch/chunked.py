@@ -4,37 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core.export._from_torch.call import TracedCall, shape_of
 from relskew_core.export._from_torch.emitter import InnerEmitter, TracedEmitter
+from relskew_core.export._graph.chunks import even_chunks
 from relskew_core.export._graph.emitter import BOOL, INT64, INT64_MAX, Dim, Value
+from relskew_core.export._plan import AUTO_CHUNK
+from relskew_core.export._profiles import PROFILES
 
 Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
 """Translates a call, and returns its output and its log-sum-exp."""
 
 
-def goes_in_chunks(operands: Operands, options: Options, size: int | None) -> bool:
-    """Whether a call is translated in chunks: blocks limit memory themselves, and tables of keys need all queries."""
-    n = operands.q.shape[-2]
-    known = isinstance(n, int) and size is not None and n <= size
-    whole = options.return_lse or operands.key_table is not None or options.visibility.block_size is not None
-    return size is not None and not known and not whole
+AUTO_ROWS = 512
+"""Rows of logits that a turn of ``"auto"`` has in all heads together: the memory of a turn depends on no head."""
+
+LEAST = 16
+"""Queries of such a turn at least."""
 
 
-def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
-    """Return the output of a call in chunks, or at once for a single chunk of queries, for which a loop costs more."""
+class Turns(NamedTuple):
+    """How many queries a call attends with at a time, and up to how many it attends with all of them."""
+
+    size: int
+    whole: int
+
+
+def turns_of(operands: Operands, options: Options, size: Any, opset: int) -> Turns | None:
+    """Return the turns of a call, ``None`` where it attends with all queries at once.
+
+    Blocks bound memory themselves, and no chunk notices where a ``key_table`` ends. ``"auto"`` attends at once behind a
+    past, with tables that end before the queries are many, with a ``key_table``, whose products are looked up in
+    chunks, and in graphs of opsets for runtimes without control flow.
+    """
+    (heads, n), pattern = operands.q.shape[-3:-1], options.visibility
+    unnoticed = operands.key_table is not None and options.span.beyond == "error"
+    at_once = size is None or options.return_lse or unnoticed or pattern.block_size is not None
+    turns = Turns(size, size)
+    if size == "auto":
+        turns = Turns(min(max(AUTO_ROWS // heads, LEAST), AUTO_CHUNK) if isinstance(heads, int) else LEAST, AUTO_CHUNK)
+        at_once = at_once or opset < PROFILES["ort"].opset or _stays_whole(operands, options)
+    return None if at_once or (isinstance(n, int) and n <= turns.whole) else turns
+
+
+def _stays_whole(operands: Operands, options: Options) -> bool:
+    pattern, span = options.visibility, options.span
+    if operands.key_table is not None or pattern.by_value:
+        return operands.key_table is not None
+    tables = any(getattr(operands, name) is not None for name in TABLES)
+    ends = tables and span.beyond == "error" and pattern.left is None and isinstance(span.left, int)
+    return pattern.offset != 0 or (ends and span.left < AUTO_CHUNK)
+
+
+def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, turns: Turns, translate: Translate) -> Any:
+    """Return the output of a call in chunks, or of few queries at once, for which a loop costs more."""
     n = g.length(
         g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
     )
-    few = g.index("LessOrEqual", [g.dim(n), g.constant([size])], "chunks/one_is_enough", (1,), BOOL)
+    few = g.index("LessOrEqual", [g.dim(n), g.constant([turns.whole])], "chunks/one_is_enough", (1,), BOOL)
     *rows, _ = shape_of(operands.q, "q")
     out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
     return g.either(
         few, "attention_by_length", out,
         short=lambda body: translate(body, operands, options)[0],
-        long=lambda body: _in_chunks(body, operands, options, size, translate),
+        long=lambda body: _in_chunks(body, operands, options, turns.size, translate),
     )  # fmt: skip
 
 
@@ -48,10 +83,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
     call = TracedCall(g, operands._replace(mask=None), pattern.offset)
     lengths = call.lengths
     n = g.dim(lengths.queries)
-    step = g.index("Min", [n, g.constant([size])], "chunks/size")
-    over = g.index("Sub", [g.index("Add", [n, step], "chunks/next"), g.constant([1])], "chunks/over")
-    count = g.index("Div", [over, step], "chunks/count")
-    last = g.index("Sub", [n, step], "chunks/last_start")
+    count, step, last = even_chunks(g, n, size)
 
     def chunk(body: InnerEmitter, iteration: Value) -> Value:
         start = body.index("Min", [body.index("Mul", [step, iteration], "step"), last], "start")

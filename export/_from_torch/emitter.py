@@ -140,7 +140,7 @@ class InnerEmitter(TracedEmitter):
 
         tensor = self.tensor(value)
         tensor.dtype = onnx_ir.DataType.from_numpy(value.dtype)
-        if known:
+        if known and tensor.shape is None:  # what comes from around the body has the names of its axes
             tensor.shape = onnx_ir.Shape(value.shape)
         return tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +16,7 @@ from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
-from relskew_core.export._from_torch.chunked import attend_by_length, goes_in_chunks
+from relskew_core.export._from_torch.chunked import attend_by_length, turns_of
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
 from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
@@ -31,7 +31,7 @@ from relskew_core.export._graph.parts import (
 )
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
-from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._plan import GraphPlan, checked_chunk, make_plan
 from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES
 
 KNOWS = (COMMON - {"part"}) | {
@@ -88,7 +88,7 @@ class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
 
 
 def torch_translation_table(
-    opset: int = 23, *, chunk_size: int | None = None, operator: bool = False
+    opset: int = 23, *, chunk_size: int | Literal["auto"] | None = "auto", operator: bool = False
 ) -> TranslationTable:
     """Return the translations that ``torch.onnx.export`` needs for models with relative attention.
 
@@ -100,10 +100,12 @@ def torch_translation_table(
     ----------
     opset : int, default 23
         The ``opset_version`` of the export, 18 … 24. From 23 on attention is one node where its form allows.
-    chunk_size : int, optional
+    chunk_size : int, "auto" or None, default "auto"
         For more queries than this number, attend in a ``Loop`` over this many at a time: memory grows with
-        ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. By
-        default there is no control flow, and calls with blocks, a ``key_table`` or ``return_lse`` never have any.
+        ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. There is
+        no loop with blocks, ``return_lse`` or a ``key_table`` whose span ends in an error. ``"auto"``: from 257 queries
+        and opset 23 on, 512 divided by the number of heads (16 to 256), for calls without a ``key_table`` or an offset.
+        None: no control flow.
     operator : bool, default False
         Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Then take the graph from
         ``table.model(program)``, which adds the functions that run if the library is missing.
@@ -132,8 +134,7 @@ def torch_translation_table(
     oldest = PROFILES["portable"].opset
     if not oldest <= opset <= EXPORTER_OPSET:
         raise ValueError(f"`opset` must be {oldest} … {EXPORTER_OPSET}, got {opset}")
-    if chunk_size is not None:
-        chunk_size = check_int("chunk_size", chunk_size, minimum=1)
+    chunk_size = checked_chunk(chunk_size)
     table = TranslationTable()
     functions = table._functions = Functions() if check_bool("operator", operator) else None
     import onnxscript
@@ -161,8 +162,9 @@ def torch_translation_table(
         def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
             return _attention(g, opset, operands, options, ends)
 
-        if chunk_size is not None and goes_in_chunks(operands, options, chunk_size):
-            out = attend_by_length(g, operands, options, chunk_size, translate)
+        turns = turns_of(operands, options, chunk_size, opset)
+        if turns is not None:
+            out = attend_by_length(g, operands, options, turns, translate)
             return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
         return translate(g, operands, options)
 

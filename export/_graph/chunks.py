@@ -12,7 +12,7 @@ from relskew_core.export._plan import GraphPlan
 
 
 class Chunks(NamedTuple):
-    """Chunks of one size, ``min(chunk_size, queries)``; the last one ends with the last query, and may overlap.
+    """Chunks of one size; the last one starts early enough to end with the last query, and may overlap.
 
     What it has in common with the one before is dropped.
     """
@@ -24,14 +24,26 @@ class Chunks(NamedTuple):
     condition: Value | None
 
 
+def even_chunks(g: Emitter, n: Value, most: int) -> tuple[Value, Value, Value]:
+    """Return the number of chunks of at most ``most`` of ``n`` queries, their size, and where the last one starts.
+
+    The size is the least that this number of chunks needs: 129 queries are two chunks of 65 and not of 128.
+    """
+
+    def quotient(value: Value, divisor: Value, name: str) -> Value:
+        over = g.index("Sub", [g.index("Add", [value, divisor], f"{name}_next"), g.constant([1])], f"{name}_over")
+        return g.index("Div", [over, divisor], name)
+
+    count = quotient(n, g.constant([most]), "chunks/count")
+    size = quotient(n, count, "chunks/size")
+    return count, size, g.index("Sub", [n, size], "chunks/last_start")
+
+
 def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
     """Return the chunks of an attention, made before any loop."""
     lengths = inputs.lengths
-    n = g.dim(lengths.queries)
-    size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
-    over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
-    count = g.index("Div", [over, size], "chunks/count")
-    last = g.index("Sub", [n, size], "chunks/last_start")
+    assert plan.chunk_size is not None
+    count, size, last = even_chunks(g, g.dim(lengths.queries), plan.chunk_size)
     condition = None
     if plan.one_sided and inputs.mask is None and inputs.segments is None:
         offset = g.plus(lengths.past, last, "chunks/last_position")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import torch
@@ -83,7 +83,7 @@ def convert(
     metadata: Mapping[str, str],
     operator: bool = False,
     prefix: str = _PREFIX,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
 ) -> Conversion:
     """Export a model; ``axes`` lists the varying axes of each input, and ``lengths`` names them from all shapes.
 

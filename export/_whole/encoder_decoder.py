@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._publish import check_target, target_path
@@ -25,7 +25,7 @@ def encoder_decoder_to_onnx(
     *,
     opset: int = 23,
     dtype: Any = None,
-    chunk_size: int | None = 128,
+    chunk_size: int | Literal["auto"] | None = "auto",
     tolerance: float | None = None,
     check: bool = True,
     report: Callable[[ExportReport], object] | None = None,
@@ -64,9 +64,10 @@ def encoder_decoder_to_onnx(
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
         caches have this dtype. The check compares with that copy.
-    chunk_size : int or None, default 128
+    chunk_size : int, "auto" or None, default "auto"
         For more positions than this number, the encoder attends in a ``Loop`` over this many at a time, and memory
-        grows linearly with the length. None: no control flow.
+        grows linearly with the length. ``"auto"``: from 257 positions and opset 23 on, 512 divided by the number of
+        heads. None: no control flow.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
@@ -33,7 +33,7 @@ def torch_to_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     vary: Mapping[str, Iterable[int]] | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = "auto",
     tolerance: float | None = None,
     operator: bool = False,
     check: bool = True,
@@ -68,9 +68,10 @@ def torch_to_onnx(
         longer than 1 in the example varies unless the model fixes it, except for heads and widths of attention. Pass a
         batch of 2 and lengths above 1. If an axis is fixed although ``model`` accepts other lengths, a warning names
         it, with the line that fixed it if torch reports the line.
-    chunk_size : int, optional
-        For more queries than this number, such as 128, attention is a ``Loop`` over this many queries at a time, and
-        memory grows linearly with the length. As in :func:`torch_translation_table`.
+    chunk_size : int, "auto" or None, default "auto"
+        For more queries than this number, attention is a ``Loop`` over this many queries at a time, and memory grows
+        linearly with the length. ``"auto"``: from 257 queries and opset 23 on, 512 divided by the number of heads.
+        None: no control flow. As in :func:`torch_translation_table`.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     operator : bool, default False
@@ -133,13 +134,13 @@ def torch_to_onnx(
     ... )
     (['x', 'mask'], 5)
 
-    Into a file, with attention over 128 queries at a time for longer inputs:
+    Into a file, with attention over all queries at once for longer inputs too:
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder) / "encoder.onnx"
-    ...     model = torch_to_onnx(encoder, torch.randn(2, 5, 8), path, chunk_size=128)
+    ...     model = torch_to_onnx(encoder, torch.randn(2, 5, 8), path, chunk_size=None)
     ...     path.exists()
     True
     """

@@ -151,7 +151,7 @@ def export(
     ] = False,
     chunk_size: Annotated[int | None, sized("Process this many queries in each step of a loop.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where the model will run; cpu takes chunks of 128, the fastest there.")
+        str | None, typer.Option(help="Where the model will run; cuda takes no loop over chunks of queries.")
     ] = None,
     functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
     operator: Annotated[
@@ -174,12 +174,11 @@ def export(
     written_for: Any = profile
     spec = block.spec(load_weights(weights, prefix, projections=whole) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)
-    if chunk_size is None and not in_place:
-        chunk_size = _export.chunk_of(device, spec)
+    chosen_chunk = _export.chunk_of(device)
     model = to_onnx(
         spec, arrays, profile=written_for, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
-        chunk_size=chunk_size, projections=whole, in_place=in_place, segments=segments,
-        functions=functions, operator=operator,
+        chunk_size=chosen_chunk if chunk_size is None else chunk_size, projections=whole, in_place=in_place,
+        segments=segments, functions=functions, operator=operator,
     )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,6 @@ from relskew_core.cli._errors import CliError, need, reason
 
 FAILURES = 6
 DEVICES = ("cpu", "cuda")
-CPU_CHUNK = 128
 ADVICE = {
     "file": "the file is broken or incomplete: copy it again, with the .data file beside it if there is one",
     "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
@@ -117,11 +116,11 @@ def _signature(value: Any) -> str:
     return f"{value.name} ({dims})"
 
 
-def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
+def chunk_of(device: str | None) -> Literal["auto"] | None:
     """Return the chunk size of a graph for a device: the fastest one in docs/export.md."""
     if device not in (None, *DEVICES):
         raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
-    return CPU_CHUNK if device == "cpu" and spec.block_size is None else None
+    return None if device == "cuda" else "auto"
 
 
 def where_to_validate(model: Any, device: str | None) -> list[str]:

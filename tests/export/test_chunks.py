@@ -90,7 +90,7 @@ def test_a_loop_only_where_there_are_more_queries(length: int, looped: bool, tmp
     assert (ran.count("Loop"), "Attention" in ran) == (3 if looped else 0, not looped)
 
 
-def peak(chunk_size: int | None, answer: Any) -> None:
+def peak(chunk_size: Any, answer: Any) -> None:
     """Run a long input and say by how many bytes the process's peak grew."""
     spec = BlockSpec(16, 2, Span.causal(4096), causal=True)
     model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
@@ -99,7 +99,7 @@ def peak(chunk_size: int | None, answer: Any) -> None:
     answer.put(resident_peak(lambda: session.run(None, {"x": x})))
 
 
-def measured(chunk_size: int | None) -> int:
+def measured(chunk_size: Any) -> int:
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=peak, args=(chunk_size, answer))
@@ -113,8 +113,42 @@ def measured(chunk_size: int | None) -> int:
 
 def test_memory() -> None:
     """All at once, one tensor of logits has 2 * 4096 * 4096 * 4 = 128 MiB."""
-    assert measured(256) < 64 * 2**20
+    assert measured("auto") < 64 * 2**20
     assert measured(None) > 128 * 2**20
+
+
+def test_chosen() -> None:
+    """Where an input may have more than 256 queries, in the profile whose short inputs go without a loop."""
+
+    def chunks(spec: BlockSpec, **options: Any) -> bool:
+        graph = to_onnx(spec, random_weights(spec), **options).graph
+        assert {node.op_type for node in graph.node}.isdisjoint({"Loop"})
+        return any(node.op_type == "If" for node in graph.node)
+
+    long, clip = BlockSpec(4, 2, Span.causal(257), causal=True), BlockSpec(4, 2, Span.clipped(3))
+    assert chunks(long)
+    assert chunks(clip)
+    assert chunks(BlockSpec(4, 2, Span.causal(256), causal=True, cross=True))
+    assert not chunks(BlockSpec(4, 2, Span.causal(256), causal=True))
+    assert not chunks(BlockSpec(4, 2, Span.full(256)))
+    assert not chunks(clip, max_length=256)
+    assert not chunks(clip, chunk_size=None)
+    assert not chunks(clip, profile="portable")
+    assert not chunks(long, past=True)
+    assert not chunks(BlockSpec(4, 2, Span.causal(600), causal=True, block_size=300))
+
+
+def test_chunks_of_one_size() -> None:
+    """257 queries are two chunks of 129, or of at most 200, and give what all at once do."""
+    spec = BlockSpec(4, 2, Span.clipped(3))
+    x = np.random.default_rng(0).standard_normal((1, 257, 4)).astype(np.float32)
+
+    def run(chunk_size: Any) -> Any:
+        content = to_onnx(spec, random_weights(spec), chunk_size=chunk_size).SerializeToString()
+        return onnxruntime.InferenceSession(content).run(None, {"x": x})[0]
+
+    for size in ("auto", 200):
+        np.testing.assert_allclose(run(size), run(None), rtol=1e-4, atol=1e-6)
 
 
 def test_refused() -> None:
@@ -124,5 +158,7 @@ def test_refused() -> None:
     spec, _ = FORMS["causal"]
     with pytest.raises(ValueError, match="`chunk_size` must be an int >= 1"):
         to_onnx(spec, random_weights(spec), chunk_size=0)
+    with pytest.raises(ValueError, match="`chunk_size` must be an int, 'auto' or None, got 'all'"):
+        to_onnx(spec, random_weights(spec), chunk_size="all")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`chunk_size` must be an int"):
         to_onnx(spec, random_weights(spec), chunk_size=2.0)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_interface_without_projections(profile: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_form_of_the_file(form: Any, profile: Any) -> None:
-    model = export(form, profile=profile)
+    model = export(form, profile=profile, chunk_size=None)
     onnx.checker.check_model(model, full_check=True)
     assert model.ir_version == (8 if profile == "portable" else 10)
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [

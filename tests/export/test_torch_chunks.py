@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import Span, relative_attention
+from relskew_core.cli._measure import resident_peak
 from relskew_core.export import torch_to_onnx, torch_translation_table
 from torch_exports import VARY, assert_same, export, random, session
 
@@ -37,6 +38,7 @@ class Calls(nn.Module):
             relative_attention(x, x, x, table, CLIP, rel_v=table, window=(7, 3), softcap=3.0),
             relative_attention(x, x, x, table, CLIP, positions=(half, half), rel_q=x + 1),
             relative_attention(x, x[..., :5, :], x[..., :5, :], table, CLIP, offset=2, window=(1, None)),
+            relative_attention(x, x, x, table, CLIP, key_table=table, causal=True),
         )
 
 
@@ -87,6 +89,51 @@ def test_past_a_table(tmp_path: Any) -> None:
             np.testing.assert_allclose(run.run(None, {"x": x.numpy()})[0], model(x).numpy(), rtol=1e-4, atol=1e-5)
     with pytest.raises(Exception, match=r"rel_k|GuardFailed|Slice|Gather|Reshape|Add|bound"):
         run.run(None, {"x": random(1, 2, 17, 4).numpy()})
+
+
+def test_chosen() -> None:
+    """Where longer inputs are faster so: not with few queries, a ``key_table``, or runtimes without control flow."""
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.short = nn.Parameter(random(13, 4)), nn.Parameter(random(256, 4))
+
+        def forward(self, x: Any) -> tuple[Any, ...]:
+            table: Any = self.table
+            short: Any = self.short
+            return (
+                relative_attention(x, x, x, table, CLIP),
+                relative_attention(x[..., 3:, :], x, x, table, CLIP, offset=3),
+                relative_attention(x, x, x, table, CLIP, key_table=table),
+                relative_attention(x, x, x, short, Span(255, 0), causal=True),
+            )
+
+    def branches(opset: int) -> int:
+        made = torch_to_onnx(Several(), random(1, 2, 9, 4), opset=opset, check=False)
+        return sum(node.op_type == "If" for node in made.graph.node)
+
+    assert branches(23) == 1
+    assert branches(18) == 0
+
+
+def test_memory() -> None:
+    """At 4096 positions less than a tenth of one tensor of logits, of which a graph without chunks has several."""
+    import onnxruntime
+
+    class Encoder(nn.Module):
+        def forward(self, x: Any, shown: Any) -> Any:
+            bias = torch.linspace(-1, 1, 13).expand(12, 13)
+            return relative_attention(x, x, x, rel_bias=bias, span=CLIP, mask=shown[:, None, None])
+
+    shown = torch.ones(2, 9, dtype=torch.bool)
+    made = torch_to_onnx(Encoder(), {"x": random(2, 12, 9, 4), "shown": shown})
+    run = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    given = {"x": random(1, 12, 4096, 4).numpy(), "shown": np.ones((1, 4096), dtype=np.bool_)}
+    grown = resident_peak(lambda: run.run(None, given))
+    if grown is None:
+        pytest.skip("only Linux tells the peak of one call")
+    assert grown < 12 * 4096**2 * 4 / 10
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -10,13 +10,17 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from peers.common import check
+from peers.common import check, peer
 from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 from relskew_core import relative_attention
 from relskew_core._kernel.call import Operands
+from relskew_core.cli._measure import resident_peak
 from relskew_core.export import torch_to_onnx, torch_translation_table
-from relskew_core.huggingface import replace_attention
+from relskew_core.export._graph.functions import all_graphs
+from relskew_core.huggingface import register_attention, replace_attention
+
+HEADS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +69,7 @@ def test_t5() -> None:
         return *tokens(batch, length, 50), tokens(batch, decoded, 50)[0]
 
     program, run = exported(Translator(ours), arguments(2, 7, 6))
-    assert sum(node.op_type == "Attention" for node in program.model.graph) == 4
+    assert sum(node.op_type == "If" for node in program.model.graph) == 4
     for shape in [(2, 7, 6), (1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
         (got,) = run(*arguments(*shape))
         check(got, Translator(theirs)(*arguments(*shape)), 1e-5)
@@ -82,7 +86,8 @@ def test_t5_in_one_call(tmp_path: Path) -> None:
 
     graph = torch_to_onnx(ours, {**arguments(2, 7, 6), "use_cache": False}, tmp_path / "t5.onnx").graph
     assert [value.name for value in graph.output] == ["logits", "encoder_last_hidden_state"]
-    assert any(node.name == "decoder.block.0.layer.1.EncDecAttention/attention" for node in graph.node)
+    nodes = [node.name for part in all_graphs(graph) for node in part.node]
+    assert "decoder.block.0.layer.1.EncDecAttention/short/attention" in nodes
     session = onnxruntime.InferenceSession(tmp_path / "t5.onnx", providers=["CPUExecutionProvider"])
     for shape in [(1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
         given = arguments(*shape)
@@ -90,3 +95,40 @@ def test_t5_in_one_call(tmp_path: Path) -> None:
         want = theirs(**given)
         check(torch.from_numpy(logits), want.logits, 1e-5)
         check(torch.from_numpy(memory), want.encoder_last_hidden_state, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["T5", "BERT with ALiBi"])
+def test_memory(name: str) -> None:
+    """At 4096 tokens less than a tenth of one tensor of logits, of which the original's graph has at least one."""
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = encoder(name)
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+
+    ids, mask = tokens(2, 7, 50)
+    made = torch_to_onnx(Encoder(), {"input_ids": ids, "attention_mask": mask}, check=False)
+    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    given = dict(zip(("input_ids", "attention_mask"), (x.numpy() for x in tokens(1, 4096, 50)), strict=True))
+    grown = resident_peak(lambda: session.run(None, given))
+    if grown is None:
+        pytest.skip("only Linux tells the peak of one call")
+    assert grown < HEADS * 4096**2 * 4 / 10
+
+
+def encoder(name: str) -> Any:
+    """Return a model of one layer with ``HEADS`` narrow heads."""
+    shared: dict[str, Any] = {"vocab_size": 50}
+    if name == "T5":
+        config = peer("transformers.T5Config")(
+            **shared, d_model=48, d_kv=4, d_ff=32, num_layers=1, num_heads=HEADS, attn_implementation="sdpa"
+        )
+        return replace_attention(peer("transformers.T5EncoderModel")(config))
+    config = peer("transformers.BertConfig")(
+        **shared, hidden_size=48, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=32,
+        max_position_embeddings=4096, attn_implementation=register_attention("ALiBi of this test"),
+    )  # fmt: skip
+    return peer("transformers.BertModel")(config, add_pooling_layer=False)

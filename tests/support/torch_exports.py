@@ -22,7 +22,7 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, Any], o
     It is by far the slowest step: its time grows with the square of the nodes.
     """
     options.setdefault("optimize", opset == OPTIMISED)
-    options.setdefault("custom_translation_table", torch_translation_table(opset))
+    options.setdefault("custom_translation_table", torch_translation_table(opset, chunk_size=None))
     return torch.onnx.export(
         model.eval(), inputs, dynamo=True, opset_version=opset, dynamic_shapes=vary, verbose=False, **options
     )

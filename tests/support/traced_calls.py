@@ -435,7 +435,7 @@ def exporting(opset: int) -> Iterator[Translate]:
     with pytest.MonkeyPatch.context() as patch:
         with patch.context() as within:
             within.setattr(onnxscript.values, "Opset", Operators)
-            table = torch_translation_table(opset)
+            table = torch_translation_table(opset, chunk_size=None)
         patch.setattr(translation, "TracedEmitter", Noted)
         patch.setattr(problem, "consecutive_offsets", lambda positions: None)  # positions are not numbers in a graph
         yield translate
