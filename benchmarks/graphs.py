@@ -175,7 +175,7 @@ def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
 
 def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> onnx.ModelProto:
     """Return the block's graph without relative terms: projections and a bare attention operator."""
-    model = to_onnx(spec, weights, **options)
+    model = to_onnx(spec, weights, chunk_size=None, **options)
     (attention,) = (node for node in model.graph.node if node.op_type in BIASES)
     attention.input[BIASES[attention.op_type]] = ""
     while not attention.input[-1]:
