@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from relskew_core._array.typing import Array, Namespace
 
 
-def in_turn(arrays: Any, names: tuple[str, ...], done: list[Array], *, xp: Namespace) -> Any:
+def in_turn(arrays: Any, names: Sequence[str], done: list[Array], *, xp: Namespace) -> Any:
     """Return arrays, the named ones of which wait until others are computed, in libraries that compute lazily.
 
     MLX would compute many pieces side by side, and keep what each needs.
