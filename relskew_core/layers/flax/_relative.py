@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -122,7 +122,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
             setattr(self, name, nnx.Param(drawn(spec, name, rngs.params(), param_dtype)) if here else None)
         self.rngs = rngs.dropout.fork() if keep_rngs and self.settings.dropout else None
 
-    def __nnx_repr__(self) -> Iterator[Any]:
+    def __nnx_repr__(self) -> Generator[Any, Any, None]:
         """Show the parameters, and the arguments that differ from the defaults."""
         for item in super().__nnx_repr__():  # type: ignore[no-untyped-call]
             key = getattr(item, "key", None)
@@ -130,7 +130,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
                 for text in self.spec.chosen() + self.settings.chosen():
                     name, _, value = text.partition("=")
                     yield replace(item, key=name, value=value, use_raw_value=True)
-            elif key is None or (key != "settings" and item.value is not None):
+            elif key is None or (key != "settings" and getattr(item, "value", None) is not None):
                 yield item
 
     @classmethod
