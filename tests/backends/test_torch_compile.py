@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from relskew_core import Span, relative_attention
+from relskew_core.backends import _compiled
 
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
 LEAF = Q.clone().requires_grad_()
@@ -56,6 +57,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
+    if _compiled.kernels is None and name in ("softcap", "scale, and gradients", "softcap, and gradients"):
+        pytest.skip("without kernels, torch compiles the portable code, once for each of these numbers")
     torch.compiler.reset()
     function, values = CALLS[name]
     counter = CompileCounterWithBackend("aot_eager")
