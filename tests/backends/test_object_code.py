@@ -96,12 +96,12 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
     )  # fmt: skip
     sums = 12 if compiler.level == "v3" else 24
     found = [loop for loop in innermost_loops(listing.stdout) if loop.count("fmla", "vfmadd") >= sums]
-    assert len(found) in (2, 4), (
-        "a product with a matrix, and one with a transposed one; what is left of unrolled loops"
-    )
+    unrolled = compiler.level == "v3"
+    wanted = (2, 4) if unrolled else (2,)  # with a matrix and with a transposed one, and the rest of unrolled loops
+    assert len(found) in wanted
     for loop in found:
         steps, rest = divmod(loop.count("fmla", "vfmadd"), sums)
-        assert steps in (1, 4), loop.body
+        assert steps in ((1, 4) if unrolled else (1,)), loop.body
         assert rest == 0, loop.body
         assert not loop.stored_on_the_stack()
         assert loop.count("st") == 0, loop.body
