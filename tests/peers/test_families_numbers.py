@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, randn, relative_error
+from peers.common import check, randn
 from peers.families import FAMILIES, Family
 
+from oracles import relative_error
 from relskew_core.huggingface import replace_attention
 from relskew_core.huggingface._attend import DropIn
 
