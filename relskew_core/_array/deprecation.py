@@ -1,10 +1,13 @@
 """Deprecation: a public name first warns, and is removed in the version that the warning names."""
 
+import sys
 import warnings
 
 
 def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
-    """Warn the caller's caller; ``tests/project/test_deprecations.py`` reads the versions, so write them out.
+    """Warn the caller's caller, outside of this package.
+
+    ``tests/project/test_deprecations.py`` reads the versions, so write them out.
 
     Parameters
     ----------
@@ -26,4 +29,7 @@ def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> 
     `old` is deprecated since relskew-core 0.3 and will be removed in 0.5: use `new`
     """
     message = f"{what} is deprecated since relskew-core {since} and will be removed in {removed_in}: use {instead}"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    level, frame = 3, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "relskew_core":
+        level, frame = level + 1, frame.f_back  # decorators, such as `explains`
+    warnings.warn(message, DeprecationWarning, stacklevel=level)

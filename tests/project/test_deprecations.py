@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import relskew_core
 from relskew_core._array.deprecation import warn_deprecated
+from relskew_core._array.keywords import explains
 from tracked import ROOT, tracked
 
 SOURCES = [
@@ -58,7 +62,9 @@ def test_versions_are_compared_as_numbers(since: str, removed_in: str, current: 
     assert len(complaints(source, current)) == wrong
 
 
-def test_a_warning_points_at_the_line_that_has_to_change() -> None:
+@pytest.mark.parametrize("decorator", [lambda function: function, explains])
+def test_a_warning_points_at_the_line_that_has_to_change(decorator: Callable[..., Any]) -> None:
+    @decorator
     def old() -> None:
         warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
 
@@ -68,5 +74,5 @@ def test_a_warning_points_at_the_line_that_has_to_change() -> None:
     (warning,) = caught
     assert warning.category is DeprecationWarning
     assert warning.filename == __file__
-    assert warning.lineno == old.__code__.co_firstlineno + 5
+    assert warning.lineno == inspect.currentframe().f_lineno - 4  # type: ignore[union-attr]
     assert all(part in str(warning.message) for part in ("`old`", "0.3", "0.5", "`new`"))
