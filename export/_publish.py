@@ -17,6 +17,7 @@ from pathlib import Path
 import onnx
 
 from relskew_core._array.checks import describe
+from relskew_core._files import cannot_write
 
 try:
     import fcntl
@@ -50,12 +51,14 @@ def check_target(target: Path, overwrite: bool) -> None:
     """Refuse a path at which no model may be written."""
     if not target.name:
         raise ValueError(f"`path` must name a file, got {os.fspath(target)!r}")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):  # which `Path.is_dir` cannot answer if the path is too long
         raise FileNotFoundError(f"`path` must lie in a directory that exists, got {os.fspath(target)!r}")
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:
         return
+    except OSError as error:  # its name is too long, or the directory may not be searched
+        raise cannot_write(target, error) from error
     if stat.S_ISLNK(mode):
         raise ValueError(f"`path` must not be a symbolic link, got {os.fspath(target)!r}")
     if not stat.S_ISREG(mode):
@@ -71,7 +74,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
     except OSError as error:
-        raise OSError(error.errno, f"`path` cannot be written: {error.strerror}", os.fspath(target)) from error
+        raise cannot_write(target, error) from error
     try:
         with _locked(folder):  # until this process ends
             yield folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relskew_core._array.checks import check_bool, describe
+from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.encoder_decoder_names import FILES, START
@@ -212,13 +213,16 @@ def _why(name: str, axis: int) -> str:
 
 def _directory(home: Path) -> bool:
     """Make the directory unless it exists; return whether it was made."""
-    if home.is_symlink() or (home.exists() and not home.is_dir()):
+    if os.path.islink(home) or (os.path.exists(home) and not os.path.isdir(home)):
         raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
-    if home.is_dir():
+    if os.path.isdir(home):
         return False
-    if not home.parent.is_dir():
+    if not os.path.isdir(home.parent):
         raise FileNotFoundError(f"`folder` must lie in a directory that exists, got {os.fspath(home)!r}")
-    home.mkdir()
+    try:
+        home.mkdir()
+    except OSError as error:  # its name is too long, or the directory is read-only
+        raise cannot_write(home, error, "folder") from error
     return True
 
 

@@ -113,6 +113,9 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_other_endings_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"`path` must end in \.svg or \.png, got '.*skew\.jpg'"):
         draw_skew(2).save(tmp_path / "skew.jpg")
+    for where in ("s" * 300 + ".svg", "s" * 300 + "/skew.svg"):
+        with pytest.raises(OSError, match=r"`path` cannot be written: File name too long: '.*\.svg'"):
+            draw_skew(2).save(tmp_path / where)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=re.escape(to_install("plot"))):
         draw_skew(2).save(tmp_path / "skew.png")

@@ -211,6 +211,8 @@ def test_what_is_there_stays(made: tuple[Model, Path]) -> None:
         encoder_decoder_to_onnx(Model(), made[1] / "encoder_model.onnx")
     with pytest.raises(FileNotFoundError, match="`folder` must lie in a directory that exists"):
         encoder_decoder_to_onnx(Model(), made[1] / "no" / "where")
+    with pytest.raises(OSError, match="`folder` cannot be written: File name too long"):
+        encoder_decoder_to_onnx(Model(), made[1] / ("f" * 300))
 
 
 def test_models_that_do_not_fit(tmp_path: Path) -> None:

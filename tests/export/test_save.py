@@ -301,6 +301,11 @@ def test_refused_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             save(model(), text)
+    for long in ("b" * 300 + ".onnx", "b" * 245 + ".onnx"):  # of the second, the temporary folder has too long a name
+        with pytest.raises(OSError, match=r"`path` cannot be written: File name too long: '.*b\.onnx'"):
+            save(model(), tmp_path / long)
+    with pytest.raises(FileNotFoundError, match="`path` must lie in a directory that exists"):
+        save(model(), tmp_path / ("b" * 300) / "block.onnx")
     if os.path.isdir("/proc/self"):
         with pytest.raises(OSError, match=r"`path` cannot be written: .* '/proc/self/block\.onnx'"):
             save(model(), "/proc/self/block.onnx")
