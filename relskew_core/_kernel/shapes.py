@@ -124,7 +124,7 @@ def check_widths(given: Arguments) -> None:
 
 
 def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
-    """Return a mask with at least two axes; it must be boolean or additive, and broadcast."""
+    """Return a mask, which must be boolean or additive, and broadcast."""
     check_companion("mask", mask, "q", q, xp=xp)
     mask = settled(mask, q.dtype, xp=xp)
     if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
@@ -140,4 +140,4 @@ def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
         hint = layout_hint(q.ndim > 2 and mask.shape[-1:] == k.shape[-3:-2])
         hint = "; one per item and key, such as padding, is mask[..., None, None, :]" if padding else hint
         raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
-    return mask if mask.ndim > 1 else xp.reshape(mask, (1, -1))
+    return mask
