@@ -320,6 +320,19 @@ WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+def test_a_weakly_typed_mask_is_checked_every_time() -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(0)
+    q = jax.numpy.asarray(rng.standard_normal((1, 2, 3, 4)), "float32")
+    weak = jax.numpy.broadcast_to(jax.numpy.asarray(0.5), (3, 3))
+    assert (weak.weak_type, str(weak.dtype)) == (True, "float64")
+    without = relative_attention(q, q, q)
+    for _ in range(2):
+        np.testing.assert_allclose(relative_attention(q, q, q, mask=weak), without, atol=1e-6)
+    with pytest.raises(TypeError, match="`mask` must be boolean .*, float32, got float64"):
+        relative_attention(q, q, q, mask=jax.numpy.asarray(np.zeros((3, 3))))
+
+
 @pytest.mark.parametrize("name", WATCHED)
 def test_where_torch_is_watched_calls_take_the_usual_way(name: str) -> None:
     call = given(tensors(3, 5))
