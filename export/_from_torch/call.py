@@ -115,18 +115,32 @@ class TracedCall:
         """Return the condition and the additive part of a mask."""
         if mask is None:
             return None, None
-        g, rank = self._g, len(mask.shape)
-        if self._leading > 1 and rank > 3:
-            raise ValueError(
-                "`mask` can be exported to ONNX with one leading axis before the heads, "
-                f"got {rank} axes for queries of {self._leading + 3}"
-            )
+        g = self._g
         shape = shape_of(mask, "mask")
         if mask.dtype.numpy() == BOOL:
             return g.adopt(mask, "mask", shape, BOOL), None
         additive = g.adopt(mask, "mask", shape)
         lowest = g.constant(-np.inf, g.dtype)
         return g.compute("Greater", [additive, lowest], "mask/shows", shape, BOOL), additive
+
+
+def with_one_leading_axis(g: TracedEmitter, operands: Operands) -> Operands:
+    """Return the operands of a call with a mask by head whose leading axes, like those of the queries, are one."""
+    q, mask = operands.q, operands.mask
+    leading = len(q.shape) - 3
+    if mask is None or leading < 2 or len(mask.shape) < 4:
+        return operands
+    given = shape_of(mask, "mask_given")
+    whole = g.adopt(mask, "mask/given", given, BOOL if mask.dtype.numpy() == BOOL else g.dtype)
+    queries = g.adopt(q, "mask/queries", shape_of(q, "mask_queries"))
+    before = g.index("Shape", [queries], "mask/leading", (leading,), start=0, end=leading)
+    size = g.dims("mask/expanded_shape", before, 1, 1, 1)
+    shape = (*queries.shape[:leading], *given[-3:])
+    expanded = g.compute("Expand", [whole, size], "mask/expanded", shape, whole.dtype)
+    rest = g.index("Shape", [expanded], "mask/rest", (3,), start=leading)
+    merged = g.dims("mask/merged_shape", -1, rest)
+    one = g.compute("Reshape", [expanded, merged], "mask/merged", ("mask_0", *given[-3:]), whole.dtype)
+    return operands._replace(mask=g.typed(one))
 
 
 def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:

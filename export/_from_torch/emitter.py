@@ -44,6 +44,16 @@ class TracedEmitter(Emitter):
         """Return the tensor of the graph for a value."""
         return self._tensors[value.name]
 
+    def typed(self, value: Value, *, known: bool = True) -> Any:
+        """Return the tensor of a value with its element type, and its shape if that is ``known``."""
+        import onnx_ir
+
+        tensor = self.tensor(value)
+        tensor.dtype = onnx_ir.DataType.from_numpy(value.dtype)
+        if known and tensor.shape is None:  # what comes from around the body has the names of its axes
+            tensor.shape = onnx_ir.Shape(value.shape)
+        return tensor
+
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
         """Store an array."""
         import onnx_ir
@@ -95,7 +105,8 @@ class TracedEmitter(Emitter):
         for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
             body = InnerEmitter(self, scope)
             out = body.typed(
-                body.compute("Identity", [body.adopt(emit(body), "given", like.shape)], "out", like.shape), known=False
+                body.compute("Identity", [body.adopt(emit(body), "found", like.shape)], "branch", like.shape),
+                known=False,
             )
             bodies[kind] = onnx_ir.Graph([], [out], nodes=body.nodes, name=f"{self.path(name)}/{scope}")
         node = onnx_ir.node("If", [self.tensor(condition)], bodies, name=self.path(name))
@@ -133,16 +144,6 @@ class InnerEmitter(TracedEmitter):
         super().node(op_type, inputs, path, outputs, **attributes)
         for value in outputs:
             self.tensor(value).name = value.name
-
-    def typed(self, value: Value, *, known: bool = True) -> Any:
-        """Return the tensor of a value with its element type, and its shape if that is ``known``."""
-        import onnx_ir
-
-        tensor = self.tensor(value)
-        tensor.dtype = onnx_ir.DataType.from_numpy(value.dtype)
-        if known and tensor.shape is None:  # what comes from around the body has the names of its axes
-            tensor.shape = onnx_ir.Shape(value.shape)
-        return tensor
 
     def _record(self, node: Any) -> None:
         self.nodes.append(node)

@@ -15,7 +15,7 @@ from relskew_core._block.spec import CallSpec
 from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
-from relskew_core.export._from_torch.call import TracedCall
+from relskew_core.export._from_torch.call import TracedCall, with_one_leading_axis
 from relskew_core.export._from_torch.chunked import attend_by_length, turns_of
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
@@ -119,7 +119,7 @@ def torch_translation_table(
     ------
     ValueError, TypeError
         If an argument does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument: ``dropout``, a ``mask`` per head with more than one axis before the heads.
+        the argument, such as ``dropout``.
 
     See Also
     --------
@@ -158,6 +158,7 @@ def torch_translation_table(
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
         if functions is not None and is_served(operands, options) and ends is None:
             return write_node(op, operands, options, opset, functions, _attention)
+        operands = with_one_leading_axis(g, operands)
 
         def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
             return _attention(g, opset, operands, options, ends)

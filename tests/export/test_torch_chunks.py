@@ -32,8 +32,11 @@ class Calls(nn.Module):
         table: Any = self.table
         bias: Any = self.bias
         half: Any = torch.arange(x.shape[-2], dtype=torch.int64, device=x.device) // 2
+        two = torch.stack([x, x + 1], 1)
         return (
             relative_attention(x, x, x, rel_bias=bias, span=CLIP, mask=mask),
+            relative_attention(two, two, two, table, CLIP, mask=mask[:, None]),
+            relative_attention(x[0], x[0], x[0], table, CLIP),
             relative_attention(x, x, x, table, ZERO, rel_bias=bias, causal=True, mask=hidden, segments=half),
             relative_attention(x, x, x, table, CLIP, rel_v=table, window=(7, 3), softcap=3.0),
             relative_attention(x, x, x, table, CLIP, positions=(half, half), rel_q=x + 1),

@@ -258,18 +258,6 @@ def test_heads_and_widths_are_numbers(axis: int, name: str) -> None:
     assert len(graph) == 0
 
 
-@pytest.mark.parametrize("leading", [2, 3])
-def test_a_mask_by_head_of_many_batches_is_refused(leading: int) -> None:
-    q, k, v = (tensor(name, *(2,) * leading, 4, 5, 6) for name in "qkv")
-    mask = tensor("mask", 2, 4, 5, 5)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
-        call_of(Operands(q, k, v, mask=mask), 0)
-    assert str(caught.value) == (
-        "`mask` can be exported to ONNX with one leading axis before the heads, "
-        f"got 4 axes for queries of {leading + 3}"
-    )
-
-
 def test_opsets() -> None:
     assert ATTENTION in torch_translation_table()
     for opset in (17, 25):

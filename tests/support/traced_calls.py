@@ -276,6 +276,10 @@ CASES = dict(_cases()) | {
     "no batch, lse": Case({**_CLIPPED, "mask": lambda *sizes: _mask(*sizes)[-1], "return_lse": True}, lead=0),
     "no batch, placed": Case({**_CLIPPED, "positions": lambda *sizes: [x[0] for x in _AT(*sizes)]}, lead=0),
     "two batches, lse": Case({**_CLIPPED, "mask": lambda *sizes: _mask(*sizes)[-1], "return_lse": True}, lead=2),
+    "two batches, mask": Case({**_CLIPPED, "mask": lambda *sizes: np.stack([_mask(*sizes)] * 3, 1)}, lead=2),
+    "two batches, mask of the second": Case(
+        {**_CLIPPED, "rel_v": VALUES, "mask": lambda batch, n, m: random(3, 4, n, m, seed=4)}, lead=2
+    ),
     "two batches, placed": Case(
         {**_CLIPPED, "rel_v": VALUES, "positions": lambda *sizes: _AT(*sizes, 3),
          "segments": lambda *sizes: (_OF(*sizes, 3)[0], _OF(*sizes)[1][0])}, lead=2
@@ -305,6 +309,7 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "past-key-table": ("past, key table", 18, "float32"),
     "past-reach": ("past", 23, "float32"),
     "two-batches-placed": ("two batches, placed", 18, "float32"),
+    "two-batches-mask": ("two batches, mask", 23, "float32"),
     "two-batches-lse": ("two batches, lse", 23, "float16"),
     "no-batch-placed": ("no batch, placed", 23, "float32"),
     "no-batch-lse": ("no batch, lse", 18, "float16"),
