@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -109,18 +110,27 @@ def opened(path: Path, *, operator: bool) -> Any:
                 f"`opset` must be at most {newer[2]} for the check in onnxruntime {onnxruntime.__version__}, got "
                 f"{newer[1]}: check=False is for other runtimes"
             ) from error
-        missing = _UNSERVED.search(str(error))
-        if missing is None or not _in_bfloat16(path):
+        missing, weights = _UNSERVED.search(str(error)), _weights(path)
+        if missing is None or onnx.TensorProto.BFLOAT16 not in weights:
             raise
+        advice = "give dtype='float16' or 'float32' to cast it on export, or check=False for a machine that has them"
+        if weights[-1] != onnx.TensorProto.BFLOAT16:
+            advice = (
+                "its weights have another dtype, and dtype= does not change what its code computes in bfloat16: give "
+                "check=False to write the graph for a machine that has them"
+            )
         raise ValueError(
-            f"`model` computes in bfloat16, for which onnxruntime has no {missing[1]} on CPUs: give dtype='float16' or "
-            "'float32' to cast it on export, or check=False for a machine that has them"
+            f"`model` computes in bfloat16, for which onnxruntime has no {missing[1]} on CPUs: {advice}"
         ) from error
 
 
-def _in_bfloat16(path: Path) -> bool:
-    graph = onnx.load(path, load_external_data=False).graph
-    return any(tensor.data_type == onnx.TensorProto.BFLOAT16 for tensor in graph.initializer)
+def _weights(path: Path) -> list[int]:
+    """Return the types of the floating arrays that a graph stores, the largest last."""
+    floating = (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+    stored = onnx.load(path, load_external_data=False).graph.initializer
+    return [
+        tensor.data_type for tensor in sorted(stored, key=lambda x: math.prod(x.dims)) if tensor.data_type in floating
+    ]
 
 
 @contextmanager

@@ -365,12 +365,28 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
         generate(path, [[1, 2], [7, 8]], 1, memory=given)
 
 
+class InPlaces(nn.Linear):
+    """A model of float32 that multiplies in bfloat16, as Falcon does with ALiBi's slopes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tensor([[0.5, 2.0]]).bfloat16() * x.sum().bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_what_a_model_computes_in_bfloat16_is_not_cast(dtype: Any) -> None:
+    model, x = InPlaces(3, 2), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"no Mul on CPUs: its weights have another dtype, and dtype= .* check=False"):
+        torch_to_onnx(model, x, dtype=dtype)
+    assert torch_to_onnx(model, x, dtype=dtype, check=False).graph.node
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # raised by torch while it compiles
 def test_a_model_is_cast_on_export(tmp_path: Path) -> None:
     """A model trained in bfloat16 stays so, and its graph computes in another type, with its own names."""
     model = Bare().bfloat16()
     compiled: Any = torch.compile(model)
-    with pytest.raises(ValueError, match="`model` computes in bfloat16, for which onnxruntime has no "):
+    told = "`model` computes in bfloat16, for which onnxruntime has no "
+    with pytest.raises(ValueError, match=f"{told}.*: give dtype='float16' or 'float32' to cast it on export, or "):
         decoder_to_onnx(compiled, tmp_path / "bare.onnx")
     assert not list(tmp_path.iterdir())
     graph = onnx.load(decoder_to_onnx(compiled, tmp_path / "bare.onnx", dtype=torch.float32)).graph
