@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from relskew_core._array.known import known_values
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, refuse_weights, split
 
@@ -31,6 +32,11 @@ class FunnelRelativeStructure(DropIn):
         places = self.get_position_embeds(self.seq_len, inputs_embeds.dtype, inputs_embeds.device)
         segments = None
         if token_type_ids is not None:
+            wrong = set(known_values(token_type_ids.flatten()) or ()) - {0, 1, self.cls_token_type_id}
+            if wrong:
+                raise ValueError(
+                    f"`token_type_ids` must be 0, 1 or, for `<cls>`, {self.cls_token_type_id}, got {sorted(wrong)}"
+                )
             kinds = one_hot(token_type_ids, 3) | (token_type_ids == self.cls_token_type_id)[..., None]
             features = torch.cat([torch.ones_like(kinds[..., :1]), kinds], -1)
             segments = torch.cat([features[..., :3], -features[..., 3:]], -1), features

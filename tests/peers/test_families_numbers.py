@@ -166,3 +166,12 @@ def test_timm_changes_the_windows_of_what_took_its_place(name: str) -> None:
     pictures = randn(2, 3, 48, 48)
     got, want = (model(pictures) for model in models)
     check(got, want, 1e-6)
+
+
+@torch.no_grad()
+def test_a_segment_that_funnel_has_not_is_named() -> None:
+    _, ours = both(FAMILIES["Funnel"])
+    inputs = given(FAMILIES["Funnel"], 6, ours)
+    inputs["token_type_ids"][0, 1:3] = torch.tensor([3, -1])
+    with pytest.raises(ValueError, match=r"`token_type_ids` must be 0, 1 or, for `<cls>`, 2, got \[-1, 3\]"):
+        ours(**inputs)
