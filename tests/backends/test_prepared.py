@@ -329,7 +329,7 @@ def test_a_weakly_typed_mask_is_checked_every_time() -> None:
     without = relative_attention(q, q, q)
     for _ in range(2):
         np.testing.assert_allclose(relative_attention(q, q, q, mask=weak), without, atol=1e-6)
-    with pytest.raises(TypeError, match="`mask` must be boolean .*, float32, got float64"):
+    with pytest.raises(TypeError, match=r"`mask` must be boolean .*, float32, got float64"):
         relative_attention(q, q, q, mask=jax.numpy.asarray(np.zeros((3, 3))))
 
 
