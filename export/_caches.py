@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from relskew_core._array.checks import check_bool, describe
+from relskew_core.export._graph.filled import CACHE_LENGTH
+from relskew_core.export._graph.filled_node import FilledAttentions
 from relskew_core.export._graph.grouped import DOMAIN
+from relskew_core.export._graph.grouped_node import GroupedAttentions, JoinedCache, shared, store
 from relskew_core.export._graph.in_place_node import attending, with_caches
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
 """The input with the number of filled places of the caches."""
-
-CACHE_LENGTH = "cache_length"
-"""The symbol of the caches' length, as long as it is not a number."""
 
 
 def caches_in_place(
@@ -40,7 +39,8 @@ def caches_in_place(
     past, present : str
         Prefixes of the names of these inputs and outputs; the rest of the names is the same.
     contrib : bool, default False
-        Use onnxruntime's ``GroupQueryAttention``, which reads a cache in place; otherwise its filled part is copied.
+        Use onnxruntime's ``GroupQueryAttention``, which reads a cache in place; otherwise its filled part is copied, or
+        the whole is read if most of it is filled.
         Every layer must use one ``Attention`` whose mask hides the future, with a head dimension that is a multiple of
         8. Several tokens after a past are supported for a batch of one.
 
@@ -98,25 +98,7 @@ def caches_in_place(
     return changed
 
 
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """A cache of keys or values: its input, its output, and the node that joins new and past entries."""
-
-    past: str
-    present: str
-    join: onnx.NodeProto
-
-    @property
-    def new(self) -> str:
-        return str(self.join.input[1])
-
-    @property
-    def filled(self) -> str:
-        """The name of the filled part, which attention reads."""
-        return f"{self.present}.filled"
-
-
-def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[_Cache]:
+def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[JoinedCache]:
     """Return the caches of a graph in the order of its outputs."""
     made = {output: node for node in graph.node for output in node.output}
     pasts = {value.name.removeprefix(past): value.name for value in graph.input if value.name.startswith(past)}
@@ -129,13 +111,13 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[_Cache]:
         axes = [one.i for one in join.attribute if one.name == "axis"]
         if join.op_type != "Concat" or axes not in ([2], [-2]) or list(join.input[:1]) != [pasts[common]]:
             raise ValueError(f"`model` must make {value.name} by a Concat of {pasts[common]} and new values on axis 2")
-        found.append(_Cache(pasts[common], value.name, join))
+        found.append(JoinedCache(pasts[common], value.name, join))
     if not found:
         raise ValueError(f"`model` must have outputs {present}… and inputs {past}… with the same endings, got none")
     return found
 
 
-def _declare(model: onnx.ModelProto, caches: list[_Cache]) -> None:
+def _declare(model: onnx.ModelProto, caches: list[JoinedCache]) -> None:
     """Name the caches' length in the inputs and outputs, and add an input."""
     names = {name for cache in caches for name in (cache.past, cache.present)}
     for value in (*model.graph.input, *model.graph.output):
@@ -151,13 +133,13 @@ def _declare(model: onnx.ModelProto, caches: list[_Cache]) -> None:
 class _Writer:
     """Rewrites the nodes of a decoder: joins become writes, and readers of a cache read its filled part."""
 
-    def __init__(self, model: onnx.ModelProto, caches: list[_Cache], contrib: bool) -> None:
+    def __init__(self, model: onnx.ModelProto, caches: list[JoinedCache], contrib: bool) -> None:
         self._graph, self._caches, self._contrib = model.graph, caches, contrib
         self._joins = {cache.present: cache for cache in caches}
         self._pasts = {cache.past: cache for cache in caches}
-        self._calls = self._attentions(model) if contrib else {}
         self._model, self._operators = model, attending(model.graph, self._joins)
         self._served = {name for node in self._operators.values() for name in node.input[1:3]}
+        self._calls = GroupedAttentions(model, caches) if contrib else FilledAttentions(model.graph, caches)
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
         """Yield the nodes in order."""
@@ -174,48 +156,51 @@ class _Writer:
             elif node.output[0] in self._operators:
                 keys, values = (self._joins[name] for name in node.input[1:3])
                 yield with_caches(self._model, node, (keys.new, values.new), (keys.past, values.past))
-            elif node.output[0] in self._calls:
-                yield from self._grouped(node, *self._calls[node.output[0]])
+            elif node.output[0] in self._calls.nodes:
+                yield from self._calls.rewritten(node)
             else:
                 yield from self._reading(node)
 
-    def _lengths(self, first: _Cache) -> Iterator[onnx.NodeProto]:
+    def _lengths(self, first: JoinedCache) -> Iterator[onnx.NodeProto]:
         """Yield nodes for all caches: where their tokens continue, and how many places are filled then."""
         yield _node("Shape", [first.past], "batch", start=0, end=1)
         yield _node("Shape", [first.new], "new_length", start=2, end=3)
-        yield _node("Add", [PAST_LENGTH, _name("new_length")], "total_length")
-        yield _node("Expand", [PAST_LENGTH, _name("batch")], "starts")
+        yield _node("Add", [PAST_LENGTH, shared("new_length")], "total_length")
+        yield _node("Expand", [PAST_LENGTH, shared("batch")], "starts")
+        if self._calls.nodes:
+            yield _node("Shape", [first.past], "cache_length", start=2, end=3)
         if not self._contrib:
             return
         # GroupQueryAttention lets a cache grow if its buffer is not shared; TensorScatter fails if one is full.
-        self._store("none", np.zeros(1, np.uint8))
-        self._store("one", np.ones(1, np.int64))
-        self._store("scalar", np.zeros(0, np.int64))
-        yield _node("Shape", [first.past], "cache_length", start=2, end=3)
+        store(self._graph, "none", np.zeros(1, np.uint8))
+        store(self._graph, "one", np.ones(1, np.int64))
+        store(self._graph, "scalar", np.zeros(0, np.int64))
         for name, length in (("room", "cache_length"), ("fresh", "new_length")):
-            yield _node("Concat", [_name("batch"), _name(length)], f"{name}_shape", axis=0)
-            yield _node("Expand", [_name("none"), _name(f"{name}_shape")], name)
-        yield _node("TensorScatter", [_name("room"), _name("fresh"), _name("starts")], "written", axis=1)
+            yield _node("Concat", [shared("batch"), shared(length)], f"{name}_shape", axis=0)
+            yield _node("Expand", [shared("none"), shared(f"{name}_shape")], name)
+        yield _node("TensorScatter", [shared("room"), shared("fresh"), shared("starts")], "written", axis=1)
         # Equal symbolic shapes let onnxruntime write into the cache's buffer; otherwise it copies it, and warns at
         # every step.
-        rows = self._dims(first.past)[0]
+        (rows,) = (value.type.tensor_type.shape.dim[0] for value in self._graph.input if value.name == first.past)
         for name in ("room", "written"):
             shape = (rows.dim_param or rows.dim_value or None, CACHE_LENGTH)
-            self._graph.value_info.append(helper.make_tensor_value_info(_name(name), TensorProto.UINT8, shape))
-        yield _node("Shape", [_name("written")], "rows", start=0, end=1)
-        yield _node("Sub", [_name("total_length"), _name("one")], "last")
-        yield _node("Expand", [_name("last"), _name("rows")], "lasts")
-        yield _node("Cast", [_name("lasts")], "lasts_in_32_bits", to=TensorProto.INT32)
-        yield _node("Reshape", [_name("total_length"), _name("scalar")], "total")
-        yield _node("Cast", [_name("total")], "total_in_32_bits", to=TensorProto.INT32)
+            self._graph.value_info.append(helper.make_tensor_value_info(shared(name), TensorProto.UINT8, shape))
+        yield _node("Shape", [shared("written")], "rows", start=0, end=1)
+        yield _node("Sub", [shared("total_length"), shared("one")], "last")
+        yield _node("Expand", [shared("last"), shared("rows")], "lasts")
+        yield _node("Cast", [shared("lasts")], "lasts_in_32_bits", to=TensorProto.INT32)
+        yield _node("Reshape", [shared("total_length"), shared("scalar")], "total")
+        yield _node("Cast", [shared("total")], "total_in_32_bits", to=TensorProto.INT32)
 
-    def _written(self, cache: _Cache) -> Iterator[onnx.NodeProto]:
+    def _written(self, cache: JoinedCache) -> Iterator[onnx.NodeProto]:
         """Yield the node that writes new keys or values into a cache, and the one that reads its filled part."""
-        self._store("zero", np.zeros(1, np.int64))
-        self._store("axis", np.full(1, 2, np.int64))
-        operands, name = [cache.past, cache.new, _name("starts")], f"{cache.join.name}/write"
+        operands, name = [cache.past, cache.new, shared("starts")], f"{cache.join.name}/write"
         yield helper.make_node("TensorScatter", operands, [cache.present], name=name, axis=2)
-        bounds = [_name("zero"), _name("total_length"), _name("axis")]
+        if any(cache.present in node.input for node in self._calls.nodes.values()):
+            return
+        store(self._graph, "zero", np.zeros(1, np.int64))
+        store(self._graph, "axis", np.full(1, 2, np.int64))
+        bounds = [shared("zero"), shared("total_length"), shared("axis")]
         yield helper.make_node("Slice", [cache.present, *bounds], [cache.filled], name=f"{cache.join.name}/filled")
 
     def _reading(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
@@ -227,7 +212,7 @@ class _Writer:
             if cache is None or (node.op_type == "Shape" and not _asks_length(node)):
                 continue
             if node.op_type == "Shape":
-                length = _name("total_length") if name == cache.present else PAST_LENGTH
+                length = shared("total_length") if name == cache.present else PAST_LENGTH
                 yield helper.make_node("Identity", [length], list(node.output), name=node.name)
                 return
             if name == cache.past or self._contrib:
@@ -235,75 +220,9 @@ class _Writer:
             changed.input[index] = cache.filled
         yield changed
 
-    def _attentions(self, model: onnx.ModelProto) -> dict[str, tuple[_Cache, _Cache, int]]:
-        """Return each attention's caches and number of heads, by its output."""
-        inferred = onnx.shape_inference.infer_shapes(model).graph
-        shapes = {value.name: value.type.tensor_type.shape.dim for value in (*inferred.value_info, *inferred.input)}
-        calls, served = {}, []
-        for node in self._graph.node:
-            pair = [self._joins.get(name) for name in node.input[1:3]]
-            if node.op_type != "Attention" or None in pair:
-                continue
-            keys, values = pair
-            assert keys is not None
-            assert values is not None
-            if len(node.input) < 4 or not node.input[3]:
-                raise ValueError(f"`model` must hide the future by a mask in {node.name} for contrib=True")
-            if any(node.output[1:]):
-                raise ValueError(f"`model` must use only the first output of {node.name} for contrib=True")
-            dims = shapes.get(node.input[0], ())
-            if len(dims) != 4 or not dims[1].dim_value or dims[3].dim_value % 8 or not dims[3].dim_value:
-                raise ValueError(
-                    f"`model` must give {node.name} queries (batch, heads, length, D) for contrib=True, with D a "
-                    "multiple of 8"
-                )
-            calls[node.output[0]] = keys, values, dims[1].dim_value
-            served += [keys.present, values.present]
-        for cache in self._caches:
-            if served.count(cache.present) != 1:
-                raise ValueError(f"`model` must attend to {cache.present} by one Attention for contrib=True")
-        return calls
-
-    def _grouped(self, node: onnx.NodeProto, keys: _Cache, values: _Cache, heads: int) -> Iterator[onnx.NodeProto]:
-        """Yield GroupQueryAttention in place of Attention, with the heads side by side as it requires."""
-        # The -1 fails for an empty batch, for which GroupQueryAttention would end the process.
-        self._store("side_by_side", np.array([0, 0, -1], dtype=np.int64))
-        self._store("apart", np.array([0, 0, heads, -1], dtype=np.int64), f"{heads}")
-        operands = []
-        for given, name in ((node.input[0], "q"), (keys.new, "k"), (values.new, "v")):
-            turned, flat = f"{node.name}/{name}/turned", f"{node.name}/{name}/side_by_side"
-            yield helper.make_node("Transpose", [given], [turned], name=turned, perm=[0, 2, 1, 3])
-            yield helper.make_node("Reshape", [turned, _name("side_by_side")], [flat], name=flat)
-            operands.append(flat)
-        lengths = [_name("lasts_in_32_bits"), _name("total_in_32_bits")]
-        (kv_heads,) = {dims[1].dim_value for dims in (self._dims(keys.past), self._dims(values.past))}
-        kept = {one.name: helper.get_attribute_value(one) for one in node.attribute if one.name in ("scale", "softcap")}
-        joined, apart = f"{node.name}/joined", f"{node.name}/apart"
-        yield helper.make_node(
-            "GroupQueryAttention", [*operands, keys.past, values.past, *lengths, "", "", "", node.input[3]],
-            [joined, keys.present, values.present], name=node.name, domain=DOMAIN, num_heads=heads,
-            kv_num_heads=kv_heads, **kept,
-        )  # fmt: skip
-        yield helper.make_node("Reshape", [joined, _name(f"apart/{heads}")], [apart], name=apart)
-        yield helper.make_node("Transpose", [apart], [node.output[0]], name=f"{node.name}/heads", perm=[0, 2, 1, 3])
-
-    def _dims(self, name: str) -> list[onnx.TensorShapeProto.Dimension]:
-        (value,) = (value for value in self._graph.input if value.name == name)
-        return list(value.type.tensor_type.shape.dim)
-
-    def _store(self, name: str, array: np.ndarray, suffix: str = "") -> None:
-        """Store a constant once."""
-        whole = _name(f"{name}/{suffix}" if suffix else name)
-        if all(tensor.name != whole for tensor in self._graph.initializer):
-            self._graph.initializer.append(numpy_helper.from_array(array, whole))
-
-
-def _name(name: str) -> str:
-    return f"relskew/shape/caches/{name}"
-
 
 def _node(op_type: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(op_type, inputs, [_name(name)], name=_name(name), **attributes)
+    return helper.make_node(op_type, inputs, [shared(name)], name=shared(name), **attributes)
 
 
 def _asks_length(node: onnx.NodeProto) -> bool:

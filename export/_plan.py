@@ -65,6 +65,7 @@ class GraphPlan:
     guarded: bool  # lengths are checked before the tables are read, so that no window has to check them
     looped: bool  # attention loops over chunks of chunk_size; false in the branch for short inputs
     segments: bool = False  # a query sees the keys of its segment
+    branches: bool = True  # branches may choose between forms
     in_parts: bool = False  # softcap or the log-sum-exp is required, which Attention does not support
 
     @property
@@ -202,6 +203,7 @@ def make_plan(
     if form.contrib:
         check_contrib(spec, dtype, mask, chunk_size)
     chunk_size = checked_chunk(chunk_size)
+    branches = chunk_size is not None
     if chunk_size not in (None, "auto") and spec.block_size is not None:
         raise ValueError(
             f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
@@ -250,6 +252,7 @@ def make_plan(
         chunk_size is not None,
         chunk_size is not None,
         segments,
+        branches,
     )
 
 

@@ -57,6 +57,11 @@ class Emitter:
         self._names: set[str] = set() if outer is None else outer._names
         self._domains: set[str] = set() if outer is None else outer._domains
 
+    @property
+    def initializers(self) -> Sequence[onnx.TensorProto]:
+        """The tensors that are stored so far."""
+        return self._model.graph.initializer
+
     def input(self, name: str, shape: Shape, doc: str, dtype: np.dtype[Any] | None = None) -> Value:
         """Declare a graph input."""
         value = Value(self._claim(name), shape, dtype or self.dtype)

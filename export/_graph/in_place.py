@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value
+from relskew_core.export._graph.filled import CACHE_LENGTH, attend_filled
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.parts import (
@@ -65,14 +66,15 @@ def attend_in_place(
     new = [split_heads(g, x, spec.num_kv_heads, spec.head_dim, name) for x, name in named]
     for cached, added, whole in zip(past, new, present, strict=True):
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
-    keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     if plan.fused:
-        heads = Value("relskew/compute/attention/output", queries.shape, g.dtype)
+        heads = Value(g.path("attention/output"), queries.shape, g.dtype)
+        lengths = rows.lengths.queries, rows.total, g.length(present[0], 2, CACHE_LENGTH)
         attributes = fused_attributes(g, plan)
-        g.node("Attention", [queries, keys, values, bias], "relskew/compute/attention", [heads], **attributes)
+        attend_filled(g, queries, present, bias, lengths, heads, branches=plan.branches, **attributes)
         if plan.dead_rows and condition is not None:
             heads = without_dead_rows(g, plan, heads, condition)
         return as_given(g, projected, heads), present
+    keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     turned_shape = (*keys.shape[:2], spec.head_dim, keys.shape[2])
     turned = g.compute("Transpose", [keys], "cache/keys_transposed", turned_shape, perm=[0, 1, 3, 2])
     softmax = softmax_weights(g, plan, content_logits(g, plan, queries, turned, bias, rows.lengths.queries), condition)

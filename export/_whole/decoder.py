@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core.export._caches import CACHE_LENGTH, PAST_LENGTH, caches_in_place
+from relskew_core.export._caches import PAST_LENGTH, caches_in_place
+from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._validate.report import Check
@@ -95,8 +96,8 @@ def decoder_to_onnx(
         With ``in_place``, the number of positions of the caches, at most what the tables reach; by default the runtime
         accepts any ``cache_length``.
     contrib : bool, default False
-        With ``in_place``, use onnxruntime's ``GroupQueryAttention``, which reads caches in place and is faster in
-        onnxruntime; no other runtime runs the file. It supports head widths that are multiples of 8, attention without
+        With ``in_place``, use onnxruntime's ``GroupQueryAttention``, which copies nothing even if little of a cache is
+        filled; no other runtime runs the file. It supports head widths that are multiples of 8, attention without
         relative values, and several tokens after a past only for a batch of one.
     genai : mapping or False, default False
         Also write ``genai_config.json`` next to the file, with which onnxruntime-genai runs the folder: entries of its
