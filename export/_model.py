@@ -23,7 +23,14 @@ from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import ProfileName
-from relskew_core.export._weights import StoredWeight, graph_layout, read_weights, resolve_dtype, round_weight
+from relskew_core.export._weights import (
+    StoredWeight,
+    graph_layout,
+    is_computed,
+    read_weights,
+    resolve_dtype,
+    round_weight,
+)
 
 
 def to_onnx(
@@ -169,8 +176,9 @@ def to_onnx(
         in_place=in_place,
         segments=segments,
     )
-    # One weight at a time: apart from the given weights, only the model holds them all.
-    layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in arrays.items()))
+    # One weight at a time, views last: apart from the given weights, only the model holds them all.
+    ordered = sorted(arrays.items(), key=lambda item: not is_computed(item[0]))
+    layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in ordered))
     g = Emitter(plan.dtype)
     places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
     # IR version 10 introduced the types of a function's values.
@@ -195,7 +203,7 @@ def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, opera
     if spec.cross:
         memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
     given = _optional_inputs(g, plan)
-    stored = _stored(g, layout)
+    stored = _stored(g, spec, layout)
     source = x if memory is None else memory
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
@@ -217,7 +225,7 @@ def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
         for name, doc in (("k", "keys"), ("v", "values"))
     )
     given = _optional_inputs(g, plan)
-    stored = _stored(g, layout)
+    stored = _stored(g, spec, layout)
     # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
@@ -229,11 +237,13 @@ def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
     return places_of(projected, stored, given, out, present)
 
 
-def _stored(g: Emitter, layout: Iterator[StoredWeight]) -> dict[str, Value]:
+def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[StoredWeight]) -> dict[str, Value]:
     stored = {}
     for weight in layout:
         stored[weight.key] = g.initializer(*weight)
         del weight  # free it before the next one is made
+    places = {key: place for place, key in enumerate(spec.weight_shapes())}
+    g.initializers.sort(key=lambda tensor: places.get(tensor.name, -1))
     return stored
 
 

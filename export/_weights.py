@@ -102,6 +102,11 @@ def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> 
         del weight  # free it before the next one is made
 
 
+def is_computed(key: str) -> bool:
+    """Whether a weight is stored as new numbers and not as a view: these come first, while the model is still small."""
+    return key.startswith(("q_proj", "rel_"))
+
+
 def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
     spec = plan.spec
     start, stop = plan.kept_rows

@@ -58,7 +58,7 @@ class Emitter:
         self._domains: set[str] = set() if outer is None else outer._domains
 
     @property
-    def initializers(self) -> Sequence[onnx.TensorProto]:
+    def initializers(self) -> Any:  # a repeated field, with the methods of a list
         """The tensors that are stored so far."""
         return self._model.graph.initializer
 

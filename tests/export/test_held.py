@@ -31,7 +31,7 @@ print(export(2048, 2048))
 @pytest.mark.no_cover
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the process has held from /proc")
 def test_an_export_holds_the_weights_twice() -> None:
-    """Those that are given and those in the model, and copies of one of the six tensors at a time."""
+    """Those that are given and those in the model, and the bytes of one of the six tensors, which protobuf copies."""
     free = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is returned at once
     told = subprocess.run([sys.executable, "-c", HELD], check=True, capture_output=True, text=True, env=free).stdout
-    assert 1.9 < float(told) < 2.45
+    assert 1.9 < float(told) < 2.2
