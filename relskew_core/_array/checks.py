@@ -73,7 +73,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
 
 def is_symbol(size: Any) -> bool:
     """Whether a size is a symbol of ``jax.export``, whose value is unknown."""
-    return type(size).__module__.startswith("jax.")
+    return not isinstance(size, int) and type(size).__module__.startswith("jax.")  # torch.compile traces the first
 
 
 def check_known_sizes(name: str, array: Any) -> None:

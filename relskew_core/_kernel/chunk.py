@@ -122,10 +122,9 @@ def chunk_size(
 ) -> int:
     """Return how many queries fit the scratch budget; ``cpu`` is used if the arrays have no device."""
     q = operands.q
-    lead, bits = (
-        math.prod(UNKNOWN_BATCH if is_symbol(n) else n for n in q.shape[:-2]),
-        64 if "64" in str(q.dtype) else 32,
-    )
+    # torch.compile follows no generator into `prod`
+    lead = math.prod([UNKNOWN_BATCH if is_symbol(n) else n for n in q.shape[:-2]])
+    bits = 64 if "64" in str(q.dtype) else 32
     cpu = on_cpu(q) if cpu is None else cpu
     keys = keys_seen(options, documents)
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)

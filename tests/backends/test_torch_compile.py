@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from relskew_core import Span, relative_attention
+from relskew_core._kernel.chunk import SMALLEST
 from relskew_core.backends import _compiled
 
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
@@ -82,3 +83,19 @@ def test_shapes_that_vary_are_those_of_the_queries() -> None:
     for batch, length in ((2, 6), (4, 9)):
         given = torch.randn(batch, 2, length, 4), torch.arange(length) // 4, torch.arange(batch) % 2
         torch.testing.assert_close(compiled(*given), attend(*given))
+
+
+def test_offsets_by_item_over_several_lengths() -> None:
+    """With gradients, of more queries than the smallest chunk."""
+    torch.compiler.reset()
+    table = torch.randn(13, 4, requires_grad=True)
+
+    def attend(q: Any, offsets: Any) -> Any:
+        return relative_attention(q, q, q, table, Span(6, 6, "clip"), offset=offsets)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (SMALLEST + 1, SMALLEST + 3):
+        q, offsets = torch.randn(2, 2, length, 4, requires_grad=True), torch.tensor([1, 2])
+        outs = compiled(q, offsets), attend(q, offsets)
+        found = [(out, *torch.autograd.grad(out.square().sum(), (q, table))) for out in outs]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
