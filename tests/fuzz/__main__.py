@@ -64,10 +64,12 @@ def load_targets() -> list[Target]:
         jax.config.update("jax_enable_x64", True)
     from fuzz import arguments, calls, exports, files, forms, gradients, grids, options, threads, transforms
 
-    return [
-        part.TARGET
-        for part in (calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads)
-    ]
+    parts = [calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads]
+    if importlib.util.find_spec("jax") is not None:
+        from fuzz import traces
+
+        parts.append(traces)
+    return [part.TARGET for part in parts]
 
 
 if __name__ == "__main__":

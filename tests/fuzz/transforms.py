@@ -58,11 +58,19 @@ class Example:
         rng = np.random.default_rng(self.seed + sum(shape))
         return torch.tensor(rng.standard_normal(shape), dtype=torch.float64, device="cpu")
 
+    def tensors(self) -> tuple[Tensors, torch.Tensor]:
+        """Return the arrays of the call, and the cotangents, in the example's dtype."""
+        arrays = {name: dense.each(_tensor(self.dtype), x) for name, x in self.call.arrays.items()}
+        return arrays, torch.tensor(self.d_out).to(getattr(torch, self.dtype))
+
     def formula(self, **arrays: Any) -> torch.Tensor:
         """Attend by the dense formula, in float64."""
         options = {name: x for name, x in self.call.options.items() if name != "chunk_size"}
         wide = {name: dense.each(_wide, x) for name, x in arrays.items()}
         return oracles.attention(**wide, **options).out
+
+
+How = Callable[[Example, Callable[..., Any], Tensors, torch.Tensor], Tensors]
 
 
 @st.composite
@@ -98,15 +106,17 @@ def defaults(dtype: str, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def expected_of(example: Example, how: How) -> tuple[dict[str, NDArray[Any]], float]:
+    """Return what a transformation of the dense formula gives, and its largest number, at least 1."""
+    found = how(example, example.formula, *example.tensors())
+    expected = {name: x.detach().double().numpy() for name, x in found.items()}
+    return expected, max(1.0, *(float(np.abs(x).max(initial=0.0)) for x in expected.values()))
+
+
 def check(example: Example) -> None:
     """Hold what comes of it against the dense formula, of which autograd differentiates float64."""
-    arrays = {name: dense.each(_tensor(example.dtype), x) for name, x in example.call.arrays.items()}
-    d_out = torch.tensor(example.d_out).to(getattr(torch, example.dtype))
-    expected = {
-        name: x.detach().double().numpy()
-        for name, x in HOW[example.how](example, example.formula, arrays, d_out).items()
-    }
-    size = max(1.0, *(float(np.abs(x).max(initial=0.0)) for x in expected.values()))
+    arrays, d_out = example.tensors()
+    expected, size = expected_of(example, HOW[example.how])
 
     def ours(**given: Any) -> Any:
         return relative_attention(**given, **example.options)
@@ -187,17 +197,16 @@ def functional(example: Example, attend: Callable[..., Any], arrays: Tensors, d_
     return dict(torch.func.grad(pulled)({name: arrays[name] for name in example.chosen}))
 
 
-def stacked(example: Example, arrays: Tensors) -> Tensors:
-    """Return three different versions of the arrays that are chosen, along a new first axis."""
-    return {name: torch.stack([_times(arrays[name], factor) for factor in (1.0, -0.5, 2.0)]) for name in example.chosen}
+def stacked(example: Example, arrays: Tensors, *, labels: bool = False) -> Tensors:
+    """Return three different versions of the chosen arrays, and of ``labels`` and masks, along a new first axis."""
+    own = {name: torch.stack([_times(arrays[name], factor) for factor in (1.0, -0.5, 2.0)]) for name in example.chosen}
+    others = sorted(set(arrays) - set(dense.floating(example.call.arrays))) if labels else []
+    return own | {name: dense.each(lambda x: torch.stack([x, x.roll(1, -1), x]), arrays[name]) for name in others}
 
 
 def mapped(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
     """Map it over a new axis of the arrays that are chosen, and of segments, positions and boolean masks."""
-    own = stacked(example, arrays)
-    if example.labels:
-        others = set(arrays) - set(dense.floating(example.call.arrays))
-        own |= {name: dense.each(lambda x: torch.stack([x, x.roll(1, -1), x]), arrays[name]) for name in sorted(others)}
+    own = stacked(example, arrays, labels=example.labels)
     if attend == example.formula:
         items = [{name: dense.each(itemgetter(i), x) for name, x in own.items()} for i in range(3)]
         return {"out": torch.stack([attend(**{**arrays, **item}) for item in items])}
@@ -266,7 +275,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-HOW: dict[str, Callable[[Example, Callable[..., Any], Tensors, torch.Tensor], Tensors]] = {
+HOW: dict[str, How] = {
     "call": plain,
     "inference": inference,
     "autocast": autocast,

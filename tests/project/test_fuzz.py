@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import fuzz.__main__ as command
+import jax
 import numpy as np
 import pytest
 import torch
-from fuzz import arguments, calls, engine, exports, files, forms, gradients, threads, transforms
+from fuzz import arguments, calls, engine, exports, files, forms, gradients, threads, traces, transforms
 from fuzz.engine import Target, WrongError, turn
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -238,6 +239,17 @@ def test_a_slip_under_a_transformation_is_found(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(transforms, "relative_attention", careless)
     told = failure_of(TARGETS["transforms"], lambda example: replace(example, how=how))
     assert f"; {how} of (" in told
+
+
+@pytest.mark.parametrize(("outside", "gradients"), [("jit", True), ("vmap", False), ("scan", True)])
+def test_a_slip_while_jax_traces_is_found(monkeypatch: pytest.MonkeyPatch, outside: str, gradients: bool) -> None:
+    def careless(**given: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+        return relskew_core.relative_attention(**given) + traced * given["v"].mean()
+
+    monkeypatch.setattr(traces, "relative_attention", careless)
+    told = failure_of(TARGETS["traces"], lambda example: replace(example, outside=outside, gradients=gradients))
+    assert f"; {outside} of " in told
 
 
 @pytest.mark.parametrize(
