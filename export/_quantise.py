@@ -247,11 +247,12 @@ def _tables(model: onnx.ModelProto) -> None:
         for node in part.node:
             for name in node.input:
                 readers.setdefault(name, []).append(node)
+    results = {value.name for part in all_graphs(graph) for value in part.output}
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
         found, rank = [_axes(node, constants) for node in readers.get(name, ())], len(tensor.dims)
         large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
-        if large and found and all(found):
+        if name not in results and large and found and all(found):
             axes = {axis % rank for one in found for axis in one}
             if whole := {0, rank - 1} - axes:  # the axes along which scales may vary
                 cut[name] = 0 if 0 in whole else -1

@@ -37,7 +37,12 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
     find = _Finder(graph, constants)
     found = {}
     for tensor in list(graph.initializer):
-        if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 3 or np.prod(tensor.dims) < least:
+        if (
+            tensor.name in find.results
+            or tensor.data_type != TensorProto.FLOAT
+            or len(tensor.dims) != 3
+            or np.prod(tensor.dims) < least
+        ):
             continue
         chains = [find(node, tensor.name) for node in find.readers.get(tensor.name, ())]
         whole = [chain for chain in chains if chain is not None]
@@ -58,7 +63,7 @@ class _Finder:
     def __init__(self, graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         self._constants = constants
-        self._results = {value.name for part in all_graphs(graph) for value in part.output}
+        self.results = {value.name for part in all_graphs(graph) for value in part.output}
         for part in all_graphs(graph):
             for node in part.node:
                 for name in node.input:
@@ -76,7 +81,7 @@ class _Finder:
 
     def _behind(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         name = node.output[0]
-        return [] if name in self._results else self.readers.get(name, [])
+        return [] if name in self.results else self.readers.get(name, [])
 
     def _cuts_rows(self, node: onnx.NodeProto) -> bool:
         """Whether a node slices rows, which is as fast along columns; gathering columns is far slower."""
@@ -87,6 +92,7 @@ class _Finder:
 _CONSTANTS: dict[str, np.ndarray] = {
     "columns": np.array([COLUMNS], np.int64),
     "last": np.array([-1], np.int64),
+    "nothing": np.array(0, np.float32),
     "part": np.array(1 / 127, np.float32),
     "least": np.array(1e-30, np.float32),
     "middle": np.array(MIDDLE, np.float32),
@@ -135,6 +141,9 @@ def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[o
         output = f"{result}/{name}" if name else result
         return helper.make_node(kind, given, [output], f"{node.name}/{name}" if name else node.name, **attributes)
 
+    # A maximum may pass over NaN, and a cast gives it a number: the sum is NaN for a query that is not finite.
+    yield step("Mul", [queries, ":nothing"], "zeros")
+    yield step("ReduceSum", [f"{result}/zeros", ":last"], "zero_or_nan", keepdims=1)
     yield step("Abs", [queries], "sizes")
     yield step("ReduceMax", [f"{result}/sizes", ":last"], "largest", keepdims=1)
     yield step("Mul", [f"{result}/largest", ":part"], "step")
@@ -145,5 +154,6 @@ def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[o
     yield step("Cast", [f"{result}/moved"], "in_bits", to=TensorProto.UINT8)
     yield step("MatMulInteger", [f"{result}/in_bits", columns, ":zero", ":zero"], "sums")
     yield step("Cast", [f"{result}/sums"], "numbers", to=TensorProto.FLOAT)
-    yield step("Mul", [f"{result}/scale", table_scale], "scales")
+    yield step("Add", [f"{result}/scale", f"{result}/zero_or_nan"], "scale_or_nan")
+    yield step("Mul", [f"{result}/scale_or_nan", table_scale], "scales")
     yield step("Mul", [f"{result}/numbers", f"{result}/scales"], "")

@@ -110,7 +110,11 @@ def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
 def refuses_empty_batch(error: Exception) -> str:
     """Return the operator of onnxruntime that raised, if it does not support an empty batch in any graph."""
     *_, last = str(error).split("while running ")  # loops nest this message
-    found = re.match(r"Attention(?= node)|(Fused)?MatMul(?= node.*cannot broadcast on dim 0)", last, re.DOTALL)
+    found = re.match(
+        r"Attention(?= node)|(Fused|QLinear)?MatMul(Integer(ToFloat)?)?(?= node.*cannot broadcast on dim 0)",
+        last,
+        re.DOTALL,
+    )
     return "" if found is None else found[0]
 
 

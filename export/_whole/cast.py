@@ -36,6 +36,11 @@ def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
         new = value.detach().clone() if id(value) in exact else cast(value.detach(), dtype)
         is_parameter = isinstance(value, nn.Parameter)
         known[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    # torch.nn.utils.weight_norm keeps the product of its parameters as a plain attribute, which torch refuses to copy
+    # and the module computes anew in each call.
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            known[id(value)] = cast(value.detach(), dtype)
     with torch.no_grad():
         return copy.deepcopy(model, known)
 

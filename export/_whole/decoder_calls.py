@@ -95,7 +95,8 @@ class Causal(nn.Module):
         if not pairs or not all(isinstance(x, Tensor) and x.ndim == 4 for pair in pairs for x in pair):
             raise TypeError(
                 "`model` must fill a DynamicCache with keys and values (batch, heads, positions, D) in every layer, "
-                f"got {type(self.model).__name__}, which leaves {describe(pairs)}"
+                f"got {type(self.model).__name__}, which leaves {describe(pairs)}: a model that caches something else, "
+                "such as hidden states, is exported without a past by torch_to_onnx"
             )
         return [[x.new_zeros((batch, x.shape[1], 0, x.shape[3])) for x in pair] for pair in pairs]
 

@@ -46,9 +46,13 @@ def results_for_memory(
     if written_with is None or session.get_modelmeta().custom_metadata_map.get(SET) != written_with:
         raise ValueError(f"`model` must have the graph of its own memory, got {path.name!r}, written for another")
     inputs = session.get_inputs()
+    for value in inputs:
+        if value.type not in TYPES:
+            raise TypeError(f"`model` must take a memory of numbers, got the input {value.name} of {value.type}")
     arrays = [np.asarray(x) for x in (given if isinstance(given, tuple | list) else [given])]
     fits = len(arrays) == len(inputs) and all(
-        array.ndim == len(value.shape)
+        array.dtype.kind in "biuf"
+        and array.ndim == len(value.shape)
         and array.size
         and array.shape[0] == rows
         and all(size == want for size, want in zip(array.shape, value.shape, strict=True) if isinstance(want, int))

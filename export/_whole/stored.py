@@ -26,17 +26,17 @@ def store_once(model: onnx.ModelProto) -> None:
     turned: dict[str, onnx.NodeProto] = {}
     for tensor in large:
         kind, shape, content = tensor.data_type, tuple(tensor.dims), _digest(tensor.raw_data)
-        same = kept.get((kind, shape, content))
+        same, other = kept.get((kind, shape, content)), None
         if same is None and len(shape) == 2 and (kind, shape[::-1]) in shapes:
             across = _digest(np.ascontiguousarray(numpy_helper.to_array(tensor).T).view(np.uint8).data)
             other = kept.get((kind, shape[::-1], across))
-            if other is not None:
-                same = f"{other}/transposed"
-                turned[same] = onnx.helper.make_node("Transpose", [other], [same], name=same, perm=[1, 0])
+            same = other and f"{other}/transposed"
         if same is None or tensor.name in results:
             kept[kind, shape, content] = tensor.name
-        else:
-            names[tensor.name] = same
+            continue
+        names[tensor.name] = same
+        if other is not None:
+            turned[same] = onnx.helper.make_node("Transpose", [other], [same], name=same, perm=[1, 0])
     if not names:
         return
     remaining = [tensor for tensor in model.graph.initializer if tensor.name not in names]

@@ -24,6 +24,7 @@ def exported(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     offset: int = 0,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend like ``relative_attention``, without any condition on lengths."""
     x: Any = operands
@@ -31,7 +32,8 @@ def exported(
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     rel_factor = factor if rel_scale is None else rel_scale
     n, m = q.shape[-2], k.shape[-2]
-    places = _Columns(Span(0, 0, "zero") if span is None else span, n, m, offset)
+    span = Span(0, 0, "zero") if span is None else span
+    places = _Columns(span, n, m, offset) if positions is None else _Pairs(span, *positions)
     terms = []
     if x.rel_k is not None:
         terms.append(places.logits((q if x.rel_q is None else x.rel_q) * rel_factor, x.rel_k))
@@ -42,7 +44,8 @@ def exported(
     left, right = (None, None) if window is None else window
     right = 0 if causal else right
     if left is not None or right is not None:
-        terms.append(_seen(n, m, offset, left, right, q.device))
+        own, keys = (torch.arange(size, dtype=torch.int64, device=q.device) for size in (n, m))
+        terms.append(_seen(*((own + offset, keys) if positions is None else positions), left, right))
     if x.mask is not None:
         terms.append(x.mask)
     if q.shape[-3] != k.shape[-3]:
@@ -61,13 +64,58 @@ def _plus(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(mask, numbers, -math.inf)
 
 
-def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
-    """Return the keys that a query sees, ``(n, m)``."""
-    own = torch.arange(n, dtype=torch.int64, device=device)[:, None] + offset
-    keys = torch.arange(m, dtype=torch.int64, device=device)
+def _seen(own: Tensor, keys: Tensor, left: int | None, right: int | None) -> Tensor:
+    """Return the keys that a query sees, ``(n, m)``, or ``(batch, 1, n, m)`` for positions of every item."""
+    r = _relative_positions(own, keys)
     if left is None or right is None:
-        return keys >= own - left if left is not None else keys <= own + (right or 0)
-    return (keys >= own - left) & (keys <= own + right)
+        return r >= -left if left is not None else r <= (right or 0)
+    return (r >= -left) & (r <= right)
+
+
+def _relative_positions(own: Tensor, keys: Tensor) -> Tensor:
+    r = keys[..., None, :] - own[..., None]
+    return r if r.ndim == 2 else r[..., None, :, :]  # the axis of the heads
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The row of every pair of a query and a key with positions in any order."""
+
+    span: Span
+    own: Tensor
+    keys: Tensor
+
+    def from_keys(self) -> _Pairs:
+        """Return the pairs seen from the keys, with the roles of queries and keys exchanged."""
+        return _Pairs(Span(self.span.right, self.span.left, self.span.beyond), self.keys, self.own)
+
+    def logits(self, x: Tensor, table: Tensor) -> Tensor:
+        """Return ``x_i · e_r``."""
+        rows, inside = self._rows()
+        products = x @ table.mT
+        return self._known(products.gather(-1, rows.expand(*products.shape[:-1], rows.shape[-1])), inside)
+
+    def bias(self, row: Tensor) -> Tensor:
+        """Return the bias of every pair's relative position, ``(heads, n, m)`` or ``(batch, heads, n, m)``."""
+        rows, inside = self._rows()
+        found = row[..., rows] if rows.ndim == 2 else row[:, rows[:, 0]].transpose(0, 1)
+        return self._known(found, inside)
+
+    def values(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Return ``Σ_j w_ij · e_r``."""
+        rows, inside = self._rows()
+        weights = self._known(weights, inside)
+        sums = weights.new_zeros((*weights.shape[:-1], self.span.rows))
+        return sums.scatter_add(-1, rows.expand_as(weights), weights) @ table
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Return the row of each pair, the nearest one outside of the table, and which pairs have one."""
+        rows = _relative_positions(self.own, self.keys) + self.span.left
+        nearest = rows.clamp(0, self.span.rows - 1)
+        return nearest, rows == nearest
+
+    def _known(self, x: Tensor, inside: Tensor) -> Tensor:
+        return x if self.span.beyond == "clip" else torch.where(inside, x, 0)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, PROFILES, made, random_weights
-from relskew_core import BlockSpec, Span
-from relskew_core.export import caches_in_place, to_onnx
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.export import caches_in_place, quantize, to_onnx, validate
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._validate.runtimes import Source, open_reference, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs, make_trials
@@ -53,6 +54,21 @@ def shapes(plan: GraphPlan, trial: Trial) -> list[tuple[int, ...]]:
     heads = (0, spec.num_heads, trial.queries, width)
     cache = (0, spec.num_kv_heads, trial.cache or trial.keys, width)
     return [(0, trial.queries, spec.embed_dim) if plan.projections else heads, *([cache] * 2 if plan.past else [])]
+
+
+@pytest.mark.parametrize("kind", ["weights-8", "static"])
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 32}], ids=str)
+def test_quantised_products_refuse_an_empty_batch_too(kind: Any, blocks: dict[str, Any], tmp_path: Path) -> None:
+    """As the products with tables of heads do in float32."""
+    spec = BlockSpec(64, 2, Span.causal(64), causal=True, **blocks)
+    weights = init_weights(spec, seed=0)
+    x = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
+    given = [{"x": 9 * x}] if kind == "static" else None
+    path = quantize(to_onnx(spec, weights), tmp_path / "small.onnx", kind, inputs=given)
+    report = validate(path, spec, weights, tolerance=0.6)
+    assert report.ok, report.table()
+    (empty,) = {check.detail.split(" of ")[0] for check in report.checks if "batch 0" in check.case}
+    assert empty in ("refused by MatMulIntegerToFloat", "refused by QLinearMatMul")
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared_table": True}, {"rel_keys": False, "rel_bias": True}], ids=str)

@@ -78,6 +78,50 @@ def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first[:, :-1], second[:, :-1])
 
 
+def products_with_a_table(*results: str) -> onnx.ModelProto:
+    """Return products of queries with rows of a table, which may be a result, too."""
+    nodes = [
+        helper.make_node("Slice", ["rel_k", "zero", "end", "axis"], ["rows"], name="cut"),
+        helper.make_node("Transpose", ["rows"], ["columns"], name="turn", perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "columns"], ["y"], name="product"),
+    ]
+    stored = {"rel_k": WEIGHTS["rel_k"], "zero": np.array([0]), "axis": np.array([1])}
+    graph = helper.make_graph(
+        nodes, "products",
+        [helper.make_tensor_value_info("q", TensorProto.FLOAT, ("b", 2, "n", 32)),
+         helper.make_tensor_value_info("end", TensorProto.INT64, (1,))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("b", 2, "n", "m")),
+         *(helper.make_tensor_value_info(name, TensorProto.FLOAT, WEIGHTS[name].shape) for name in results)],
+        [numpy_helper.from_array(x, name) for name, x in stored.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("place", [0, 5, 31])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_query_that_is_not_finite_gives_nan(number: float, place: int, tmp_path: Path) -> None:
+    path = quantize(products_with_a_table(), tmp_path / "products.onnx")
+    assert "MatMulInteger" in {node.op_type for node in onnx.load(path).graph.node}
+    q = np.random.default_rng(0).standard_normal((1, 2, 3, 32)).astype(np.float32)
+    wrong = q.copy()
+    wrong[0, 0, 1, place] = number
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    first, second = (session.run(None, {"q": x, "end": np.array([40])})[0] for x in (q, wrong))
+    assert np.isnan(second[0, 0, 1]).all()
+    second[0, 0, 1] = first[0, 0, 1]
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
+def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
+    path = quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    q = np.ones((1, 2, 3, 32), np.float32)
+    y, table = session.run(None, {"q": q, "end": np.array([40])})
+    np.testing.assert_array_equal(table, WEIGHTS["rel_k"])
+    np.testing.assert_allclose(y, q @ WEIGHTS["rel_k"][:, :40].swapaxes(1, 2), atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from benchmarks.record import Record
 from benchmarks.runtimes import RELEASES, Graph, graphs
 from benchmarks.trial import RUNTIMES, attempt
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.export import to_onnx, validate
 
 BUILT_BY_QNN = set(
     re.findall(
@@ -29,6 +33,21 @@ NEEDS_CONSTANT_AXES = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1}
 @pytest.fixture(scope="module")
 def portable() -> dict[str, Graph]:
     return {case.name: case for case in graphs("portable")}
+
+
+@pytest.mark.skipif(onnxruntime.__version__ != "1.31.1", reason="the page names 1.31.1")
+@pytest.mark.parametrize("opset", [25, 26, 27, 28])
+@pytest.mark.parametrize("profile", ["ort", "portable", "trt"])
+def test_opsets_that_the_page_names(profile: Any, opset: int) -> None:
+    spec = BlockSpec(8, 2, Span.causal(9), causal=True)
+    weights = init_weights(spec, seed=0)
+    model = to_onnx(spec, weights, profile=profile, opset=opset, past=True)
+    ran = {}
+    for runtime in ("onnxruntime", "openvino", "reference"):
+        report = validate(model, spec, weights, runtimes=[runtime], lengths=[1, 5], batches=(2,))
+        ran[runtime] = report.ok
+        assert report.ok or f"Opset {opset} is" in report.failures[0].detail, report.table()
+    assert ran == {"onnxruntime": opset <= 26, "openvino": True, "reference": True}
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino", "onnxscript"])

@@ -348,6 +348,8 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     assert np.array_equal(generate(shorter, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
     with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
         generate(path, [[1, 2], [7, 8]], 1, memory=(states[:, :0].numpy(), seen[:, :0].numpy()))
+    with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
+        generate(path, [[1, 2], [7, 8]], 1, memory=(states.numpy().astype(str), seen.numpy()))
     with pytest.raises(ValueError, match="`memory` must be given: the decoder attends to one"):
         generate(path, [[1, 2], [7, 8]], 1)
     with pytest.raises(
@@ -809,6 +811,21 @@ def test_stored_results_keep_their_names() -> None:
     made = torch_to_onnx(Giving(), torch.randn(2, 5, 16), output_names=["y", "one", "same", "turned"])
     assert [value.name for value in made.graph.output] == ["y", "one", "same", "turned"]
     assert {tensor.name for tensor in made.graph.initializer} >= {"one", "same", "turned"}
+    read = {name for node in made.graph.node for name in node.input} | {value.name for value in made.graph.output}
+    assert all(read & set(node.output) for node in made.graph.node)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute self.model.weight was assigned during export")
+def test_an_old_weight_norm_is_cast() -> None:
+    """It keeps the product of its parameters as an attribute that torch refuses to copy."""
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.utils.weight_norm(nn.Linear(16, 8))
+    x = torch.randn(2, 16)
+    y: Any
+    (y,) = ReferenceEvaluator(torch_to_onnx(model, x, dtype="float16")).run(None, {"input": x.half().numpy()})
+    assert y.dtype == np.float16
+    assert np.abs(y - model(x).detach().numpy()).max() < 0.02
+    assert model.weight_v.dtype == torch.float32
 
 
 class Turning(nn.Module):

@@ -24,6 +24,14 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "the past of a window": (6, 6, {"window": (2, None), "causal": True}),
     "values": (5, 4, {"span": ZERO, "rel_k": (4, D), "rel_v": (4, D), "rel_bias": (H, 4)}),
     "keys that meet a table": (4, 6, {"span": CLIP, "key_table": (H, 4, D), "offset": 1}),
+    "positions in any order": (5, 7, {"positions": 1, "span": CLIP, "rel_k": (H, 4, D), "rel_bias": (H, 4)}),
+    "positions of items": (
+        5,
+        7,
+        {"positions": 2, "span": ZERO, "rel_k": (4, D), "rel_bias": (H, 4), "rel_v": (4, D), "causal": True},
+    ),
+    "keys that meet a table at positions": (4, 6, {"positions": 1, "span": CLIP, "key_table": (H, 4, D)}),
+    "values of positions": (4, 6, {"positions": 1, "span": CLIP, "rel_v": (4, D), "window": (3, 2)}),
     "all far in the past": (2, 3, {"span": CLIP, "rel_bias": (H, 4), "offset": 20}),
 }
 
@@ -51,6 +59,11 @@ def test_exported(case: str, mask: str | None, groups: int) -> None:
     options: dict[str, Any] = {
         name: draw(*x) if isinstance(x, tuple) and name not in ("window",) else x for name, x in given.items()
     }
+    if "positions" in options:
+        of_queries, of_keys = (
+            torch.stack([torch.randperm(size, generator=generator) for _ in range(2)]) for size in (n, m)
+        )
+        options["positions"] = (of_queries, of_keys) if given["positions"] == 2 else (of_queries[0], of_keys[0])
     hidden = draw(2, 1, n, m)
     hidden[..., 0] = 1.0  # each query sees one key
     if mask is not None:
@@ -59,6 +72,8 @@ def test_exported(case: str, mask: str | None, groups: int) -> None:
     arrays: dict[str, Any] = {
         name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items() if name != "rel_k"
     }
+    if "positions" in arrays:
+        arrays["positions"] = tuple(x.numpy() for x in arrays["positions"])
     rel_k = options.get("rel_k")
     span = arrays.pop("span", Span(0, 0, "zero"))
     want = oracles.relative_attention(
