@@ -76,12 +76,13 @@ def test_who_wants_none_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(warnings_of(np, *LONG)) == 1
 
 
-def test_no_warning_is_part_of_a_compiled_graph() -> None:
+def test_no_warning_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    monkeypatch.setattr(told, "LONG", 32 * 32 * 4)
     compiled = torch.compile(lambda x: relative_attention(x, x, x, causal=True), fullgraph=True, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        compiled(torch.ones(1, 1024, 256))
+        compiled(torch.ones(1, 32, 4))
 
 
 def test_whoever_has_kernels_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:

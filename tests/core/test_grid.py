@@ -74,7 +74,7 @@ def test_logits_are_the_formula(library: Library, name: str) -> None:
     tables = (rng.standard_normal((spans[0].rows, 4)), rng.standard_normal((3, spans[1].rows, 4)))
     want = logits_2d(q, tables, (spans[0], spans[1]), q_grid, k_grid, offset)
     options = {"q_grid": q_grid, "k_grid": k_grid, "offset": offset, "span_h": spans[0], "span_w": spans[1]}
-    for dtype in library.dtypes:
+    for dtype in library.dtypes_of([*GRIDS].index(name)):
         arrays = {"q": q, "table_h": tables[0], "table_w": tables[1]}
         given_arrays = {key: library.asarray(x, dtype) for key, x in arrays.items()}
         got = library.call(relative_logits_2d, given_arrays, **options)

@@ -104,7 +104,9 @@ def compare(row: Library, how: str, seed: int, *, impl: Any, dtype: str, toleran
 def test_what_no_query_sees_may_be_anything(row: Library, how: str) -> None:
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
-    for seed in range(2) if row.compiled else (*range(25), 54, 61):  # where hidden pairs read rows that no query sees
+    # NumPy runs the same code as the strict row, in a tenth of the time. Seeds 54 and 61 are calls where hidden pairs
+    # read rows that no query sees.
+    for seed in range(1) if row.compiled else (*range(5 if "strict" in row.name else 25), 54, 61):
         compare(row, how, seed, impl="portable", dtype="float64", tolerance=1e-9)
 
 

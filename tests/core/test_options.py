@@ -404,14 +404,11 @@ def test_seeds_come_in_every_form() -> None:
         np.testing.assert_array_equal(relative_attention(Q, K, V, dropout=0.5, seed=seed), expected)
     jax = pytest.importorskip("jax")
     q, k, v = (jax.numpy.asarray(x) for x in (Q, K, V))
-    one, same, other = (
-        np.asarray(jax.jit(lambda key: relative_attention(q, k, v, dropout=0.5, seed=key))(key))
-        for key in (jax.random.key(1), jax.random.PRNGKey(1), jax.random.key(2))
-    )
+    attend = jax.jit(lambda key: relative_attention(q, k, v, dropout=0.5, seed=key))
+    one, same, other = map(np.asarray, map(attend, (jax.random.key(1), jax.random.PRNGKey(1), jax.random.key(2))))
     np.testing.assert_array_equal(one, same)
     assert not np.array_equal(one, other)
-    traced = jax.jit(lambda seed: relative_attention(q, k, v, dropout=0.5, seed=seed))(jax.numpy.uint32(12))
-    np.testing.assert_allclose(np.asarray(traced), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(attend(jax.numpy.uint32(12)), expected, rtol=0, atol=1e-12)
 
 
 def test_blocks_go_by_positions_that_follow_one_another_too() -> None:

@@ -74,6 +74,10 @@ class Library:
         """Whether calls wait for a compiler: JAX has one for single operations too."""
         return self.traced or self.module == "jax"
 
+    def dtypes_of(self, place: int) -> tuple[str, ...]:
+        """Return the dtypes in which to try the case at this place: in turn, where calls wait for a compiler."""
+        return (self.dtypes[place % len(self.dtypes)],) if self.compiled else self.dtypes
+
     def namespace(self) -> Any:
         """Return the module that has the library's functions."""
         return importlib.import_module(
