@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
-from peers.families import FAMILIES, built
+from peers.families import FAMILIES
+from peers.family import built
 
 from relskew_core.export import decoder_to_onnx, generate
 from relskew_core.huggingface import register_attention, replace_attention

@@ -10,7 +10,8 @@ import onnx
 import pytest
 import torch
 from peers.common import peer, randn
-from peers.families import FAMILIES, built
+from peers.families import FAMILIES
+from peers.family import built
 
 from relskew_core.export import encoder_decoder_to_onnx, generate
 from relskew_core.huggingface import replace_attention

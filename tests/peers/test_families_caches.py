@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, peer
-from peers.families import FAMILIES, Family, tokens
+from peers.families import FAMILIES
+from peers.family import Family, tokens
 
 from relskew_core.huggingface import replace_attention
 

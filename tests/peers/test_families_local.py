@@ -11,7 +11,8 @@ import onnxruntime
 import pytest
 import torch
 from peers.common import check, peer
-from peers.families import FAMILIES, SIZES, STILL, Family, built
+from peers.families import FAMILIES
+from peers.family import SIZES, STILL, Family, built
 from peers.test_families_numbers import drop_ins, given, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, randn
-from peers.families import FAMILIES, Family
+from peers.families import FAMILIES
+from peers.family import Family
 
 from oracles import relative_error
 from relskew_core.huggingface import replace_attention

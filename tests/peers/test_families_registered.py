@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, peer, randomised
-from peers.families import padded_on_the_left, tokens
+from peers.family import padded_on_the_left, tokens
 
 from relskew_core import Span
 from relskew_core.huggingface import register_attention, replace_rotary

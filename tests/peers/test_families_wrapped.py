@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, peer
-from peers.families import FAMILIES, Family
+from peers.families import FAMILIES
+from peers.family import Family
 from peers.test_families_numbers import both, given, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

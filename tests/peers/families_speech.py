@@ -1,0 +1,177 @@
+"""Families of speech."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peers.common import padding, peer, randn, randomised
+from peers.family import SIZES, STILL, Family, Given, built, tokens
+
+POSITIONAL: Given = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+
+
+def sounds(length: int) -> Given:
+    mask = tokens(length)["attention_mask"].bool()
+    return {"hidden_states": randn(2, length, 24), "attention_mask": mask}
+
+
+def features(length: int) -> Given:
+    mask = tokens(4 * length)["attention_mask"].bool()
+    return {"input_features": randn(2, 4 * length, 16), "attention_mask": mask}
+
+
+def mels(length: int) -> Given:
+    mask = tokens(4 * length)["attention_mask"].bool()
+    return {"audio_mel": randn(2, 4 * length, 16), "audio_mel_mask": ~mask}
+
+
+def masked_features(length: int) -> Given:
+    return {"hidden_states": randn(2, 4 * length, 16), "mask": padding([4 * length, 2 * length], 4 * length)[:, 0, 0]}
+
+
+def conformer(name: str, kind: str, **options: Any) -> Family:
+    module = name.lower().replace("wav2vec2", "wav2vec2_")
+    path = f"models.{module}.modeling_{module}.{name}Encoder"
+    return Family(
+        built(
+            path, f"{name}Config", position_embeddings_type=kind, max_source_positions=20, **SIZES, **STILL, **options
+        ),
+        sounds,
+    )
+
+
+def vits() -> Any:
+    encoder = built(
+        "models.vits.modeling_vits.VitsTextEncoder", "VitsConfig", hidden_size=24, num_attention_heads=3,
+        num_hidden_layers=2, ffn_dim=32, vocab_size=50, flow_size=16, **STILL,
+    )()  # fmt: skip
+    return _Called(encoder, lambda input_ids, attention_mask: {
+        "input_ids": input_ids, "attention_mask": attention_mask,
+        "padding_mask": attention_mask[..., None].to(next(encoder.parameters()).dtype),
+    })  # fmt: skip
+
+
+def fastspeech2() -> Any:
+    config = peer("transformers.FastSpeech2ConformerConfig")(
+        hidden_size=24, encoder_num_attention_heads=3, encoder_layers=2, encoder_linear_units=16, vocab_size=50,
+        encoder_dropout_rate=0.0, encoder_positional_dropout_rate=0.0, encoder_attention_dropout_rate=0.0,
+    )  # fmt: skip
+    make = peer("transformers.models.fastspeech2_conformer.modeling_fastspeech2_conformer.FastSpeech2ConformerEncoder")
+    encoder = randomised(make(config, config.encoder_config, use_encoder_input_layer=True))
+    return _Called(encoder, lambda input_ids, attention_mask: {
+        "input_tensor": input_ids, "attention_mask": attention_mask[:, None], "return_dict": True,
+    })  # fmt: skip
+
+
+class _Called(torch.nn.Module):
+    """A model that is given something else than others."""
+
+    def __init__(self, model: Any, given: Callable[..., Given]) -> None:
+        super().__init__()
+        self.model, self.given = model, given
+
+    def forward(self, **given: Any) -> Any:
+        return self.model(**self.given(**given))
+
+
+def seamless(name: str, **options: Any) -> Family:
+    module = {"SeamlessM4T": "seamless_m4t", "SeamlessM4Tv2": "seamless_m4t_v2"}[name]
+    still = dict.fromkeys(("speech_encoder_dropout", "speech_encoder_layerdrop"), 0.0)
+    return Family(
+        built(
+            f"models.{module}.modeling_{module}.{name}ConformerEncoder", f"{name}Config", "sdpa", hidden_size=24,
+            speech_encoder_attention_heads=3, speech_encoder_layers=2, speech_encoder_intermediate_size=16, **still,
+            **options,
+        ),
+        sounds,
+    )  # fmt: skip
+
+
+def speecht5() -> Any:
+    config = peer("transformers.SpeechT5Config")(
+        hidden_size=24, encoder_layers=2, encoder_attention_heads=3, encoder_ffn_dim=16, encoder_layerdrop=0.0,
+        encoder_max_relative_position=6, positional_dropout=0.0, hidden_dropout=0.0, attention_dropout=0.0,
+        activation_dropout=0.0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return randomised(peer("transformers.models.speecht5.modeling_speecht5.SpeechT5Encoder")(config))
+
+
+SPEECH: dict[str, Family] = {
+    "VITS": Family(vits, tokens),
+    "Wav2Vec2-BERT relative_key": conformer(
+        "Wav2Vec2Bert", "relative_key", left_max_position_embeddings=6, right_max_position_embeddings=2
+    ),
+    "Wav2Vec2-BERT relative": conformer("Wav2Vec2Bert", "relative"),
+    "Wav2Vec2-Conformer": conformer("Wav2Vec2Conformer", "relative", **POSITIONAL),
+    "WavLM": Family(
+        built(
+            "models.wavlm.modeling_wavlm.WavLMEncoder", "WavLMConfig", num_buckets=16, max_bucket_distance=20,
+            **POSITIONAL, **SIZES, **STILL,
+        ),
+        sounds, takes_out=True
+    ),
+    "SEW-D": Family(
+        built(
+            "models.sew_d.modeling_sew_d.SEWDTransformerEncoder", "SEWDConfig", pos_att_type=["c2p", "p2c"],
+            position_buckets=6, max_position_embeddings=16, **SIZES, **STILL,
+        ),
+        sounds, gate=1e-6,
+    ),
+    "FastSpeech2-Conformer": Family(fastspeech2, tokens),
+    "SeamlessM4T": seamless("SeamlessM4T", position_embeddings_type="relative", max_source_positions=200),
+    "SeamlessM4T-v2": seamless(
+        "SeamlessM4Tv2", position_embeddings_type="relative_key", left_max_position_embeddings=6,
+        right_max_position_embeddings=2, speech_encoder_chunk_size=500,
+    ),
+    "SeamlessM4T-v2 chunks": seamless(
+        "SeamlessM4Tv2", position_embeddings_type="relative_key", speech_encoder_chunk_size=5,
+        speech_encoder_left_chunk_num=1,
+    ),
+    "SpeechT5": Family(speecht5, sounds, 3),
+    "Granite Speech": Family(
+        built(
+            "models.granite_speech.modeling_granite_speech.GraniteSpeechCTCEncoder",
+            "models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", input_dim=24,
+            hidden_dim=24, num_layers=2, num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0,
+            output_dim=11,
+        ),
+        lambda length: {"hidden_states": randn(2, length, 24)},
+    ),
+    "Nemotron": Family(
+        built(
+            "models.nemotron_asr_streaming.modeling_nemotron_asr_streaming.NemotronAsrStreamingEncoder",
+            "NemotronAsrStreamingEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2, conv_kernel_size=3,
+            subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, sliding_window=9,
+            default_num_lookahead_tokens=3, **SIZES, **STILL,
+        ),
+        features,
+    ),
+    "Gemma 3n": Family(
+        built(
+            "models.gemma3n.modeling_gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig", hidden_size=24,
+            input_feat_size=16, conf_num_attention_heads=3, conf_num_hidden_layers=2, conf_attention_chunk_size=4,
+            conf_attention_context_left=5, conf_attention_context_right=0, conf_reduction_factor=1,
+            conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
+        ),
+        mels, gate=1e-5,
+    ),
+    "Phi-4": Family(
+        built(
+            "models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig",
+            "sdpa", hidden_size=24, intermediate_size=16, num_blocks=2, num_attention_heads=3, input_size=16,
+            chunk_size=50, left_chunk=1, ext_pw_out_channel=24, depthwise_separable_out_channel=24,
+            nemo_conv_channels=24, time_reduction=4, bias_max_distance=6, dropout_rate=0.0,
+        ),
+        masked_features, 3,
+    ),
+    "Parakeet": Family(
+        built(
+            "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2,
+            conv_kernel_size=3, subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, **SIZES, **STILL,
+        ),
+        features,
+    ),
+}  # fmt: skip
