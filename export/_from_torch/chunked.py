@@ -19,21 +19,21 @@ Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
 
 
 AUTO_ROWS = 512
-"""Rows of logits that a turn of ``"auto"`` has in all heads together: the memory of a turn depends on no head."""
+"""Rows of logits that a chunk of ``"auto"`` has in all heads together: its memory depends on no number of heads."""
 
 LEAST = 16
-"""Queries of such a turn at least."""
+"""The least number of queries of such a chunk."""
 
 
-class Turns(NamedTuple):
+class ChunkSizes(NamedTuple):
     """How many queries a call attends with at a time, and up to how many it attends with all of them."""
 
     size: int
     whole: int
 
 
-def turns_of(operands: Operands, options: Options, size: Any, opset: int) -> Turns | None:
-    """Return the turns of a call, ``None`` where it attends with all queries at once.
+def chunk_sizes(operands: Operands, options: Options, size: Any, opset: int) -> ChunkSizes | None:
+    """Return the chunk sizes of a call, ``None`` where it attends with all queries at once.
 
     Blocks bound memory themselves, and no chunk notices where a ``key_table`` ends. ``"auto"`` attends at once behind a
     past, with tables that end before the queries are many, with a ``key_table``, whose products are looked up in
@@ -42,14 +42,15 @@ def turns_of(operands: Operands, options: Options, size: Any, opset: int) -> Tur
     (heads, n), pattern = operands.q.shape[-3:-1], options.visibility
     unnoticed = operands.key_table is not None and options.span.beyond == "error"
     at_once = size is None or options.return_lse or unnoticed or pattern.block_size is not None
-    turns = Turns(size, size)
+    sizes = ChunkSizes(size, size)
     if size == "auto":
-        turns = Turns(min(max(AUTO_ROWS // heads, LEAST), AUTO_CHUNK) if isinstance(heads, int) else LEAST, AUTO_CHUNK)
-        at_once = at_once or opset < PROFILES["ort"].opset or _stays_whole(operands, options)
-    return None if at_once or (isinstance(n, int) and n <= turns.whole) else turns
+        size = min(max(AUTO_ROWS // heads, LEAST), AUTO_CHUNK) if isinstance(heads, int) else LEAST
+        sizes = ChunkSizes(size, AUTO_CHUNK)
+        at_once = at_once or opset < PROFILES["ort"].opset or _is_best_at_once(operands, options)
+    return None if at_once or (isinstance(n, int) and n <= sizes.whole) else sizes
 
 
-def _stays_whole(operands: Operands, options: Options) -> bool:
+def _is_best_at_once(operands: Operands, options: Options) -> bool:
     pattern, span = options.visibility, options.span
     if operands.key_table is not None or pattern.by_value:
         return operands.key_table is not None
@@ -58,18 +59,20 @@ def _stays_whole(operands: Operands, options: Options) -> bool:
     return pattern.offset != 0 or (ends and span.left < AUTO_CHUNK)
 
 
-def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, turns: Turns, translate: Translate) -> Any:
+def attend_by_length(
+    g: TracedEmitter, operands: Operands, options: Options, sizes: ChunkSizes, translate: Translate
+) -> Any:
     """Return the output of a call in chunks, or of few queries at once, for which a loop costs more."""
     n = g.length(
         g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
     )
-    few = g.index("LessOrEqual", [g.dim(n), g.constant([turns.whole])], "chunks/one_is_enough", (1,), BOOL)
+    few = g.index("LessOrEqual", [g.dim(n), g.constant([sizes.whole])], "chunks/one_is_enough", (1,), BOOL)
     *rows, _ = shape_of(operands.q, "q")
     out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
     return g.either(
         few, "attention_by_length", out,
         short=lambda body: translate(body, operands, options)[0],
-        long=lambda body: _in_chunks(body, operands, options, turns.size, translate),
+        long=lambda body: _in_chunks(body, operands, options, sizes.size, translate),
     )  # fmt: skip
 
 

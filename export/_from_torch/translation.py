@@ -16,7 +16,7 @@ from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall, with_one_leading_axis
-from relskew_core.export._from_torch.chunked import attend_by_length, turns_of
+from relskew_core.export._from_torch.chunked import attend_by_length, chunk_sizes
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
 from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
@@ -163,9 +163,9 @@ def torch_translation_table(
         def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
             return _attention(g, opset, operands, options, ends)
 
-        turns = turns_of(operands, options, chunk_size, opset)
-        if turns is not None:
-            out = attend_by_length(g, operands, options, turns, translate)
+        sizes = chunk_sizes(operands, options, chunk_size, opset)
+        if sizes is not None:
+            out = attend_by_length(g, operands, options, sizes, translate)
             return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
         return translate(g, operands, options)
 

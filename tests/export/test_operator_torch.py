@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from operator_runs import needs_library, session_options
 from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx, without_operator
+from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table
 from relskew_core.export._graph.operator import NAME
 from relskew_core.export._whole import generate_memory
@@ -185,6 +187,37 @@ def test_decoders_give_the_same_tokens(
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+
+
+def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime opens a path, and no name in the current folder; genai looks next to its configuration."""
+    import onnxruntime_genai
+
+    folder = tmp_path / "decoder"
+    folder.mkdir()
+    shutil.copy(custom_ops_library(), folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(Exception, match="cannot open shared object file"):
+        onnxruntime.SessionOptions().register_custom_ops_library("librelskew.so")
+    onnxruntime.SessionOptions().register_custom_ops_library("./librelskew.so")
+    monkeypatch.chdir(tmp_path)
+    path = decoder_to_onnx(Decoder(), folder / "decoder.onnx", operator=True, genai={"eos_token_id": 9}, check=False)
+    settings = json.loads((folder / "genai_config.json").read_text())
+    for name in ("librelskew.so", "missing.so"):
+        settings["model"]["decoder"]["session_options"]["custom_ops_library"] = name
+        (folder / "genai_config.json").write_text(json.dumps(settings))
+        if name == "missing.so":
+            with pytest.raises(RuntimeError, match=r"missing\.so"):
+                onnxruntime_genai.Model(str(folder))
+            continue
+        model = onnxruntime_genai.Model(str(folder))
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        parameters.set_search_options(max_length=12)
+        generator = onnxruntime_genai.Generator(model, parameters)
+        generator.append_tokens(np.array([[1, 2, 3]], np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        assert list(generator.get_sequence(0))[3:] == list(generate(path, [1, 2, 3], 9, stop=9))
 
 
 class Shared(Decoder):
