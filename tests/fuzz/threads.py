@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import dense
 import strategies
 from fuzz.engine import Target, same, told
 from libraries import LIBRARIES
@@ -41,7 +42,7 @@ class One:
         def given(x: NDArray[Any]) -> Any:
             return row.asarray(x, self.dtype if x.dtype.kind == "f" else None)
 
-        arrays = {name: strategies.each(given, x) for name, x in self.call.arrays.items()}
+        arrays = {name: dense.each(given, x) for name, x in self.call.arrays.items()}
         out, lse = relative_attention(**arrays, **self.call.options, return_lse=True)
         found = {"out": out, "lse": lse}
         if self.backward:

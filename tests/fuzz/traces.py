@@ -15,6 +15,7 @@ from jax import lax
 import dense
 from fuzz import transforms
 from fuzz.engine import Target, WrongError, refused_heads, same, told
+from libraries import unchanged
 from relskew_core import relative_attention
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -40,13 +41,8 @@ def scanned(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda items: lax.scan(lambda carry, item: (carry, function(item)), None, items)[1]
 
 
-def same_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Change nothing."""
-    return function
-
-
-OUTSIDE: dict[str, Transform] = {"call": same_function, "jit": jax.jit, "vmap": jax.vmap, "scan": scanned}
-INSIDE: dict[str, Transform] = {"call": same_function, "jit": jax.jit, "checkpoint": jax.checkpoint}
+OUTSIDE: dict[str, Transform] = {"call": unchanged, "jit": jax.jit, "vmap": jax.vmap, "scan": scanned}
+INSIDE: dict[str, Transform] = {"call": unchanged, "jit": jax.jit, "checkpoint": jax.checkpoint}
 FORMULAS = {  # by whether items are mapped, and whether gradients are asked for
     (False, False): transforms.plain,
     (False, True): transforms.functional,

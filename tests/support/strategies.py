@@ -12,17 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oracles
+from dense import each
 from libraries import LIBRARIES, NATIVE
 from relskew_core import Span, relative_attention
 
 Floats = NDArray[np.float64]
 TOLERANCE = 1e-11
 """The float64 gate, with room for the largest of thousands of random logits."""
-
-
-def each(function: Callable[[Any], Any], x: Any) -> Any:
-    """Apply a function to an array, or to both of a pair."""
-    return tuple(map(function, x)) if isinstance(x, tuple) else function(x)
 
 
 @dataclass(frozen=True)
