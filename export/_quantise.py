@@ -20,6 +20,7 @@ from relskew_core._array.checks import check_choice, describe
 from relskew_core.export import _table_products as table_products
 from relskew_core.export._graph.functions import all_graphs, names_read
 from relskew_core.export._save import save
+from relskew_core.export._table_static import round_tables
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)
@@ -112,7 +113,9 @@ def quantize(
     _move(given)
     with _quietly():
         made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
-    if kind != "static" and opset >= table_products.OLDEST:
+    if kind == "static":
+        round_tables(made, LEAST)
+    elif opset >= table_products.OLDEST:
         table_products.multiply_in_bits(made, LEAST)
     _tables(made)
     return save(made, path, overwrite=overwrite)

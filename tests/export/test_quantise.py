@@ -112,6 +112,66 @@ def test_a_query_that_is_not_finite_gives_nan(number: float, place: int, tmp_pat
     np.testing.assert_array_equal(first, second)
 
 
+def static_products(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Quantise with queries that are large, and few rows of the table."""
+    q = np.random.default_rng(1).standard_normal((1, 2, 3, 32)).astype(np.float32)
+    return onnx.load(quantize(model, path, "static", inputs=[{"q": 5 * q, "end": np.array([10])}]))
+
+
+def test_a_static_table_is_rounded_once_and_as_a_whole(tmp_path: Path) -> None:
+    """Its columns are sliced in 8 bits, and rows that no representative input reads are not clipped."""
+    model = products_with_a_table()
+    table = WEIGHTS["rel_k"].copy()
+    table[:, 20:] *= 4
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(table, "rel_k"))
+    made = static_products(model, tmp_path / "static.onnx")
+    stored = {tensor.name: tensor for tensor in made.graph.initializer}
+    assert "rel_k" not in stored
+    assert (stored["rel_k_uint8"].data_type, list(stored["rel_k_uint8"].dims)) == (TensorProto.UINT8, [2, 32, 64])
+    assert "Transpose" not in {node.op_type for node in made.graph.node}
+    (cut,) = (node for node in made.graph.node if node.op_type == "Slice")
+    assert [node.op_type for node in made.graph.node if cut.output[0] in node.input] == ["DequantizeLinear"]
+    q = np.random.default_rng(0).standard_normal((1, 2, 3, 32)).astype(np.float32)
+    session = onnxruntime.InferenceSession(str(tmp_path / "static.onnx"), providers=["CPUExecutionProvider"])
+    y, wanted = session.run(None, {"q": q, "end": np.array([64])})[0], q @ table.swapaxes(1, 2)
+    assert np.linalg.norm(y - wanted) < 0.1 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_static_tables_of_values_and_of_all_heads(shared: bool, tmp_path: Path) -> None:
+    spec = BlockSpec(64, 2, Span.causal(64), causal=True, rel_values=True, shared_table=shared)
+    weights = init_weights(spec, seed=0)
+    path = quantize(to_onnx(spec, weights), tmp_path / "static.onnx", "static", inputs=inputs())
+    shapes = {tensor.name: list(tensor.dims) for tensor in onnx.load(path).graph.initializer}
+    heads = [] if shared else [2]
+    assert (shapes["rel_k_uint8"], shapes["rel_v_uint8"]) == ([*heads, 32, 65], [*heads, 65, 32])
+    report = validate(path, spec, weights, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("other", ["Neg", "Transpose", "result"])
+def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> None:
+    """One that is read in another way; a part of it may be a result, too."""
+    model = products_with_a_table()
+    read = {"Neg": "rel_k", "Transpose": "rel_k", "result": "columns"}[other]
+    shape = (2, 32, "m") if other == "result" else None
+    if other == "result":
+        model.graph.output.append(helper.make_tensor_value_info("columns", TensorProto.FLOAT, shape))
+    else:
+        model.graph.node.append(helper.make_node(other, [read], ["other"], name="other"))
+        sizes = WEIGHTS["rel_k"].shape[:: 1 if other == "Neg" else -1]
+        model.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, sizes))
+    made = static_products(model, tmp_path / "static.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "static.onnx"), providers=["CPUExecutionProvider"])
+    q = np.ones((1, 2, 3, 32), np.float32)
+    y, second = session.run(None, {"q": q, "end": np.array([10])})
+    table = WEIGHTS["rel_k"]
+    wanted = {"Neg": -table, "Transpose": table.T, "result": table[:, :10].swapaxes(1, 2)}[other]
+    assert np.linalg.norm(second - wanted) < 0.02 * np.linalg.norm(wanted)
+    assert np.linalg.norm(y - q @ table[:, :10].swapaxes(1, 2)) < 0.5 * np.linalg.norm(y)
+    assert ("rel_k_zero" in {tensor.name for tensor in made.graph.initializer}) == (other == "result")
+
+
 @pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
 def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
     path = quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind)
