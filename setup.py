@@ -32,11 +32,15 @@ LEVELS = {
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": AVX512,
     "v4_bf16": [*AVX512, "-mavx512bf16"],
+    "v4_amx": [*AVX512, "-mavx512bf16", "-DAMX"],
 }
 """What processors the kernels are compiled for: the least of a platform, and on x86-64 those that levels.hpp asks for.
 
 The flags are such as older compilers know too.
 """
+
+OF_BFLOAT16 = ("v4_bf16", "v4_amx")
+"""Levels that only multiply bfloat16, and differ from the one before them in nothing else; the last is Linux's."""
 
 WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "tasks.cpp")
 OF_MODULE = ("module.cpp",)
@@ -49,7 +53,7 @@ LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs"]
 """That nothing is left to whoever opens the library: neither Python nor a runtime of C++."""
 
 STORED = ("float", "double", "Float16", "BFloat16")
-"""What arrays are made of; a level that only multiplies bfloat16 differs from the one before it in nothing else."""
+"""What arrays are made of."""
 
 
 class Build(build_ext):
@@ -64,7 +68,7 @@ class Build(build_ext):
                 own = {name: threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL}
                 made = []
                 for level, stored in product(levels, STORED):
-                    if level == "v4_bf16" and stored != "BFloat16":
+                    if level in OF_BFLOAT16 and stored != "BFloat16":
                         continue
                     macros = [("LEVEL", level), ("STORED", stored)]
                     made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
@@ -124,6 +128,8 @@ if asked not in ("", "0", "1"):
 
 platform = sysconfig.get_platform()
 levels = list(LEVELS) if platform.endswith(("x86_64", "amd64")) else ["base"]
+if not platform.startswith("linux"):
+    levels = [level for level in levels if level != "v4_amx"]
 FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else []
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",

@@ -34,7 +34,7 @@ def asked_for(name: str) -> Any:
 
 
 FLAGS, AVX512, SSE2 = asked_for("FLAGS"), asked_for("AVX512"), asked_for("SSE2")
-LEVELS, STORED, OF_LIBRARY = (asked_for(name) for name in ("LEVELS", "STORED", "OF_LIBRARY"))
+LEVELS, STORED, OF_BFLOAT16, OF_LIBRARY = map(asked_for, ("LEVELS", "STORED", "OF_BFLOAT16", "OF_LIBRARY"))
 
 
 class Unit(NamedTuple):
@@ -55,7 +55,7 @@ UNITS = [
         Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS
         for stored in STORED
-        if level != "v4_bf16" or stored == "BFloat16"
+        if level not in OF_BFLOAT16 or stored == "BFloat16"
     ),
 ]
 

@@ -58,7 +58,8 @@ struct Backward {
     Rows keys, rel_k, key_table;
     JoinedRows key_pairs, table_pairs;
     Rounded rounded_outs, rounded_changes;                               // of a block; of HIGH of its queries
-    Turned turned_outs, turned_queries, turned_weights, turned_changes;  // of a block
+    Joined joined_outs, joined_queries;                                  // of a block
+    Turned turned_weights, turned_changes;
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // which queries are not finite
@@ -116,7 +117,7 @@ struct Backward {
     bool make_pairs() {
         return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
                rounded_outs.make(height, value_width) && rounded_changes.make(HIGH, logits_row, margin) &&
-               turned_outs.make(height, value_width) && turned_queries.make(height, width) &&
+               joined_outs.make(height, value_width) && joined_queries.make(height, width) &&
                turned_weights.make(height, logits_row, margin) && turned_changes.make(height, logits_row, margin);
     }
 
@@ -145,6 +146,7 @@ struct Backward {
             task.groups([&](Index group) { pull_back(task, tasks.piece(task, group)); });
             hand_over(task);
         }
+        if (queries.in_pairs) release_tiles();
     }
 
     void take_head(const Task &task) {
@@ -230,6 +232,7 @@ struct Backward {
     }
 
     void pull_back(const Task &task, const Task::Piece &piece, Index first, Index count) {
+        if (queries.in_pairs) configure_tiles();
         const Index item = task.item, head = task.head, position = x.offset + first;
         sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
         own_q = d_q.of(first - piece.first), own_met = queries.apart ? d_met.of(first - piece.first) : own_q;
@@ -258,9 +261,9 @@ struct Backward {
 
     void take_pairs(Index count) {
         rounded_outs.take(d_outs.get(), value_width, count, 0, value_width);
-        turned_outs.take(d_outs.get(), value_width, count, 0, value_width);
+        joined_outs.take(d_outs.get(), value_width, count, value_width);
         queries.pairs.take(queries.same.get(), width, count, 0, width);  // rows that are not finite are zeros here
-        turned_queries.take(queries.same.get(), width, count, 0, width);
+        joined_queries.take(queries.same.get(), width, count, width);
     }
 
     // How many columns, or pairs of columns, a product with the values sums over.
@@ -336,12 +339,12 @@ struct Backward {
         const Index keys_there = high - low;
         Real *d_keys = d_k.of(start + low - packed.first), *d_values = d_v.of(start + low - packed.first);
         if (queries.in_pairs) {
-            const Index pairs = (count + 1) / 2;
+            const Index pairs = Joined::depth(count);
             turned_weights.take(p, logits_row, count, low, high + HIGH);
             turned_changes.take(ds, logits_row, count, low, high + HIGH);
-            add_product(keys_there, pairs, turned_weights.from(low), turned_outs.at.get(), turned_outs.row, value_width,
+            add_product(keys_there, pairs, turned_weights.from(low), joined_outs.at.get(), joined_outs.row, value_width,
                         d_values, d_v.row);
-            add_product(keys_there, pairs, turned_changes.from(low), turned_queries.at.get(), turned_queries.row, width,
+            add_product(keys_there, pairs, turned_changes.from(low), joined_queries.at.get(), joined_queries.row, width,
                         d_keys, d_k.row);
         } else {
             add_product(keys_there, count, Matrix{p + low, 1, logits_row}, d_outs.get(), value_width, value_width,
@@ -366,10 +369,9 @@ struct Backward {
         const auto [c, stop] = changed.met(span);
         if (c < stop) {
             const Index first = c - span.left + changed.p - changed.start;  // the column of the first query
-            turned_changes.take(changed.at, logits_row, changed.count, changed.low - most, changed.high + most + HIGH,
-                                1);
-            add_product(stop - c, (changed.count + 1) / 2, turned_changes.from(first, 1), turned_queries.at.get(),
-                        turned_queries.row, rel_width, d_rel_k.of(c), d_rel_k.row);
+            turned_changes.take(changed.at, logits_row, changed.count, first, first + (stop - c) + HIGH, 1);
+            add_product(stop - c, Joined::depth(changed.count), turned_changes.from(first, 1), joined_queries.at.get(),
+                        joined_queries.row, rel_width, d_rel_k.of(c), d_rel_k.row);
         }
         changed.spread_beyond(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }

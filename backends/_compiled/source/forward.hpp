@@ -158,6 +158,7 @@ struct Forward {
             take_head(task);
             task.groups([&](Index group) { attend(task, group); });
         }
+        if (queries.in_pairs) release_tiles();
     }
 
     // Pack the tables of a head, and those of its keys that some of the queries see.
@@ -181,6 +182,7 @@ struct Forward {
     }
 
     void attend(const Task &task, Index group) {
+        if (queries.in_pairs) configure_tiles();
         const Task::Piece piece = tasks.piece(task, group);
         const Index item = task.item, head = task.head, first = piece.first;
         const Index count = piece.end - first, position = x.offset + first;

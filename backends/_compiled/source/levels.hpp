@@ -7,6 +7,10 @@
 
 #if defined(LEVELS_OF_X86_64)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #define DECLARE_FOR(STORED)                          \
@@ -26,6 +30,11 @@ DECLARE(v4)
 namespace v4_bf16 {
 DECLARE_FOR(BFloat16)
 }
+#if defined(__linux__)
+namespace v4_amx {
+DECLARE_FOR(BFloat16)
+}
+#endif
 #endif
 
 namespace {
@@ -58,8 +67,23 @@ Level levels[] = {
     {"x86-64-v4", ALL_PASSES(v4)},
     {"x86-64-v4 with bfloat16",
      {PASSES(v4, float), PASSES(v4, double), PASSES(v4, Float16), PASSES(v4_bf16, BFloat16)}},
+#if defined(__linux__)
+    {"x86-64-v4 with bfloat16 tiles",
+     {PASSES(v4, float), PASSES(v4, double), PASSES(v4, Float16), PASSES(v4_amx, BFloat16)}},
+#endif
 #endif
 };
+
+#if defined(LEVELS_OF_X86_64) && defined(__linux__)
+// Whether there are tile registers that multiply bfloat16, and Linux lets this process use them: it must be asked.
+bool may_use_tiles() {
+    constexpr unsigned TILES = 1u << 24 | 1u << 22;
+    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, and the number of the registers' contents
+    unsigned a, b, c, features = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features & TILES) == TILES &&
+           !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+}
+#endif
 
 void look_at_processor() {
 #if defined(LEVELS_OF_X86_64)
@@ -69,7 +93,11 @@ void look_at_processor() {
     levels[1].here = halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    levels[3].here = levels[2].here && __builtin_cpu_supports("avx512bf16");
+    const bool pairs = levels[2].here && __builtin_cpu_supports("avx512bf16");
+    levels[3].here = pairs && !__builtin_cpu_is("intel");  // its vectors multiply floats nearly twice as fast
+#if defined(__linux__)
+    levels[4].here = pairs && may_use_tiles();
+#endif
 #endif
 }
 

@@ -6,13 +6,18 @@
 
 namespace {
 
+// The numbers of two rows as pairs, of which `rows` exist: the others are zeros.
+inline Vec pair_of_rows(const Real *x, Index row, Index rows) {
+    return rows <= 0 ? Vec{} : paired(load(x), rows > 1 ? load(x + row) : Vec{});
+}
+
 // Rounded rows, padded with HIGH rows and a vector; `margin` is how far columns begin before 0.
 struct Rounded {
     Memory<BFloat16> at;
     Index row = 0, margin = 0;
 
     bool make(Index rows, Index columns, Index before = 0) {
-        row = columns + LANES, margin = before;
+        row = padded(columns + LANES, 2 * LANES), margin = before;  // whole cache lines
         at = memory<BFloat16>((rows + HIGH) * row + LANES);
         return static_cast<bool>(at);
     }
@@ -28,29 +33,66 @@ struct Rounded {
     Paired from(Index i, Index skew = 0) const { return {at.get() + i * row + margin, row + skew, 2}; }
 };
 
-// Rounded rows, interleaved by pairs: transposed, so that rows become the columns of a left factor.
+// Pairs of rows for each column, as the right factor of a product has them. Tiles read whole ones: pairs after the last
+// row are zeros.
+struct Joined {
+    Reals at;
+    Index row = 0;
+
+    bool make(Index rows, Index columns) {
+        row = padded(columns);
+        at = reals(depth(rows) * row);
+        return static_cast<bool>(at);
+    }
+
+    static Index depth(Index rows) { return padded((rows + 1) / 2, TILES ? TILE_PAIRS : 1); }
+
+    void take(const Real *x, Index x_row, Index rows, Index columns) {
+        for (Index i = 0; i < depth(rows); i++)
+            for (Index j = 0; j < columns; j += LANES)
+                store(at.get() + i * row + j, pair_of_rows(x + 2 * i * x_row + j, x_row, rows - 2 * i));
+    }
+};
+
+// Rounded rows, transposed, so that columns become the rows of a left factor: pairs of rows for each column, with as
+// many pairs as `Joined` has. For vectors, pairs of a column are `row` apart; for tiles, they are adjacent.
 struct Turned {
     Reals at;
     Index row = 0, margin = 0;
 
     bool make(Index rows, Index columns, Index before = 0) {
-        row = columns + 2 * LANES, margin = before;
-        at = reals((rows + 1) / 2 * row);
+        margin = before;
+        row = TILES ? Joined::depth(rows) : columns + 2 * LANES;
+        at = reals(TILES ? (columns + HIGH + 2 * LANES) * row : (rows + 1) / 2 * row);
         return static_cast<bool>(at);
     }
 
-    // Round the columns low … high - 1 of some rows, and those after them up to a whole vector; in every second row,
-    // those that are `skew` further on.
+    // Round the columns low … high - 1 of some rows, and those after them up to a whole vector. In a skewed view, each
+    // row begins `skew` columns further on than the one above.
     void take(const Real *x, Index x_row, Index rows, Index low, Index high, Index skew = 0) {
-        for (Index i = 0; i < rows; i += 2)
+        if constexpr (TILES) {
             for (Index j = low; j < high; j += LANES)
-                store(at.get() + i / 2 * row + margin + j,
-                      paired(load(x + i * x_row + j), i + 1 < rows ? load(x + (i + 1) * x_row + j + skew) : Vec{}));
+                for (Index i = 0; i < Joined::depth(rows); i += LANES) {
+                    Vec block[LANES];
+                    for (Index t = 0; t < LANES; t++) {
+                        const Index r = 2 * (i + t);
+                        block[t] = pair_of_rows(x + r * (x_row + skew) + j, x_row + skew, rows - r);
+                    }
+                    transpose(block);
+                    for (Index t = 0; t < LANES; t++) store(at.get() + (margin + j + t) * row + i, block[t]);
+                }
+        } else {
+            for (Index i = 0; i < rows; i += 2)
+                for (Index j = low; j < high + skew * rows; j += LANES)
+                    store(at.get() + i / 2 * row + margin + j, pair_of_rows(x + i * x_row + j, x_row + skew, rows - i));
+        }
     }
 
-    // The columns from one on; in a skewed view each row begins `skew` further on.
+    // The columns from one on; `skew` as they were taken.
     Paired from(Index column, Index skew = 0) const {
-        return {reinterpret_cast<const BFloat16 *>(at.get() + margin + column), 2, 2 * (row + 2 * skew)};
+        const auto *all = reinterpret_cast<const BFloat16 *>(at.get());
+        if constexpr (TILES) return {all + 2 * (margin + column) * row, 2 * row, 2};
+        return {all + 2 * (margin + column), 2, 2 * (row + 2 * skew)};
     }
 };
 

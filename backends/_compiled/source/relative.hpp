@@ -1,8 +1,6 @@
 // A block of queries and a table: products in relative layout, and sums over them.
 #pragma once
 
-#include <cstdlib>
-
 #include "rows.hpp"
 
 namespace {
@@ -12,17 +10,11 @@ constexpr Index MARGIN = ROWS + LANES;  // the most zeros around a row of weight
 using Reals = Memory<Real>;
 
 inline Reals reals(Index count) {
-    const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(Real)), 64);
-    if (bytes > PTRDIFF_MAX) return nullptr;
-#if defined(_WIN32)  // `free` there does not accept aligned memory; vectors are loaded from any address
-    void *at = std::malloc(static_cast<std::size_t>(bytes));
-#else
-    void *at = std::aligned_alloc(64, static_cast<std::size_t>(bytes));
-#endif
+    Reals found = memory<Real>(count + HIGH * LANES, false);
 #if defined(POISON)  // with NaN, so that reading memory before it is written shows
-    if (at) std::memset(at, 0xFF, static_cast<std::size_t>(bytes));
+    if (found) std::memset(found.get(), 0xFF, static_cast<std::size_t>(count + HIGH * LANES) * sizeof(Real));
 #endif
-    return Reals(static_cast<Real *>(at));
+    return found;
 }
 
 inline Reals zeros(Index count) {  // zero pages cost nothing until they are written to

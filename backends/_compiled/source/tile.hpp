@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "simd.hpp"
+#include "amx.hpp"
 #include "tasks.hpp"
 
 namespace {
@@ -89,6 +89,42 @@ void product(Index depth, Paired a, const Real *b, Index b_row, const Real *star
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
+#if defined(AMX)
+// The same for HIGH rows and V vectors, by tiles; pairs that do not fill a tile are multiplied by vectors.
+template <int V>
+void product_by_tiles(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+                      Index c_row) {
+    static_assert(HIGH == TILE_ROWS && LANES == TILE_PAIRS);
+    constexpr Index REAL = sizeof(Real);
+    const bool adds = start == c && start_row == c_row;
+    const auto begin = [&](auto tile) {
+        constexpr int I = decltype(tile)::value;
+        if (adds)
+            load_tile<I>(c + I * LANES, c_row * REAL);
+        else
+            clear_tile<I>();
+    };
+    begin(std::integral_constant<int, 0>());
+    if constexpr (V == 2) begin(std::integral_constant<int, 1>());
+    Index k = 0;
+    for (; k + TILE_PAIRS <= depth; k += TILE_PAIRS, a.at += 2 * TILE_PAIRS, b += TILE_PAIRS * b_row) {
+        load_tile<2>(a.at, a.row * static_cast<Index>(sizeof(BFloat16)));
+        load_tile<3>(b, b_row * REAL);
+        multiply_tiles<0, 2, 3>();
+        if constexpr (V == 2) load_tile<4>(b + LANES, b_row * REAL), multiply_tiles<1, 2, 4>();
+    }
+    store_tile<0>(c, c_row * REAL);
+    if constexpr (V == 2) store_tile<1>(c + LANES, c_row * REAL);
+    if (start && !adds)  // rows of a skewed matrix cross cache lines, which tiles are slow to load
+        for (int n = 0; n < HIGH; n++)
+            for (int i = 0; i < V; i++) {
+                Real *to = c + n * c_row + i * LANES;
+                store(to, load(to) + load(start + n * start_row + i * LANES));
+            }
+    if (k < depth) product<HIGH, V>(depth - k, a, b, b_row, c, c_row, c, c_row);
+}
+#endif
+
 // The same for any number of rows, rounded up: a and c have extra rows.
 template <int V, class A>
 void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
@@ -98,6 +134,10 @@ void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Re
         const int n = rows > 8 ? HIGH : rows > 4 ? MIDDLE : 4;
         const auto with = [&](auto tall) {
             constexpr int N = decltype(tall)::value;
+#if defined(AMX)
+            if constexpr (std::is_same_v<A, Paired> && N == HIGH)
+                if (depth >= TILE_PAIRS) return product_by_tiles<V>(depth, a, b, b_row, start, start_row, c, c_row);
+#endif
             if constexpr (std::is_same_v<A, Paired>)
                 product<N, V>(depth, a, b, b_row, start, start_row, c, c_row);
             else if (a.step != 1)
