@@ -394,7 +394,7 @@ struct Backward {
             Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
             const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
                                               static_cast<bool>(x.key_table));
-            const auto of_keys = [&](auto a) {
+            const auto of_keys = [&](const auto &a) {
                 multiply_panel(to - j, rows, queries.depth(), a,
                                key_panels.get() + (start + j - packed.first) * queries.depth(), of_logits.at,
                                of_logits.row, s, logits_row);
@@ -405,7 +405,7 @@ struct Backward {
                 of_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
             const Start of_weights =
                 Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
-            const auto with_values = [&](auto a) {
+            const auto with_values = [&](const auto &a) {
                 multiply_panel(to - j, rows, depth(), a, value_panels.get() + (start + j - packed.first) * depth(),
                                of_weights.at, of_weights.row, d, logits_row);
             };

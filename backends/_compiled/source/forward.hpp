@@ -218,11 +218,11 @@ struct Forward {
             const Seen seen = sight.of(m, rows, p, start, start + n);
             const Index low = seen.low, high = seen.high;
             if (low >= high) continue;
-            const auto with_relative = [&](auto a) {
+            const auto with_relative = [&](const auto &a) {
                 if (relative && !places) relative.write(a, m, rows, low - (p + rows - 1), high - p, origin);
             };
             Real *s = logits + (x.key_table ? m * logits_row : 0);  // else they stay in the fastest cache
-            const auto with_keys = [&](auto a) {
+            const auto with_keys = [&](const auto &a) {
                 for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
                     MaskRow::fetch(x, item, head, first + m, rows, start + j);
                     const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,

@@ -136,7 +136,7 @@ struct JoinedRows {
 
     // Add the product of some rows of weights with the rows low … high - 1; their weights are in the columns from
     // `column` on. No other rows are read: they may be NaN, and 0 · NaN is not 0.
-    void mix(Index count, const Real *weights, Index weights_row, Paired rounded, Index column, Index low, Index high,
+    void mix(Index count, const Real *weights, Index weights_row, const Paired &rounded, Index column, Index low, Index high,
              Real *out, Index out_row) const {
         const auto mix_one = [&](Index j, Index own) {
             for (Index i = 0; i < count; i++)
@@ -146,8 +146,8 @@ struct JoinedRows {
         if (low < high && (low - first) % 2) mix_one(low++, column++);
         if (low < high && (high - low) % 2) high--, mix_one(high, column + high - low);
         if (low >= high) return;
-        rounded.at += column;
-        add_product(count, (high - low) / 2, rounded, at.get() + (low - first) / 2 * row, row, row, out, out_row);
+        const Paired from{rounded.at + column, rounded.row};
+        add_product(count, (high - low) / 2, from, at.get() + (low - first) / 2 * row, row, row, out, out_row);
     }
 };
 

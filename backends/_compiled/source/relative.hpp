@@ -160,7 +160,7 @@ struct Relative {
 
     // The same for rows of queries, as numbers or as pairs.
     template <class A>
-    void write(A a, Index m, Index rows, Index low, Index high, Index origin) {
+    void write(const A &a, Index m, Index rows, Index low, Index high, Index origin) {
         const Index shift = span.left, have = span.rows, depth = in_pairs ? (width + 1) / 2 : width;
         const Index start = low + shift, stop = high + shift;  // rows of the table, some of which may not exist
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {

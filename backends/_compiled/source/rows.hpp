@@ -121,12 +121,15 @@ struct Softmax {
 
     // Replace logits by weights before the division by the total; return the factor for the weights of earlier blocks.
     Real take(const Row &row) {
-        Vec a = splat(-INF);
-        for (Index j = row.start(); j < row.end(); j += LANES) a = larger(load(row.at + j), a);
-        const Real before = most, now = std::max(most, largest(a));
+        Vec a[4] = {splat(-INF), splat(-INF), splat(-INF), splat(-INF)};  // chains that do not wait for each other
+        Index j = row.start();
+        for (; j + 4 * LANES <= row.end(); j += 4 * LANES)
+            for (int i = 0; i < 4; i++) a[i] = larger(load(row.at + j + i * LANES), a[i]);
+        for (; j < row.end(); j += LANES) a[0] = larger(load(row.at + j), a[0]);
+        const Real before = most, now = std::max(most, largest(larger(larger(a[0], a[1]), larger(a[2], a[3]))));
         const Real origin = now == -INF ? 0 : now;
         Vec added{};
-        for (Index j = row.start(); j < row.end(); j += LANES) {
+        for (j = row.start(); j < row.end(); j += LANES) {
             Vec weights = exponential(load(row.at + j) - origin);
             added += weights;
             store(row.at + j, weights);

@@ -23,9 +23,13 @@ constexpr int HIGH = 6;
 
 // A matrix whose entry (row, column) is at[row * row_step + column * step], where one of the steps is 1. It may be
 // transposed, or skewed: then the step between rows is one entry shorter or longer.
+//
+// Factors are passed by reference: a copy that is read in larger pieces than it was written delays every product.
 struct Matrix {
     const Real *at;
     Index row, step;
+
+    Matrix below(Index rows) const { return {at + rows * row, row, step}; }
 };
 
 // Steps of a product in one turn of its loop: where sums fill 32 registers, addresses for more would not stay in any.
@@ -37,7 +41,7 @@ constexpr int STEPS = 1;
 
 // c = start + a · b for N rows and V vectors of columns; `start` may be null, or c.
 template <int N, int V, bool TRANSPOSED>
-void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+void product(Index depth, const Matrix &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
     Vec total[N][V];
 #pragma GCC unroll 12
@@ -64,11 +68,13 @@ void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *star
 struct Paired {
     const BFloat16 *at;
     Index row, step = 2;
+
+    Paired below(Index rows) const { return {at + rows * row, row, step}; }
 };
 
 // The same for `depth` pairs.
 template <int N, int V>
-void product(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+void product(Index depth, const Paired &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
     Vec total[N][V];
 #pragma GCC unroll 12
@@ -92,7 +98,7 @@ void product(Index depth, Paired a, const Real *b, Index b_row, const Real *star
 #if defined(AMX)
 // The same for HIGH rows and V vectors, by tiles; pairs that do not fill a tile are multiplied by vectors.
 template <int V>
-void product_by_tiles(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+void product_by_tiles(Index depth, const Paired &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
                       Index c_row) {
     static_assert(HIGH == TILE_ROWS && LANES == TILE_PAIRS);
     constexpr Index REAL = sizeof(Real);
@@ -107,8 +113,8 @@ void product_by_tiles(Index depth, Paired a, const Real *b, Index b_row, const R
     begin(std::integral_constant<int, 0>());
     if constexpr (V == 2) begin(std::integral_constant<int, 1>());
     Index k = 0;
-    for (; k + TILE_PAIRS <= depth; k += TILE_PAIRS, a.at += 2 * TILE_PAIRS, b += TILE_PAIRS * b_row) {
-        load_tile<2>(a.at, a.row * static_cast<Index>(sizeof(BFloat16)));
+    for (; k + TILE_PAIRS <= depth; k += TILE_PAIRS, b += TILE_PAIRS * b_row) {
+        load_tile<2>(a.at + 2 * k, a.row * static_cast<Index>(sizeof(BFloat16)));
         load_tile<3>(b, b_row * REAL);
         multiply_tiles<0, 2, 3>();
         if constexpr (V == 2) load_tile<4>(b + LANES, b_row * REAL), multiply_tiles<1, 2, 4>();
@@ -121,17 +127,18 @@ void product_by_tiles(Index depth, Paired a, const Real *b, Index b_row, const R
                 Real *to = c + n * c_row + i * LANES;
                 store(to, load(to) + load(start + n * start_row + i * LANES));
             }
-    if (k < depth) product<HIGH, V>(depth - k, a, b, b_row, c, c_row, c, c_row);
+    if (k < depth) product<HIGH, V>(depth - k, Paired{a.at + 2 * k, a.row}, b, b_row, c, c_row, c, c_row);
 }
 #endif
 
 // The same for any number of rows, rounded up: a and c have extra rows.
 template <int V, class A>
-void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
-              Index c_row) {
-    while (rows > 0) {
+void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_row, const Real *start, Index start_row,
+              Real *c, Index c_row) {
+    for (Index done = 0; done < rows;) {
         constexpr int MIDDLE = std::min(8, HIGH);
-        const int n = rows > 8 ? HIGH : rows > 4 ? MIDDLE : 4;
+        const int n = rows - done > 8 ? HIGH : rows - done > 4 ? MIDDLE : 4;
+        const A a = whole.below(done);
         const auto with = [&](auto tall) {
             constexpr int N = decltype(tall)::value;
 #if defined(AMX)
@@ -151,8 +158,7 @@ void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Re
             with(std::integral_constant<int, MIDDLE>());
         else
             with(std::integral_constant<int, HIGH>());
-        rows -= n;
-        a.at += n * a.row;
+        done += n;
         if (start) start += n * start_row;
         c += n * c_row;
     }
@@ -160,7 +166,7 @@ void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Re
 
 // The same for a panel of which only the first `columns` are needed.
 template <class A>
-void multiply_panel(Index columns, Index rows, Index depth, A a, const Real *b, const Real *start, Index start_row,
+void multiply_panel(Index columns, Index rows, Index depth, const A &a, const Real *b, const Real *start, Index start_row,
                     Real *c, Index c_row) {
     if (columns > LANES)
         multiply<2>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
@@ -170,7 +176,7 @@ void multiply_panel(Index columns, Index rows, Index depth, A a, const Real *b, 
 
 // c += a · b for all columns of rows that are padded to whole vectors.
 template <class A>
-void add_product(Index rows, Index depth, A a, const Real *b, Index b_row, Index columns, Real *c, Index c_row) {
+void add_product(Index rows, Index depth, const A &a, const Real *b, Index b_row, Index columns, Real *c, Index c_row) {
     Index i = 0;
     for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
     for (; i < columns; i += LANES) multiply<1>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
