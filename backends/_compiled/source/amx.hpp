@@ -16,14 +16,16 @@ constexpr Index TILE_PAIRS = 16;  // of a tile: the depth of one multiplication
 
 #if defined(AMX)
 constexpr int TILE_ROWS = 12;  // of the left factor and of sums
+constexpr int LEFT = 4;
 
-// Reserve the registers for products: 0 and 1 hold sums, 2 the left factor, and 3 and 4 the right one. Other code may
-// have changed them between tasks.
+// Reserve the registers for products: 0 to 3 hold sums, LEFT the left factor, and those after it the right one. Other
+// code may have changed them between tasks.
 inline void configure_tiles() {
     struct alignas(64) {
         std::uint8_t palette = 1, start = 0, reserved[14] = {};
-        std::uint16_t bytes[16] = {64, 64, 64, 64, 64};
-        std::uint8_t rows[16] = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_PAIRS, TILE_PAIRS};
+        std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        std::uint8_t rows[16] = {TILE_ROWS, TILE_ROWS, TILE_ROWS,  TILE_ROWS,
+                                 TILE_ROWS, TILE_PAIRS, TILE_PAIRS, TILE_PAIRS};
     } static const config;
     asm volatile("ldtilecfg %0" ::"m"(config));
 }
@@ -46,8 +48,8 @@ inline void store_tile(void *to, Index step) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(TILE), "r"(to), "r"(step) : "memory");
 }
 
-// to += left · right
-template <int TO, int LEFT, int RIGHT>
+// Add the product of the left factor and the right one in tile RIGHT to the sums in tile TO.
+template <int TO, int RIGHT>
 inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(LEFT), "i"(RIGHT));
 }

@@ -383,37 +383,31 @@ struct Backward {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
         const Index origin = relative.origin(start - (position + height - 1));
         const Index of_values = relative_values.origin(start - (position + height - 1));
-        if (relative && queries.in_pairs)
-            relative.write(queries.pairs.from(m), m, rows, low, high, origin);
-        else if (relative && !places)
-            relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
+        const Index j = floored(from, PANEL), there = start + j - packed.first;  // the first panel
+        Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
+        const auto multiply = [&](const auto &own, const auto &met, const auto &outs) {
+            if (relative && !places) relative.write(met, m, rows, low, high, origin);
+            const auto of_logits = [&](Index i) {
+                MaskRow::fetch(x, item, head, first + m, rows, start + j + i);
+                return Start::of(relative, places, m, rows, start + j + i, p, origin, s + i, logits_row,
+                                 static_cast<bool>(x.key_table));
+            };
+            multiply_panels(to - j, rows, queries.depth(), own, key_panels.get() + there * queries.depth(), of_logits,
+                            s, logits_row);
+            const auto of_weights = [&](Index i) {
+                return Start::of(relative_values, places, m, rows, start + j + i, p, of_values, d + i, logits_row);
+            };
+            multiply_panels(to - j, rows, depth(), outs, value_panels.get() + there * depth(), of_weights, d,
+                            logits_row);
+        };
         if (relative_values && !places)
             relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
-        for (Index j = floored(from, PANEL); j < to; j += PANEL) {
-            MaskRow::fetch(x, item, head, first + m, rows, start + j);
-            Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
-            const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
-                                              static_cast<bool>(x.key_table));
-            const auto of_keys = [&](const auto &a) {
-                multiply_panel(to - j, rows, queries.depth(), a,
-                               key_panels.get() + (start + j - packed.first) * queries.depth(), of_logits.at,
-                               of_logits.row, s, logits_row);
-            };
-            if (queries.in_pairs)
-                of_keys(queries.pairs.from(m));
-            else
-                of_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
-            const Start of_weights =
-                Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
-            const auto with_values = [&](const auto &a) {
-                multiply_panel(to - j, rows, depth(), a, value_panels.get() + (start + j - packed.first) * depth(),
-                               of_weights.at, of_weights.row, d, logits_row);
-            };
-            if (queries.in_pairs)
-                with_values(rounded_outs.from(m));
-            else
-                with_values(Matrix{d_outs.get() + m * value_width, value_width, 1});
-        }
+        if (queries.in_pairs)
+            multiply(queries.pairs.from(m), queries.pairs.from(m), rounded_outs.from(m));
+        else
+            multiply(Matrix{queries.same.get() + m * queries.row, queries.row, 1},
+                     Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1},
+                     Matrix{d_outs.get() + m * value_width, value_width, 1});
     }
 
     // Turn a row of products into weights and the gradient of the logits, with zeros around both; `there` are the

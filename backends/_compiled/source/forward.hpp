@@ -218,27 +218,24 @@ struct Forward {
             const Seen seen = sight.of(m, rows, p, start, start + n);
             const Index low = seen.low, high = seen.high;
             if (low >= high) continue;
-            const auto with_relative = [&](const auto &a) {
-                if (relative && !places) relative.write(a, m, rows, low - (p + rows - 1), high - p, origin);
-            };
             Real *s = logits + (x.key_table ? m * logits_row : 0);  // else they stay in the fastest cache
-            const auto with_keys = [&](const auto &a) {
-                for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
-                    MaskRow::fetch(x, item, head, first + m, rows, start + j);
-                    const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
-                                                 static_cast<bool>(x.key_table));
-                    multiply_panel(high - start - j, rows, queries.depth(), a,
-                                   keys.get() + (start + j - packed.first) * queries.depth(), from.at, from.row, s + j,
-                                   logits_row);
-                }
+            const Index from = floored(low - start, PANEL), lowest = low - (p + rows - 1);
+            const auto multiply = [&](const auto &own, const auto &met) {
+                if (relative && !places) relative.write(met, m, rows, lowest, high - p, origin);
+                const auto start_of = [&](Index j) {
+                    MaskRow::fetch(x, item, head, first + m, rows, start + from + j);
+                    return Start::of(relative, places, m, rows, start + from + j, p, origin, s + from + j, logits_row,
+                                     static_cast<bool>(x.key_table));
+                };
+                multiply_panels(high - start - from, rows, queries.depth(), own,
+                                keys.get() + (start + from - packed.first) * queries.depth(), start_of, s + from,
+                                logits_row);
             };
-            if (queries.in_pairs) {
-                with_relative(queries.pairs.from(m));
-                with_keys(queries.pairs.from(m));
-            } else {
-                with_relative(Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1});
-                with_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
-            }
+            if (queries.in_pairs)
+                multiply(queries.pairs.from(m), queries.pairs.from(m));
+            else
+                multiply(Matrix{queries.same.get() + m * queries.row, queries.row, 1},
+                         Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1});
             for (Index i = 0; i < rows; i++)
                 weigh(item, head, first, position, m + i, start, low, high, s + i * logits_row);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});

@@ -163,15 +163,27 @@ struct Relative {
     void write(const A &a, Index m, Index rows, Index low, Index high, Index origin) {
         const Index shift = span.left, have = span.rows, depth = in_pairs ? (width + 1) / 2 : width;
         const Index start = low + shift, stop = high + shift;  // rows of the table, some of which may not exist
-        for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
+        const auto column = [&](Index c) { return products.get() + place(m) * row + (c - shift - origin); };
+        Index c = floored(std::max<Index>(0, start), TILES ? PANEL : LANES);
+        if constexpr (TILES && std::is_same_v<A, Paired>)
+            if (c < std::min(have, stop)) {
+                struct Start {
+                    const Real *at;
+                    Index row = 0;
+                };
+                const auto start_of = [&](Index i) { return Start{bias ? biases.get() + c + i : nullptr}; };
+                multiply_panels(std::min(have, stop) - c, rows, depth, a, panels.get() + c * depth, start_of, column(c),
+                                row);
+                c = have;
+            }
+        while (c < std::min(have, stop)) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Real *b = panels.get() + floored(c, PANEL) * depth + c % PANEL,
                        *with = bias ? biases.get() + c : nullptr;
-            Real *to = products.get() + place(m) * row + (c - shift - origin);
             if (whole)
-                ::multiply<2>(rows, depth, a, b, PANEL, with, 0, to, row);
+                ::multiply<2>(rows, depth, a, b, PANEL, with, 0, column(c), row);
             else
-                ::multiply<1>(rows, depth, a, b, PANEL, with, 0, to, row);
+                ::multiply<1>(rows, depth, a, b, PANEL, with, 0, column(c), row);
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {

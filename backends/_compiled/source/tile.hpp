@@ -96,38 +96,65 @@ void product(Index depth, const Paired &a, const Real *b, Index b_row, const Rea
 }
 
 #if defined(AMX)
-// The same for HIGH rows and V vectors, by tiles; pairs that do not fill a tile are multiplied by vectors.
-template <int V>
-void product_by_tiles(Index depth, const Paired &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
-                      Index c_row) {
+// c = a · b for HIGH rows, V vectors of columns and whole tiles of pairs, or c += a · b. Two vectors of columns are
+// adjacent in b, and the next two are `b_panel` further on.
+template <int... I>
+void product_by_tiles(Index depth, const Paired &a, const Real *b, Index b_row, Index b_panel, bool adds, Real *c,
+                      Index c_row, std::integer_sequence<int, I...>) {
     static_assert(HIGH == TILE_ROWS && LANES == TILE_PAIRS);
     constexpr Index REAL = sizeof(Real);
-    const bool adds = start == c && start_row == c_row;
-    const auto begin = [&](auto tile) {
-        constexpr int I = decltype(tile)::value;
-        if (adds)
-            load_tile<I>(c + I * LANES, c_row * REAL);
-        else
-            clear_tile<I>();
-    };
-    begin(std::integral_constant<int, 0>());
-    if constexpr (V == 2) begin(std::integral_constant<int, 1>());
-    Index k = 0;
-    for (; k + TILE_PAIRS <= depth; k += TILE_PAIRS, b += TILE_PAIRS * b_row) {
-        load_tile<2>(a.at + 2 * k, a.row * static_cast<Index>(sizeof(BFloat16)));
-        load_tile<3>(b, b_row * REAL);
-        multiply_tiles<0, 2, 3>();
-        if constexpr (V == 2) load_tile<4>(b + LANES, b_row * REAL), multiply_tiles<1, 2, 4>();
+    if (adds)
+        (..., load_tile<I>(c + I * LANES, c_row * REAL));
+    else
+        (..., clear_tile<I>());
+    for (Index k = 0; k + TILE_PAIRS <= depth; k += TILE_PAIRS, b += TILE_PAIRS * b_row) {
+        load_tile<LEFT>(a.at + 2 * k, a.row * static_cast<Index>(sizeof(BFloat16)));
+        const auto with = [&](auto tile) {
+            constexpr int TILE = decltype(tile)::value, RIGHT = LEFT + 1 + TILE % 3;
+            load_tile<RIGHT>(b + TILE / 2 * b_panel + TILE % 2 * LANES, b_row * REAL);
+            multiply_tiles<TILE, RIGHT>();
+        };
+        (..., with(std::integral_constant<int, I>()));
     }
-    store_tile<0>(c, c_row * REAL);
-    if constexpr (V == 2) store_tile<1>(c + LANES, c_row * REAL);
-    if (start && !adds)  // rows of a skewed matrix cross cache lines, which tiles are slow to load
-        for (int n = 0; n < HIGH; n++)
-            for (int i = 0; i < V; i++) {
-                Real *to = c + n * c_row + i * LANES;
-                store(to, load(to) + load(start + n * start_row + i * LANES));
-            }
-    if (k < depth) product<HIGH, V>(depth - k, Paired{a.at + 2 * k, a.row}, b, b_row, c, c_row, c, c_row);
+    (..., store_tile<I>(c + I * LANES, c_row * REAL));
+}
+
+// Add a matrix that may be skewed: its rows cross cache lines, which tiles are slow to load.
+inline void add_start(Index rows, Index columns, const Real *start, Index start_row, Real *c, Index c_row) {
+    for (Index n = 0; n < rows; n++)
+        for (Index i = 0; i < columns; i += LANES)
+            store(c + n * c_row + i, load(c + n * c_row + i) + load(start + n * start_row + i));
+}
+
+// c = start + a · b for any number of rows, rounded up to HIGH, and V vectors of columns; pairs that do not fill a tile
+// are multiplied by vectors.
+template <int V>
+void multiply_by_tiles(Index rows, Index depth, const Paired &whole, const Real *b, Index b_row, const Real *start,
+                       Index start_row, Real *c, Index c_row) {
+    const bool adds = start == c && start_row == c_row;
+    const Index k = floored(depth, TILE_PAIRS);
+    for (Index n = 0; n < rows; n += HIGH, c += HIGH * c_row) {
+        const Paired a = whole.below(n);
+        product_by_tiles(k, a, b, b_row, PANEL, adds, c, c_row, std::make_integer_sequence<int, V>());
+        if (start && !adds) add_start(HIGH, V * LANES, start + n * start_row, start_row, c, c_row);
+        if (k < depth)
+            product<HIGH, V>(depth - k, Paired{a.at + 2 * k, a.row}, b + k * b_row, b_row, c, c_row, c, c_row);
+    }
+}
+
+// c += a · b for whole tiles of pairs, and all columns of rows that are padded to whole vectors.
+inline void add_product_of_tiles(Index rows, Index depth, const Paired &whole, const Real *b, Index b_row,
+                                 Index columns, Real *c, Index c_row) {
+    for (Index n = 0; n < rows; n += HIGH, c += HIGH * c_row) {
+        const Paired a = whole.below(n);
+        const auto add = [&](Index i, auto tiles) {
+            product_by_tiles(depth, a, b + i, b_row, PANEL, true, c + i, c_row, tiles);
+        };
+        Index i = 0;
+        for (; i + 2 * PANEL <= columns; i += 2 * PANEL) add(i, std::make_integer_sequence<int, 4>());
+        for (; i + PANEL <= columns; i += PANEL) add(i, std::make_integer_sequence<int, 2>());
+        for (; i < columns; i += LANES) add(i, std::make_integer_sequence<int, 1>());
+    }
 }
 #endif
 
@@ -135,16 +162,16 @@ void product_by_tiles(Index depth, const Paired &a, const Real *b, Index b_row, 
 template <int V, class A>
 void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_row, const Real *start, Index start_row,
               Real *c, Index c_row) {
+#if defined(AMX)
+    if constexpr (std::is_same_v<A, Paired>)
+        if (depth >= TILE_PAIRS) return multiply_by_tiles<V>(rows, depth, whole, b, b_row, start, start_row, c, c_row);
+#endif
     for (Index done = 0; done < rows;) {
         constexpr int MIDDLE = std::min(8, HIGH);
         const int n = rows - done > 8 ? HIGH : rows - done > 4 ? MIDDLE : 4;
         const A a = whole.below(done);
         const auto with = [&](auto tall) {
             constexpr int N = decltype(tall)::value;
-#if defined(AMX)
-            if constexpr (std::is_same_v<A, Paired> && N == HIGH)
-                if (depth >= TILE_PAIRS) return product_by_tiles<V>(depth, a, b, b_row, start, start_row, c, c_row);
-#endif
             if constexpr (std::is_same_v<A, Paired>)
                 product<N, V>(depth, a, b, b_row, start, start_row, c, c_row);
             else if (a.step != 1)
@@ -174,9 +201,40 @@ void multiply_panel(Index columns, Index rows, Index depth, const A &a, const Re
         multiply<1>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
 }
 
+// The same for adjacent panels; `start_of` returns where the start of some columns is, and the step between its rows.
+template <class A, class StartOf>
+void multiply_panels(Index columns, Index rows, Index depth, const A &a, const Real *b, const StartOf &start_of,
+                     Real *c, Index c_row) {
+    Index j = 0;
+#if defined(AMX)
+    if constexpr (std::is_same_v<A, Paired>)
+        if (depth % TILE_PAIRS == 0) {  // two at a time, as many sums as there are tiles for
+            for (; j + PANEL < columns; j += 2 * PANEL)
+                product_by_tiles(depth, a, b + j * depth, PANEL, depth * PANEL, false, c + j, c_row,
+                                 std::make_integer_sequence<int, 4>());
+            for (Index i = 0; i < j; i += PANEL)
+                if (const auto start = start_of(i); start.at)
+                    add_start(rows, PANEL, start.at, start.row, c + i, c_row);
+        }
+#endif
+    for (; j < columns; j += PANEL) {
+        const auto start = start_of(j);
+        multiply_panel(columns - j, rows, depth, a, b + j * depth, start.at, start.row, c + j, c_row);
+    }
+}
+
 // c += a · b for all columns of rows that are padded to whole vectors.
 template <class A>
 void add_product(Index rows, Index depth, const A &a, const Real *b, Index b_row, Index columns, Real *c, Index c_row) {
+#if defined(AMX)
+    if constexpr (std::is_same_v<A, Paired>)
+        if (const Index k = floored(depth, TILE_PAIRS)) {
+            add_product_of_tiles(rows, k, a, b, b_row, columns, c, c_row);
+            if (k < depth)
+                add_product(rows, depth - k, Paired{a.at + 2 * k, a.row}, b + k * b_row, b_row, columns, c, c_row);
+            return;
+        }
+#endif
     Index i = 0;
     for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
     for (; i < columns; i += LANES) multiply<1>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
