@@ -59,6 +59,13 @@ inline Vec load(const Real *p) { return *reinterpret_cast<const Loose *>(p); }
 template <class Half>
 inline Words load_bits(const Half *p) {
     static_assert(sizeof(Half) == 2, "numbers of 16 bits");
+    // As instructions, because GCC 12 widens each half of a vector and joins them.
+#if defined(__AVX512F__)
+    if constexpr (!DOUBLE)
+        return (Words)_mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(__AVX2__)
+    if constexpr (!DOUBLE) return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#endif
     return __builtin_convertvector(*reinterpret_cast<const LooseHalves *>(p), Words);
 }
 
