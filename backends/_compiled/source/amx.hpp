@@ -24,7 +24,7 @@ inline void configure_tiles() {
     struct alignas(64) {
         std::uint8_t palette = 1, start = 0, reserved[14] = {};
         std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        std::uint8_t rows[16] = {TILE_ROWS, TILE_ROWS, TILE_ROWS,  TILE_ROWS,
+        std::uint8_t rows[16] = {TILE_ROWS, TILE_ROWS,  TILE_ROWS,  TILE_ROWS,
                                  TILE_ROWS, TILE_PAIRS, TILE_PAIRS, TILE_PAIRS};
     } static const config;
     asm volatile("ldtilecfg %0" ::"m"(config));

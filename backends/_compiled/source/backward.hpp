@@ -57,8 +57,8 @@ struct Backward {
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights, by row of the table
     Rows keys, rel_k, key_table;
     JoinedRows key_pairs, table_pairs;
-    Rounded rounded_outs, rounded_changes;                               // of a block; of HIGH of its queries
-    Joined joined_outs, joined_queries;                                  // of a block
+    Rounded rounded_outs, rounded_changes;  // of a block; of HIGH of its queries
+    Joined joined_outs, joined_queries;     // of a block
     Turned turned_weights, turned_changes;
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];

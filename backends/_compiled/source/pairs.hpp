@@ -136,8 +136,8 @@ struct JoinedRows {
 
     // Add the product of some rows of weights with the rows low … high - 1; their weights are in the columns from
     // `column` on. No other rows are read: they may be NaN, and 0 · NaN is not 0.
-    void mix(Index count, const Real *weights, Index weights_row, const Paired &rounded, Index column, Index low, Index high,
-             Real *out, Index out_row) const {
+    void mix(Index count, const Real *weights, Index weights_row, const Paired &rounded, Index column, Index low,
+             Index high, Real *out, Index out_row) const {
         const auto mix_one = [&](Index j, Index own) {
             for (Index i = 0; i < count; i++)
                 for (Index d = 0; d < width; d++)

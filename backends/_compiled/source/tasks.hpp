@@ -34,7 +34,8 @@ static Index rows_of_blocks(const ProblemOf<Stored> &x) {
     return x.key_table || alone ? ROWS : ROWS / 2;
 }
 
-constexpr Index LINE = 64;  // bytes of a cache line: vectors and tiles that cross lines are read at a third of the speed
+constexpr Index LINE =
+    64;  // bytes of a cache line: vectors and tiles that cross lines are read at a third of the speed
 
 struct Free {
     Index before = 0;  // bytes between the allocated address and the aligned one
@@ -43,8 +44,8 @@ struct Free {
 template <class T>
 using Memory = std::unique_ptr<T[], Free>;
 
-// Memory that begins with a cache line, or null if there is none: sizes have 64 bits on every machine, addresses only 32
-// on some.
+// Memory that begins with a cache line, or null if there is none: sizes have 64 bits on every machine, addresses only
+// 32 on some.
 template <class T>
 static Memory<T> memory(Index count, bool zeros = true) {
     if (count > (PTRDIFF_MAX - LINE) / static_cast<Index>(sizeof(T))) return nullptr;

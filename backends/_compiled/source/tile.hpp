@@ -193,8 +193,8 @@ void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_ro
 
 // The same for a panel of which only the first `columns` are needed.
 template <class A>
-void multiply_panel(Index columns, Index rows, Index depth, const A &a, const Real *b, const Real *start, Index start_row,
-                    Real *c, Index c_row) {
+void multiply_panel(Index columns, Index rows, Index depth, const A &a, const Real *b, const Real *start,
+                    Index start_row, Real *c, Index c_row) {
     if (columns > LANES)
         multiply<2>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
     else
@@ -213,8 +213,7 @@ void multiply_panels(Index columns, Index rows, Index depth, const A &a, const R
                 product_by_tiles(depth, a, b + j * depth, PANEL, depth * PANEL, false, c + j, c_row,
                                  std::make_integer_sequence<int, 4>());
             for (Index i = 0; i < j; i += PANEL)
-                if (const auto start = start_of(i); start.at)
-                    add_start(rows, PANEL, start.at, start.row, c + i, c_row);
+                if (const auto start = start_of(i); start.at) add_start(rows, PANEL, start.at, start.row, c + i, c_row);
         }
 #endif
     for (; j < columns; j += PANEL) {
