@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,23 @@ def test_what_nobody_sees_may_be_anything(dtype: str, low: int) -> None:
     found = results({"q": q, "k": k, "v": v, "rel_k": table}, options, d_out)
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.usefixtures("level")
+def test_other_code_may_configure_the_same_registers() -> None:
+    """torch's products use the tile registers of a processor too, in the same thread."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 200, 64, generator=generator).bfloat16() for _ in "qkv")
+    linear = torch.nn.Linear(64, 256, dtype=torch.bfloat16)
+    calls: list[Callable[[], Any]] = [
+        lambda: relative_attention(q, k, v, causal=True, impl="native"),
+        lambda: linear(q),
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+    ]
+    first = [call() for call in calls]
+    for one, other in itertools.product(range(len(calls)), repeat=2):
+        assert torch.equal(calls[one](), first[one])
+        assert torch.equal(calls[other](), first[other])
 
 
 @pytest.mark.parametrize("n", [1, 50], ids="{} queries".format)
