@@ -144,12 +144,12 @@ def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], p
     return call
 
 
-def open_session(content: bytes, operator: bool = False) -> onnxruntime.InferenceSession:
-    """Load a graph for one thread, with the operator library if requested."""
+def open_session(content: bytes, operator: bool = False, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Load a graph, with the operator library if requested."""
     settings = onnxruntime.SessionOptions()
     if operator:
         settings.register_custom_ops_library(str(custom_ops_library()))
-    settings.intra_op_num_threads = 1
+    settings.intra_op_num_threads = threads
     settings.log_severity_level = 4
     return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
 

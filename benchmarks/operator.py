@@ -24,7 +24,7 @@ from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 HEADS, LAYERS, VOCABULARY = 8, 4, 256
-TOKEN, DECODER = "one token", "a decoder's token"
+TOKEN, DECODER, CORES = "one token", "a decoder's token", "two threads"
 NUMPY, OPERATOR = "the kernel, from NumPy", "the operator"
 BARE = "`Attention` without positions"
 GRAPHS: Mapping[str, dict[str, Any]] = {
@@ -34,18 +34,25 @@ GRAPHS: Mapping[str, dict[str, Any]] = {
     OPERATOR: {"in_place": True, "operator": True},
 }
 """Decoders, first those without the operator."""
+ON_CORES = {
+    f"{name}, {threads}": int(threads[0]) for name in (NUMPY, OPERATOR) for threads in ("1 thread", "2 threads")
+}
+"""The kernel and the operator on one and on two threads."""
 TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
 
 
 class OperatorNodes(Benchmark):
-    """Whole calls, one token after a past, and a token of a whole decoder; heads come from projections."""
+    """Whole calls, also on two threads, one token after a past, and a token of a whole decoder.
+
+    Heads come from projections.
+    """
 
     page = "deploying.md"
     tolerance = 1e-4
     seconds = 3.0
 
     def begin(self) -> None:
-        """Limit the kernels to one thread, too."""
+        """Limit the kernels to one thread, too, which calls on two change themselves."""
         super().begin()
         backends.set_numpy_threads(1)
 
@@ -54,9 +61,11 @@ class OperatorNodes(Benchmark):
             yield from ({"form": form, "length": n, "width": 64, "reach": n} for n in lengths)
         for form in (TOKEN, DECODER):
             yield from ({"form": form, "length": past, "width": 64, "reach": 4096} for past in (128, 1024, 4000))
+        yield from ({"form": CORES, "length": n, "width": 64, "reach": n} for n in (256, 512, 1024))
 
     def contenders(self, case: Case) -> Iterable[str]:
-        return {DECODER: tuple(GRAPHS), TOKEN: (BARE, NUMPY, OPERATOR)}.get(case["form"], (NUMPY, BARE, OPERATOR))
+        own = {DECODER: tuple(GRAPHS), TOKEN: (BARE, NUMPY, OPERATOR), CORES: tuple(ON_CORES)}
+        return own.get(case["form"], (NUMPY, BARE, OPERATOR))
 
     def prepare(self, case: Case, contender: str) -> Call:
         form, length, width, reach = case.values()
@@ -64,10 +73,14 @@ class OperatorNodes(Benchmark):
             return decoding(contender, length, width, reach)
         q, k, v, table = drawn(form, length, width, reach)
         span = Span.full(reach) if form == "full" else Span.causal(reach)
-        if contender == NUMPY:
-            return lambda: relative_attention(
-                q, k, v, table, span, causal=form != "full", offset=k.shape[2] - q.shape[2]
-            )
+        threads = ON_CORES.get(contender, 1)
+        if contender.startswith(NUMPY):
+
+            def call() -> Any:
+                backends.set_numpy_threads(threads)
+                return relative_attention(q, k, v, table, span, causal=form != "full", offset=k.shape[2] - q.shape[2])
+
+            return call
         new = {"q": rows(q), "k": rows(k[:, :, -q.shape[2] :]), "v": rows(v[:, :, -q.shape[2] :])}
         past = (
             {f"past_{name}": x[:, :, : -q.shape[2]] for name, x in (("key", k), ("value", v))} if form == TOKEN else {}
@@ -80,7 +93,7 @@ class OperatorNodes(Benchmark):
         given = new | {"rel_k": table} | room | ({"offset": np.array([length])} if past else {})
         attributes = {"num_heads": HEADS, "kv_num_heads": HEADS, "left": span.left, "right": span.right}
         attributes |= {"causal": int(form != "full")}
-        return node(NAME, DOMAIN, INPUTS, OUTPUTS[: 1 + len(past)], given, attributes)
+        return node(NAME, DOMAIN, INPUTS, OUTPUTS[: 1 + len(past)], given, attributes, threads)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
         if contender == BARE:
@@ -88,7 +101,7 @@ class OperatorNodes(Benchmark):
         if case["form"] == DECODER:
             return None if first is None else distance(result, first)
         expected = self.prepare(case, NUMPY)()
-        return distance(result, expected if contender == NUMPY else rows(expected))
+        return distance(result, expected if contender.startswith(NUMPY) else rows(expected))
 
     def texts(self, record: Record) -> dict[str, str]:
         lines, tables = [], {}
@@ -108,7 +121,19 @@ class OperatorNodes(Benchmark):
                 lines.append((form, f"≤ {most} × {beside}", ", ".join(f"{x:.2f}" for x in found), verdict))
                 axis = "past" if form in (TOKEN, DECODER) else "length"
                 tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
+        if cells := list(on_cores(record)):
+            tables[CORES] = f"Causal, by length, the fastest call on one thread and on two:\n\n{pivot(cells)}"
         return {"": "\n\n".join([record.where, markdown(("", "target", "measured", ""), lines), *tables.values()])}
+
+
+def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
+    """Yield times and the speed-up of a second thread, which only the fastest calls of a busy machine show."""
+    for case, rows in record.by_case():
+        if case["form"] != CORES:
+            continue
+        for name in (NUMPY, OPERATOR):
+            one, two = (rows[f"{name}, {threads}"].fastest or 0.0 for threads in ("1 thread", "2 threads"))
+            yield name, f"{case['length']}", f"{as_time(one)} → {as_time(two)} ({one / two:.2f}×)"
 
 
 def baselines(form: str) -> tuple[str, ...]:
@@ -131,7 +156,15 @@ def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
     return [draw.standard_normal(size).astype(np.float32) for size in sizes]
 
 
-def node(kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], attributes: dict[str, Any]) -> Call:
+def node(
+    kind: str,
+    domain: str,
+    inputs: Any,
+    outputs: Any,
+    given: dict[str, Any],
+    attributes: dict[str, Any],
+    threads: int = 1,
+) -> Call:
     """Return a function that runs one node; a present of the size of its past is written in place."""
     types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}
     made = helper.make_node(
@@ -143,7 +176,7 @@ def node(kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any
     )  # fmt: skip
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     session = open_session(
-        helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString(), domain == DOMAIN
+        helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString(), domain == DOMAIN, threads
     )
     shared = {f"present_{name}": f"past_{name}" for name in ("key", "value")} if domain else {}
     return bound(session, given, shared, outputs[0])
