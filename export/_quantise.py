@@ -178,19 +178,29 @@ def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarra
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
+    batched = list(_batched(model))
     with TemporaryDirectory() as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "quantised.onnx"
         onnx.save(model, source)
         if inputs is None:
             own: dict[str, Any] = {"op_types_to_quantize": ["MatMul"], "weight_type": QuantType.QUInt8}
-            quantize_dynamic(source, target, per_channel=True, **own)
+            quantize_dynamic(source, target, nodes_to_exclude=batched, per_channel=True, **own)
         else:
             own = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}
-            excluded = list(_masked(model))
+            excluded = [*batched, *_masked(model)]
             quantize_static(source, target, _reader(inputs), nodes_to_exclude=excluded, per_channel=True, **own)
         made = onnx.load(target)
     _sort(made.graph)
     return made
+
+
+def _batched(model: onnx.ModelProto) -> Iterator[str]:
+    """Return the names of products with stored matrices in a batch: no runtime has them with scales by column."""
+    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
+    for part in all_graphs(model.graph):
+        for node in part.node:
+            if node.op_type == "MatMul" and any(ranks.get(name, 0) > 2 for name in node.input):
+                yield node.name
 
 
 def _sort(graph: onnx.GraphProto) -> None:

@@ -182,6 +182,22 @@ def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(y, q @ WEIGHTS["rel_k"][:, :40].swapaxes(1, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", TOLERANCES)
+def test_matrices_in_a_batch_stay(kind: Any, tmp_path: Path) -> None:
+    """onnxruntime loads none that have a scale for each column."""
+    draw = np.random.default_rng(0)
+    weights, x = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, 32, 40), (1, 2, 3, 32)))
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "weights"], ["y"], name="product")], "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("b", 2, "n", 32))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("b", 2, "n", 40))],
+        [numpy_helper.from_array(weights, "weights")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
+    np.testing.assert_allclose(run(path, x), x @ weights, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
