@@ -122,7 +122,9 @@ class OperatorNodes(Benchmark):
                 axis = "past" if form in (TOKEN, DECODER) else "length"
                 tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
         if cells := list(on_cores(record)):
-            tables[CORES] = f"Causal, by length, the fastest call on one thread and on two:\n\n{pivot(cells)}"
+            tables[CORES] = (
+                f"Causal, by length, the fastest call of several runs on one thread and on two:\n\n{pivot(cells)}"
+            )
         return {"": "\n\n".join([record.where, markdown(("", "target", "measured", ""), lines), *tables.values()])}
 
 
