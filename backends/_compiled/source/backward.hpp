@@ -63,8 +63,8 @@ struct Backward {
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // which queries are not finite
-    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask, d_axis_tables;
-    Real *own_q = nullptr, *own_met = nullptr;  // where the rows of the block begin in d_q and d_met
+    Sums d_q, d_rel_q, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask, d_axis_tables;
+    Real *own_q = nullptr, *own_rel_q = nullptr;  // where the rows of the block begin in d_q and d_rel_q
     Packed packed;
     Seen task_queries{0, 0};
 
@@ -122,7 +122,7 @@ struct Backward {
     }
 
     bool make_tables() {
-        return (!queries.apart || d_met.make(tasks.most_queries_of_a_group(), x.rel_width)) &&
+        return (!queries.apart || d_rel_q.make(tasks.most_queries_of_a_group(), x.rel_width)) &&
                (!x.bias || d_bias.make(1, x.rows)) &&
                (!x.rel_k ||
                 (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
@@ -225,7 +225,7 @@ struct Backward {
 
     void pull_back(const Task &task, const Task::Piece &piece) {
         d_q.clear();
-        if (queries.apart) d_met.clear();
+        if (queries.apart) d_rel_q.clear();
         for (Index first = piece.first; first < piece.end; first += most)
             pull_back(task, piece, first, std::min(most, piece.end - first));
         if (!piece.goes_on) write_queries(task, piece);  // else later, when the tasks before are done
@@ -235,7 +235,7 @@ struct Backward {
         if (queries.in_pairs) configure_tiles();
         const Index item = task.item, head = task.head, position = x.offset + first;
         sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
-        own_q = d_q.of(first - piece.first), own_met = queries.apart ? d_met.of(first - piece.first) : own_q;
+        own_q = d_q.of(first - piece.first), own_rel_q = queries.apart ? d_rel_q.of(first - piece.first) : own_q;
         const Seen seen = sight.of(0, count, position, piece.low, piece.high);
         if (!seen.none()) {
             queries.take(item, head, first, count);
@@ -247,14 +247,14 @@ struct Backward {
             }
             keep_apart(count);
             if (queries.in_pairs) take_pairs(count);
-            relative.take_edges(queries.met(), queries.met_row(), count);
+            relative.take_edges(queries.rel_q(), queries.rel_q_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
             begin_anywhere(count);
-            grid.multiply(queries.met(), queries.met_row(), first, count);
+            grid.multiply(queries.rel_q(), queries.rel_q_row(), first, count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
-                meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
+                process(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
             end_anywhere(count);
-            grid.pull_back(count, queries.met(), queries.met_row(), own_met, met_row(), d_axis_tables.at.get(),
+            grid.pull_back(count, queries.rel_q(), queries.rel_q_row(), own_rel_q, rel_q_row(), d_axis_tables.at.get(),
                            d_axis_tables.row);
         }
     }
@@ -273,7 +273,7 @@ struct Backward {
     // gradients.
     void begin_anywhere(Index count) {
         if (!places) return;
-        places.multiply(relative, queries.met(), queries.met_row(), count);
+        places.multiply(relative, queries.rel_q(), queries.rel_q_row(), count);
         places.multiply(relative_values, d_outs.get(), value_width, count);
         if (changed_by_row) changed_by_row.clear(count);
         if (mixed_by_row) mixed_by_row.clear(count);
@@ -282,8 +282,9 @@ struct Backward {
     void end_anywhere(Index count) {
         if (!places) return;
         if (x.rel_k) {
-            changed_by_row.mix(count, rel_k, own_met, met_row());
-            changed_by_row.spread(count, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+            changed_by_row.mix(count, rel_k, own_rel_q, rel_q_row());
+            changed_by_row.spread(count, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(),
+                                  d_rel_k.row);
         }
         if (x.rel_v) mixed_by_row.spread(count, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) changed_by_row.add_to(d_bias.at.get(), count);
@@ -310,15 +311,15 @@ struct Backward {
             Real *to = x.d_q.of(task.item, task.head, i);
             write(to, d_q.of(i - piece.first), x.width, queries.scale, piece.goes_on);
             if (queries.apart && x.rel_q)
-                write(x.d_rel_q.of(task.item, task.head, i), d_met.of(i - piece.first), x.rel_width, x.rel_scale,
+                write(x.d_rel_q.of(task.item, task.head, i), d_rel_q.of(i - piece.first), x.rel_width, x.rel_scale,
                       piece.goes_on);
             else if (queries.apart)
-                write(to, d_met.of(i - piece.first), x.rel_width, x.rel_scale, true);
+                write(to, d_rel_q.of(i - piece.first), x.rel_width, x.rel_scale, true);
         }
     }
 
     // Process a block of queries and a block of keys, `start … start + n - 1`.
-    void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
+    void process(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Seen seen = sight.of(0, count, position, start, start + n);
         const Index low = seen.low - start, high = seen.high - start;
         if (low >= high) return;
@@ -359,21 +360,21 @@ struct Backward {
         if (x.rel_k && queries.in_pairs)
             spread_pairs(changed);
         else if (x.rel_k)
-            changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+            changed.spread(span, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) add_to_bias(changed);
     }
 
     // Add the contribution of pairs of queries to the gradients of the table's rows.
     void spread_pairs(const Weights &changed) {
-        const auto [c, stop] = changed.met(span);
+        const auto [c, stop] = changed.used(span);
         if (c < stop) {
             const Index first = c - span.left + changed.p - changed.start;  // the column of the first query
             turned_changes.take(changed.at, logits_row, changed.count, first, first + (stop - c) + HIGH, 1);
             add_product(stop - c, Joined::depth(changed.count), turned_changes.from(first, 1), joined_queries.at.get(),
                         joined_queries.row, rel_width, d_rel_k.of(c), d_rel_k.row);
         }
-        changed.spread_beyond(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+        changed.spread_beyond(span, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }
 
     // Write the products of the queries with the keys and the table, and of the outputs' gradients with the values and
@@ -385,8 +386,8 @@ struct Backward {
         const Index of_values = relative_values.origin(start - (position + height - 1));
         const Index j = floored(from, PANEL), there = start + j - packed.first;  // the first panel
         Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
-        const auto multiply = [&](const auto &own, const auto &met, const auto &outs) {
-            if (relative && !places) relative.write(met, m, rows, low, high, origin);
+        const auto multiply = [&](const auto &own, const auto &rel_q, const auto &outs) {
+            if (relative && !places) relative.write(rel_q, m, rows, low, high, origin);
             const auto of_logits = [&](Index i) {
                 MaskRow::fetch(x, item, head, first + m, rows, start + j + i);
                 return Start::of(relative, places, m, rows, start + j + i, p, origin, s + i, logits_row,
@@ -406,7 +407,7 @@ struct Backward {
             multiply(queries.pairs.from(m), queries.pairs.from(m), rounded_outs.from(m));
         else
             multiply(Matrix{queries.same.get() + m * queries.row, queries.row, 1},
-                     Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1},
+                     Matrix{queries.rel_q() + m * queries.rel_q_row(), queries.rel_q_row(), 1},
                      Matrix{d_outs.get() + m * value_width, value_width, 1});
     }
 
@@ -468,7 +469,7 @@ struct Backward {
         add_product(changed.count, changed.high - changed.low, Matrix{changed.at + changed.low, logits_row, 1},
                     keys.of(changed.start + changed.low), keys.row, width, own_q + m * d_q.row, d_q.row);
         if (x.rel_k && !places)
-            changed.mix(span, rel_k.of(0), rel_k.row, rel_width, own_met + m * met_row(), met_row());
+            changed.mix(span, rel_k.of(0), rel_k.row, rel_width, own_rel_q + m * rel_q_row(), rel_q_row());
     }
 
     void mix_pairs(Index m, const Weights &changed) {
@@ -479,13 +480,13 @@ struct Backward {
         key_pairs.mix(changed.count, changed.at, logits_row, rounded_changes.from(0), changed.low, first, end, own,
                       d_q.row);
         if (!x.rel_k) return;
-        const auto [c, stop] = changed.met(span);
+        const auto [c, stop] = changed.used(span);
         table_pairs.mix(changed.count, changed.at, logits_row + 1, rounded_changes.from(0, 1),
                         c - span.left + changed.p - changed.start, c, stop, own, d_q.row);
         changed.mix_beyond(span, rel_k.of(0), rel_k.row, rel_width, own, d_q.row);
     }
 
-    Index met_row() const { return queries.apart ? d_met.row : d_q.row; }
+    Index rel_q_row() const { return queries.apart ? d_rel_q.row : d_q.row; }
 
     void add_to_bias(const Weights &changed) {
         Real *to = d_bias.at.get();

@@ -105,7 +105,7 @@ struct Few {
 
     bool apart() const { return x.rel_k && (x.rel_q || x.rel_scale != x.scale); }
     Real *same(Index n) const { return queries.get() + n * query_row; }
-    Real *met(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
+    Real *rel_q(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
     Real *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
     Real *out(Index n) const { return outs.get() + n * value_row; }
 
@@ -118,7 +118,7 @@ struct Few {
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);
             if (x.rel_k || x.bias) write_relative(head, count, key - p, keys);
-            for (Index n = 0; n < count; n++) meet(item, head, n, i, key, keys);
+            for (Index n = 0; n < count; n++) process(item, head, n, i, key, keys);
         }
         if (piece.goes_on && !tasks.wait(task)) return;
         for (Index n = 0; n < count; n++) write_result(x, item, head + n, i, softmax[n], out(n), piece.goes_on);
@@ -129,12 +129,12 @@ struct Few {
         Real *own = same(n);
         for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
         if (apart())
-            for (Index d = 0; d < x.rel_width; d++) met(n)[d] = other[d] * x.rel_scale;
+            for (Index d = 0; d < x.rel_width; d++) rel_q(n)[d] = other[d] * x.rel_scale;
         std::fill(out(n), out(n) + x.value_width, 0);
         softmax[n] = Softmax();
     }
 
-    void meet(Index item, Index head, Index n, Index i, Index key, Index count) {
+    void process(Index item, Index head, Index n, Index i, Index key, Index count) {
         const Index own = (head + n) / x.group(), r = key - (x.offset + i);
         const Stored *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
         Real *s = logits.get() + MARGIN, *out = this->out(n);
@@ -169,7 +169,7 @@ struct Few {
         for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
         for (Index j = 0; x.rel_k && j < at.inside; j += rows)
             for (Index h = 0; h < count; h++)
-                multiply_rows(met(h), x.rel_k.of(entry, head + h, at.row + j), x.rel_k.row,
+                multiply_rows(rel_q(h), x.rel_k.of(entry, head + h, at.row + j), x.rel_k.row,
                               std::min(rows, at.inside - j), x.rel_width, of_table(h) + at.before + j);
         for (Index h = 0; h < count; h++) {
             if (x.bias)
@@ -185,7 +185,7 @@ struct Few {
         if (low >= high) return;
         Real edge = 0;
         if (x.clip)
-            edge = (x.rel_k ? dot(met(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
+            edge = (x.rel_k ? dot(rel_q(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
                    (x.bias ? Real(x.bias.of(entry, head + h)[row]) : 0);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }

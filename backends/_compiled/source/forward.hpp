@@ -35,8 +35,8 @@ struct Queries {
 
     Index depth() const { return in_pairs ? (x.width + 1) / 2 : x.width; }
 
-    const Real *met() const { return apart ? others.get() : same.get(); }
-    Index met_row() const { return apart ? own_row : row; }
+    const Real *rel_q() const { return apart ? others.get() : same.get(); }
+    Index rel_q_row() const { return apart ? own_row : row; }
 
     void take(Index item, Index head, Index first, Index count) {
         const Array<const Stored> &from = x.rel_q ? x.rel_q : x.q;
@@ -192,12 +192,12 @@ struct Forward {
         std::fill(softmax, softmax + count, Softmax());
         if (!seen.none()) {
             queries.take(item, head, first, count);
-            relative.take_edges(queries.met(), queries.met_row(), count);
-            places.multiply(relative, queries.met(), queries.met_row(), count);
-            grid.multiply(queries.met(), queries.met_row(), first, count);
+            relative.take_edges(queries.rel_q(), queries.rel_q_row(), count);
+            places.multiply(relative, queries.rel_q(), queries.rel_q_row(), count);
+            grid.multiply(queries.rel_q(), queries.rel_q_row(), first, count);
             if (by_row) by_row.clear(count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
-                meet(task, first, count, position, key, std::min(KEYS, seen.high - key));
+                process(task, first, count, position, key, std::min(KEYS, seen.high - key));
             if (by_row) by_row.mix(count, rel_v, outs.get(), value_row);
         }
         if (piece.goes_on && !tasks.wait(task)) return;
@@ -206,7 +206,7 @@ struct Forward {
     }
 
     // Process a block of queries and a block of keys, `start … start + n - 1`.
-    void meet(const Task &task, Index first, Index count, Index position, Index start, Index n) {
+    void process(const Task &task, Index first, Index count, Index position, Index start, Index n) {
         const Index item = task.item, head = task.head;
         const Index origin = relative.origin(start - (position + height - 1));
         Real *logits = this->logits.get() + EDGE;
@@ -220,8 +220,8 @@ struct Forward {
             if (low >= high) continue;
             Real *s = logits + (x.key_table ? m * logits_row : 0);  // else they stay in the fastest cache
             const Index from = floored(low - start, PANEL), lowest = low - (p + rows - 1);
-            const auto multiply = [&](const auto &own, const auto &met) {
-                if (relative && !places) relative.write(met, m, rows, lowest, high - p, origin);
+            const auto multiply = [&](const auto &own, const auto &rel_q) {
+                if (relative && !places) relative.write(rel_q, m, rows, lowest, high - p, origin);
                 const auto start_of = [&](Index j) {
                     MaskRow::fetch(x, item, head, first + m, rows, start + from + j);
                     return Start::of(relative, places, m, rows, start + from + j, p, origin, s + from + j, logits_row,
@@ -235,7 +235,7 @@ struct Forward {
                 multiply(queries.pairs.from(m), queries.pairs.from(m));
             else
                 multiply(Matrix{queries.same.get() + m * queries.row, queries.row, 1},
-                         Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1});
+                         Matrix{queries.rel_q() + m * queries.rel_q_row(), queries.rel_q_row(), 1});
             for (Index i = 0; i < rows; i++)
                 weigh(item, head, first, position, m + i, start, low, high, s + i * logits_row);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});

@@ -14,7 +14,7 @@ struct Grid {
     const Problem &x;
     const Index width, outside;  // the width of a padded row of tables; the number of keys before the grid
     Index columns[SIDES], rows[SIDES], places[SIDES], row = 0, count = 0, begin = 0;  // where each side begins
-    Seen met[SIDES] = {};  // columns that the queries of a block use
+    Seen used[SIDES] = {};  // columns that the queries of a block use
     Reals panels, products, own, terms, changes, changed;
     Rows table;
     Index entry = 0, head = -1;
@@ -56,14 +56,15 @@ struct Grid {
         if (!*this) return;
         begin = first;
         for (Index side = 0; side < SIDES; side++) {
-            met[side] = {x.sides[side].keys ? x.sides[side].rows() : 0, 0};
+            used[side] = {x.sides[side].keys ? x.sides[side].rows() : 0, 0};
             for (Index m = 0; m < n && x.sides[side].keys; m++) {
                 const Index from = first_row(side, m);
                 if (from < 0) continue;
-                met[side].low = std::min(met[side].low, from);
-                met[side].high = std::max(met[side].high, from + (x.sides[side].keys - 1) * x.sides[side].key_step + 1);
+                used[side].low = std::min(used[side].low, from);
+                used[side].high =
+                    std::max(used[side].high, from + (x.sides[side].keys - 1) * x.sides[side].key_step + 1);
             }
-            for (Index c = floored(met[side].low, PANEL); c < met[side].high; c += PANEL)
+            for (Index c = floored(used[side].low, PANEL); c < used[side].high; c += PANEL)
                 ::multiply<2>(n, x.width, Matrix{queries, queries_row, 1}, panels.get() + (columns[side] + c) * x.width,
                               PANEL, static_cast<const Real *>(nullptr), 0, products.get() + columns[side] + c, row);
         }
@@ -116,7 +117,7 @@ struct Grid {
     void pull_back(Index n, const Real *queries, Index queries_row, Real *d_queries, Index d_queries_row, Real *d_table,
                    Index d_table_row) const {
         for (Index side = 0; *this && side < SIDES; side++) {
-            const auto [low, high] = met[side];
+            const auto [low, high] = used[side];
             if (low >= high) continue;
             const Real *from = changed.get() + columns[side] + low;
             add_product(n, high - low, Matrix{from, row, 1}, table.of(rows[side] + low), table.row, width, d_queries,

@@ -267,7 +267,7 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain_of_attend(x));
     const auto threads = [&team](void (*work)(void *), void *of, Index count) { team.run(team.of, work, of, count); };
-    if (!tasks.make() || !work_off(chosen.of<Stored>().attend, x, tasks, threads, std::max<Index>(1, team.threads)))
+    if (!tasks.make() || !run_tasks(chosen.of<Stored>().attend, x, tasks, threads, std::max<Index>(1, team.threads)))
         return error.refuse("not enough memory");
     if (call.sinks.data) count_sinks(x, call.sinks);
     return true;

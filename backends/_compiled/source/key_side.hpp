@@ -28,9 +28,9 @@ struct KeySide {
     Places places;  // of a block of keys, and of the block of queries
     ByRow by_row;
     Reals keys, changed;
-    Reals table, products;              // the table, scaled, from its last row to its first; products of a panel
-    const Stored *given = nullptr;      // the address that the table was copied from
-    std::int32_t stands[ROWS + SPARE];  // the positions of the queries
+    Reals table, products;                 // the table, scaled, from its last row to its first; products of a panel
+    const Stored *given = nullptr;         // the address that the table was copied from
+    std::int32_t positions[ROWS + SPARE];  // the positions of the queries
 
     explicit KeySide(const Problem &x)
         : x(x),
@@ -67,9 +67,9 @@ struct KeySide {
 
     void take_queries(Index item, Index first, Index count) {
         if (!x.key_table || !places) return;
-        std::copy_n(x.q_positions.of(item, 0) + first, count, stands);
-        std::fill(stands + count, stands + ROWS + SPARE, stands[count - 1]);
-        places.take(stands);
+        std::copy_n(x.q_positions.of(item, 0) + first, count, positions);
+        std::fill(positions + count, positions + ROWS + SPARE, positions[count - 1]);
+        places.take(positions);
     }
 
     // Write the products of the packed keys start … start + n - 1 with the rows of the table for the queries from a

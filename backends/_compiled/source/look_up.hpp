@@ -59,11 +59,11 @@ struct Places : Labels {
     }
 
     // Write the products of the block's queries with a table, from the lowest relative position to the highest.
-    void multiply(Relative &relative, const Real *met, Index met_row, Index count) const {
+    void multiply(Relative &relative, const Real *queries, Index queries_row, Index count) const {
         if (!*this || !relative) return;
         if (!relative.table) count = 1;  // a bias is the same for all queries
         for (Index m = 0; m < count; m += HIGH)
-            relative.multiply(met, met_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
+            relative.multiply(queries, queries_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
                               relative.origin(reach.low));
     }
 

@@ -238,7 +238,7 @@ PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader 
     const auto on_threads = [team](void (*work)(void *), void *of, Index count) {
         (team ? team : run_on_new_threads)(work, of, static_cast<unsigned>(count), 0);
     };
-    const bool done = work_off(kernel, x, tasks, on_threads, threads);
+    const bool done = run_tasks(kernel, x, tasks, on_threads, threads);
     PyEval_RestoreThread(state);
     if (done) Py_RETURN_NONE;
     return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
@@ -300,13 +300,13 @@ PyMethodDef methods[] = {
 
 // The functions that XLA calls, at the addresses XLA_ATTEND and XLA_PULL_BACK.
 xla::Error *xla_attend(xla::Frame *frame) {
-    if (xla::tell_version(frame)) return nullptr;
+    if (xla::give_version(frame)) return nullptr;
     return xla::of_doubles(frame) ? xla::attend(chosen->of<double>().attend, frame)
                                   : xla::attend(chosen->of<float>().attend, frame);
 }
 
 xla::Error *xla_pull_back(xla::Frame *frame) {
-    if (xla::tell_version(frame)) return nullptr;
+    if (xla::give_version(frame)) return nullptr;
     return xla::of_doubles(frame) ? xla::pull_back(chosen->of<double>().pull_back, frame)
                                   : xla::pull_back(chosen->of<float>().pull_back, frame);
 }

@@ -139,12 +139,12 @@ struct Relative {
     }
 
     // Compute the products of a block's queries with the edge rows, for positions beyond the table.
-    void take_edges(const Real *met, Index met_row, Index count) {
+    void take_edges(const Real *queries, Index queries_row, Index count) {
         if (!*this || !span.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index c = side ? span.rows - 1 : 0;
             for (Index m = 0; m < count; m++)
-                edges[side][m] = (table ? dot(met + m * met_row, table.of(entry, head, c), width) * scale : 0) +
+                edges[side][m] = (table ? dot(queries + m * queries_row, table.of(entry, head, c), width) * scale : 0) +
                                  (bias ? bias.of(entry, head)[c] * of_bias : 0);
         }
     }
@@ -154,8 +154,8 @@ struct Relative {
     Index origin(Index lowest) const { return floored(lowest + span.left, PANEL) - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
-    void multiply(const Real *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
-        write(Matrix{met + m * met_row, met_row, 1}, m, rows, low, high, origin);
+    void multiply(const Real *queries, Index queries_row, Index m, Index rows, Index low, Index high, Index origin) {
+        write(Matrix{queries + m * queries_row, queries_row, 1}, m, rows, low, high, origin);
     }
 
     // The same for rows of queries, as numbers or as pairs.
@@ -212,7 +212,7 @@ struct Weights {
     Index row, count, p, start, low, high;
 
     // The rows of a table that they use. No other rows are read: they may be NaN, and 0 · NaN is not 0.
-    Seen met(const Span &x) const {
+    Seen used(const Span &x) const {
         const Index first = start + low, end = start + high;
         Seen found{first - (p + count - 1), end - p};
         if (x.block) {  // some of the queries may see none of the keys
@@ -242,7 +242,7 @@ struct Weights {
 
     // Add the rows of a table, multiplied by the weights: a product with their skewed view.
     void mix(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
-        const auto [c, stop] = met(x);
+        const auto [c, stop] = used(x);
         if (c < stop)
             add_product(count, stop - c, Matrix{at + (c - x.left + p - start), row + 1, 1}, table + c * table_row,
                         table_row, width, out, out_row);
@@ -257,7 +257,7 @@ struct Weights {
 
     // Add the queries' rows, multiplied by the weights, to the gradients of the table's rows.
     void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
-        const auto [c, stop] = met(x);
+        const auto [c, stop] = used(x);
         if (c < stop)
             add_product(stop - c, count, Matrix{at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
                         table + c * table_row, table_row);

@@ -219,7 +219,7 @@ Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
 
 // Run a call that has been cut on the threads of a team; false if there was no memory, or it was cancelled.
 template <class Stored, class OnThreads>
-bool work_off(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tasks, OnThreads team, Index threads) {
+bool run_tasks(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tasks, OnThreads team, Index threads) {
     struct Work {
         Kernel<Stored> kernel;
         ProblemOf<Stored> x;

@@ -21,7 +21,7 @@ inline Error *error(const Frame *frame, int code, const char *message) {
 constexpr int MAJOR_VERSION = 0, MINOR_VERSION = 1;
 
 // Report the version of the interface; false if it is not requested.
-inline bool tell_version(Frame *frame) {
+inline bool give_version(Frame *frame) {
     Extension *extension = frame->extensions;
     if (!extension || extension->type != MetadataWanted::TYPE) return false;
     Metadata *metadata = reinterpret_cast<MetadataWanted *>(extension)->metadata;
@@ -141,7 +141,7 @@ Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Gra
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
     const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
     const auto team = [frame](Team::Work work, void *of, Index count) { Team::run(frame, work, of, count); };
-    const bool done = tasks.make() && work_off(kernel, x, tasks, team, workers);
+    const bool done = tasks.make() && run_tasks(kernel, x, tasks, team, workers);
     return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: not enough memory");
 }
 
