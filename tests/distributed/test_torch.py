@@ -34,10 +34,10 @@ def run(what: str, processes: int) -> list[str]:
     return [out.strip() for out, _ in ended]
 
 
-@pytest.mark.parametrize(("processes", "calls"), [(2, 162), (3, 66)])
-def test_a_split_sequence(processes: int, calls: int) -> None:
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_split_sequence(processes: int) -> None:
     """Calls of every kind, gradients, traffic, half precision, models, DTensors."""
-    assert run("everything", processes) == [f"{calls} calls agree"] * processes
+    assert run("everything", processes) == ["162 calls agree"] * processes
 
 
 def test_a_ring_of_groups_that_exchange_heads() -> None:

@@ -18,12 +18,8 @@ distributed: Any = torch.distributed
 
 def everything(p: int) -> None:
     world, tried = distributed.group.WORLD, 0
-    for (number, (name, case)), (turn, method) in itertools.product(
-        enumerate(calls.CASES.items()), enumerate(calls.METHODS)
-    ):
-        # two processes try all layouts, more of them the layouts in turn
-        for layout in calls.LAYOUTS if p == 2 else [calls.LAYOUTS[(number + turn) % 3]]:
-            tried += _agrees(world, 6 * p, name, case, layout, method)
+    for (name, case), layout, method in itertools.product(calls.CASES.items(), calls.LAYOUTS, calls.METHODS):
+        tried += _agrees(world, 6 * p, name, case, layout, method)
     for layout in calls.LAYOUTS:
         tried += _agrees(world, 6 * p, "blocks", calls.WITH_BLOCKS, layout, "heads")
     for name, case in calls.CASES.items():
