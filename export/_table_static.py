@@ -83,7 +83,7 @@ def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto, parts: list[_Part],
     whole = (np.rint(table / scale) + MIDDLE).astype(np.uint8)
     whole = np.ascontiguousarray(whole.swapaxes(-2, -1)) if columns else whole
     stored: dict[str, np.ndarray] = {"uint8": whole, "scale": np.array(scale), "zero": np.array(MIDDLE, np.uint8)}
-    stored |= {"axis": np.array([table.ndim - 1])} if columns else {}
+    stored |= {"axis": np.array([table.ndim - 1], np.int64)} if columns else {}
     names = {kind: f"{tensor.name}_{kind}" for kind in stored}
     graph.initializer.remove(tensor)
     graph.initializer.extend(numpy_helper.from_array(array, names[kind]) for kind, array in stored.items())
