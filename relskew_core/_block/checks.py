@@ -49,7 +49,8 @@ def check_future(spec: Any) -> None:
 def check_bias(spec: Any, put: Put) -> None:
     """Refuse an unknown bias, and sizes of T5's bias that are given without it or missing with it."""
     kind = spec.rel_bias
-    if not (isinstance(kind, bool) or kind in ("alibi", "t5")):
+    # An array compares each of its entries, if it allows comparisons with strings.
+    if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in ("alibi", "t5"))):
         raise ValueError(f"`rel_bias` must be True, False, 'alibi' or 't5', got {describe(kind)}")
     for name in BUCKETS:
         size = getattr(spec, name)
