@@ -1,11 +1,10 @@
 """Deprecation: a public name first warns, and is removed in the version that the warning names."""
 
-import sys
-import warnings
+from relskew_core._array.warned import warn_caller
 
 
 def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
-    """Warn the caller's caller, outside of this package.
+    """Warn at the line of the user's code that calls what is deprecated.
 
     ``tests/project/test_deprecations.py`` reads the versions, so write them out.
 
@@ -22,6 +21,7 @@ def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> 
     --------
     >>> def old():
     ...     warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
+    >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     old()
@@ -29,7 +29,4 @@ def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> 
     `old` is deprecated since relskew-core 0.3 and will be removed in 0.5: use `new`
     """
     message = f"{what} is deprecated since relskew-core {since} and will be removed in {removed_in}: use {instead}"
-    level, frame = 3, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "relskew_core":
-        level, frame = level + 1, frame.f_back  # decorators, such as `explains`
-    warnings.warn(message, DeprecationWarning, stacklevel=level)
+    warn_caller(message, DeprecationWarning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -64,15 +64,14 @@ def test_versions_are_compared_as_numbers(since: str, removed_in: str, current: 
 
 @pytest.mark.parametrize("decorator", [lambda function: function, explains])
 def test_a_warning_points_at_the_line_that_has_to_change(decorator: Callable[..., Any]) -> None:
-    @decorator
-    def old() -> None:
-        warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
-
+    library: dict[str, Any] = {"__name__": "relskew_core.library", "warn_deprecated": warn_deprecated}
+    exec("def f(): warn_deprecated('`old`', since='0.3', removed_in='0.5', instead='`new`')", library)
+    old = decorator(library["f"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         old()
     (warning,) = caught
     assert warning.category is DeprecationWarning
     assert warning.filename == __file__
-    assert warning.lineno == inspect.currentframe().f_lineno - 4  # type: ignore[union-attr]
+    assert linecache.getline(warning.filename, warning.lineno).strip() == "old()"
     assert all(part in str(warning.message) for part in ("`old`", "0.3", "0.5", "`new`"))
