@@ -91,6 +91,7 @@ def convert(
     """
     exported = min(checked_opset(opset), EXPORTER_OPSET)
     table = torch_translation_table(exported, chunk_size=chunk_size, operator=operator)
+    table[torch.ops.aten.rsub.Scalar] = _subtraction_from_a_number(exported)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(
             flat,
@@ -124,6 +125,26 @@ def convert(
     # Older runtimes reject newer IR versions; functions need version 10.
     made.ir_version = max(min(made.ir_version, oldest), 10 if made.functions else 0)
     return Conversion(made, shapes, reach)
+
+
+def _subtraction_from_a_number(opset: int) -> Callable[..., Any]:
+    """Return the translation of ``1.0 - mask``, in which torch's exporter stops if the mask has integers."""
+    import onnx_ir as ir
+    import onnxscript
+    from onnx_ir.tensor_adapters import from_torch_dtype
+
+    op = onnxscript.values.Opset("", opset)
+
+    def translate(x: Any, number: float, alpha: float = 1) -> Any:
+        dtype = x.dtype
+        if isinstance(number, float) and not dtype.is_floating_point():
+            dtype = from_torch_dtype(torch.get_default_dtype())
+            x = op.Cast(x, to=dtype)
+        if alpha != 1:
+            x = op.Mul(x, op.Constant(value=ir.tensor(alpha, dtype)))
+        return op.Sub(op.Constant(value=ir.tensor(number, dtype)), x)
+
+    return translate
 
 
 @dataclass(frozen=True, slots=True)

@@ -667,6 +667,29 @@ def test_a_length_that_is_refused_hides_no_other() -> None:
         torch_to_onnx(Changing(), example, tolerance=0.1)
 
 
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [
+        (lambda mask: 1.0 - mask, torch.tensor([[0, 1], [1, 1]])),
+        (lambda mask: 1 - mask, torch.tensor([[0, 1], [1, 1]])),
+        (lambda mask: 0.1 - mask, torch.tensor([[0.0, 0.5], [1.0, 1.0]], dtype=torch.float64)),
+        (lambda mask: torch.rsub(mask, 0.5, alpha=3), torch.tensor([[True, False], [True, True]]).byte()),
+    ],
+)
+def test_masks_are_subtracted_from_a_number(model: Callable[[Tensor], Tensor], mask: Tensor) -> None:
+    """XLNet and ProphetNet subtract integers from a float, where torch's exporter stops."""
+
+    class Inverted(nn.Module):
+        def forward(self, mask: Tensor) -> Tensor:
+            return model(mask)
+
+    made = torch_to_onnx(Inverted(), mask)
+    (got,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"mask": mask.numpy()})
+    want = model(mask).numpy()
+    assert got.dtype == want.dtype
+    assert np.array_equal(got, want)
+
+
 def test_options_of_an_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, x, path = nn.Linear(300, 4), torch.randn(2, 300), tmp_path / "linear.onnx"
     made = torch_to_onnx(model, x, path, input_names=["a"], output_names=["b"], external_threshold=0)

@@ -21,7 +21,6 @@ OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
 """One family of each form; compiling or exporting all of them takes minutes."""
 SHORT = ("Wav2Vec2-BERT relative", "Wav2Vec2-Conformer")
 """Their graphs reach as far as the model's table of sinusoids, here 20 positions."""
-FLOATS = ("XLNet", "ProphetNet")
 
 
 def families(*but: str) -> list[Any]:
@@ -49,33 +48,37 @@ def test_compile(name: str) -> None:
         check(x, y, 1e-5)
 
 
-# Falcon's bias is bfloat16, which onnxruntime does not multiply on CPUs; a list of memories is no input of a graph.
-@pytest.mark.parametrize("name", families("Falcon", "XLNet memory"))
+# Falcon's bias is bfloat16, which onnxruntime does not multiply on CPUs.
+@pytest.mark.parametrize("name", families("Falcon"))
 @torch.no_grad()
 def test_onnx(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
     family, model = FAMILIES[name], replaced(name)
     short, long = (7, 15) if name in SHORT else (family.lengths[-2], family.lengths[-1])
-    inputs = feed(name, long, model)
+    inputs = given(family, long, model)
     # Phi-4 makes its masks with NumPy, and Funnel its positions in lists of Python.
-    fixed = name == "Phi-4" or name.startswith("Funnel") or any(x.ndim == 4 for x in inputs.values())
+    images = any(x.ndim == 4 for x in inputs.values() if isinstance(x, torch.Tensor))
+    fixed = name == "Phi-4" or name.startswith("Funnel") or images
     vary = dict.fromkeys(inputs, (0,)) if fixed else None
     torch_to_onnx(model, inputs, tmp_path / "model.onnx", vary=vary, tolerance=1e-3)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for length, batch in [(long, 1), (short, 2)]:
-        some = {key: x[:batch] for key, x in feed(name, length, model).items()}
+        some = {key: of_batch(x, batch) for key, x in given(family, length, model).items()}
         if fixed and length != long:
             continue
-        found = session.run(None, {key: x.numpy() for key, x in some.items()})
+        found = session.run(None, {key: x.numpy() for key, x in named(some).items()})
         check(torch.from_numpy(found[0]), tensors(model(**some))[0], 1e-3)
 
 
-def feed(name: str, length: int, model: Any) -> dict[str, Any]:
-    """Return inputs; torch exports `1.0 - attention_mask` of floats alone."""
-    inputs = given(FAMILIES[name], length, model)
-    if name in FLOATS:
-        inputs["attention_mask"] = inputs["attention_mask"].float()
-    return inputs
+def of_batch(x: Any, batch: int) -> Any:
+    """Return the first items of an input; memories, in a list, have the batch on their second axis."""
+    return [part[:, :batch] for part in x] if isinstance(x, list) else x[:batch]
+
+
+def named(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    lists = {key: x for key, x in inputs.items() if isinstance(x, list)}
+    parts = {f"{key}_{index}": part for key, x in lists.items() for index, part in enumerate(x)}
+    return {key: x for key, x in inputs.items() if key not in lists} | parts
 
 
 @pytest.mark.slow
