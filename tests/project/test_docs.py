@@ -140,6 +140,27 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert block.language in SHOWN, f"{page.name}:{block.line}: a block in {block.language!r} is not run"
 
 
+def test_biases_by_pair_have_the_gradients_of_the_plain_formula() -> None:
+    pytest.importorskip("torch")
+
+    def plain(q: Any, k: Any, v: Any, *, mask: Any) -> Any:
+        return ((q @ k.mT) * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v
+
+    page = ROOT / "docs" / "options.md"
+    blocks = [block for block in blocks_of(page) if "nn." in block.code]
+    assert len(blocks) == 3  # Graphormer, AlphaFold, Evoformer
+    found = []
+    for attention in (relskew_core.relative_attention, plain):
+        names: dict[str, Any] = {"relative_attention": attention}
+        for block in blocks:
+            run_python(block, page, names)
+        learned = [names["spatial"].weight, names["pairs"], names["to_bias"][1].weight, names["to_qkv"].weight]
+        found.append([names["out"], names["starting"], names["ending"], *(x.grad for x in learned)])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+        assert want.norm() > 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
