@@ -1,36 +1,36 @@
-# Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have. Where there is a
-# C++ compiler, kernels are compiled too; RELSKEW_PURE=1 does without, RELSKEW_PURE=0 not.
-#   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
-#   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
-#   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
-#   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
-#   make docs           the site, in site/html: all pages, tutorials with their outputs, a reference; without network
+# Every target installs what it needs into .venv: the machine needs only Python >= 3.11 and pip. If there is a C++
+# compiler, the kernels are compiled too; RELSKEW_PURE=1 leaves them out, and RELSKEW_PURE=0 requires them.
+#   make demo           one block on every installed array library, its ONNX graph, and a picture of its attention to a tune
+#   make example        a small Music Transformer learns tunes and continues one, as MIDI, WAV, a picture and ONNX
+#   make example-full   five kinds of positions on Bach's chorales, for the table of the page; needs music21
+#   make web            continue the example's tune in a browser, with onnxruntime-web; needs Node
+#   make docs           the site, in site/html: all pages, tutorials with their outputs, a reference; needs no network
 #   make test           every test
-#   make coverage       the same, and which lines they reach; a third slower
-#   make test-peers     the same numbers as other code bases, which it installs
+#   make coverage       the same, with the lines that they reach; takes a third longer
+#   make test-peers     comparisons with other code bases, which it installs
 #   make test-peers-all the same, with whole models of every family compiled and exported
-#   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
+#   make test-web       exported graphs in onnxruntime-web, and the page if there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
-#   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, which look after what they read and
-#                       write; by GCC, or SANITIZER=clang++
-#   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; a long
-#                       time; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
-#   make test-emulated  random calls alone on another processor, ARCH=s390x
-#   make test-compilers what GCC and Clang say of the kernels, of every version and for every machine that is installed
-#   make test-newest    the tests on the newest releases, whatever the pins say
+#   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, with every read and write checked; by
+#                       GCC, or with SANITIZER=clang++ by Clang
+#   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; takes
+#                       long; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
+#   make test-emulated  random calls on another processor, ARCH=s390x
+#   make test-compilers the warnings of GCC and Clang, in every version and for every machine that is installed
+#   make test-newest    the tests on the newest releases, without the pins
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
-#   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
-#                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few, AGAIN=1 survivors alone
+#   make mutants        small changes of the code, each of which a test must detect; takes hours; ONLY=relskew_core/_positions
+#                       for a part of it, SAMPLE=100 for a few of each suite, SEED=… for the same few, AGAIN=1 for survivors
 #   make check          the static checks
-#   make bench          time and memory beside what people use today, of calls and of whole models
-#   make bench-families models of transformers, T5 generating among them, beside themselves replaced
-#   make bench-options  the same for the options of a call, beside dense masks
-#   make bench-compiled the compiled kernels, beside the same calls without them
-#   make bench-short    one token, small batches and short training, beside the formula by hand
-#   make example-devices a model trained on two processes beside one, and what each layout costs
+#   make bench          time and memory of calls and of whole models, compared with the alternatives
+#   make bench-families models of transformers, with and without their attention replaced; T5 also generates
+#   make bench-options  the same for the options of a call, compared with dense masks
+#   make bench-compiled the compiled kernels, compared with the same calls without them
+#   make bench-short    one token, small batches and short training, compared with the formula by hand
+#   make example-devices a model trained on two processes and on one, and the cost of each layout
 #   make runtimes       graphs of every form in old and other runtimes, which it installs; fills docs/runtimes.md
 #   make test-operator  the operator library in every release of onnxruntime from 1.17 on, which it installs
-#   make release-check  build, check, install and try what would be uploaded
+#   make release-check  build, check, install and try the files that a release uploads
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -41,7 +41,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 KERNELS := setup.py $(wildcard backends/_compiled/source/*)
 INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 
-# What users install, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
+# The extras of users, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
@@ -208,7 +208,7 @@ $(BIN)/python:
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-# Both beside .venv, so that what the other tests run in stays as it is.
+# Both next to .venv, so that the environment of the other tests does not change.
 .venv-mutants/stamp: .venv/dev.stamp
 	rm -rf .venv-mutants
 	$(PIP) --no-deps --target .venv-mutants mutmut libcst setproctitle

@@ -1,6 +1,6 @@
-"""Compiles the kernels of `backends/_compiled`, where there is a compiler; all else is in pyproject.toml.
+"""Compiles the kernels of `backends/_compiled`, where there is a compiler; everything else is in pyproject.toml.
 
-RELSKEW_PURE=1 leaves them out. RELSKEW_PURE=0 makes it an error if they cannot be compiled: for those who build wheels.
+RELSKEW_PURE=1 leaves them out. RELSKEW_PURE=0 makes a failed compilation an error, for people who build wheels.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ LEVELS = {
     "v4_bf16": [*AVX512, "-mavx512bf16"],
     "v4_amx": [*AVX512, "-mavx512bf16", "-DAMX"],
 }
-"""What processors the kernels are compiled for: the least of a platform, and on x86-64 those that levels.hpp asks for.
+"""The flags of each kind of processor: any of a platform, and on x86-64 those that levels.hpp names.
 
-The flags are such as older compilers know too.
+Older compilers support them too.
 """
 
 OF_BFLOAT16 = ("v4_bf16", "v4_amx")
-"""Levels that only multiply bfloat16, and differ from the one before them in nothing else; the last is Linux's."""
+"""Levels that differ from the one before them only in products of bfloat16; the last exists only on Linux."""
 
 WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "tasks.cpp")
 OF_MODULE = ("module.cpp",)
 OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
-"""What only one of them has: the module, and the library for hosts without Python."""
+"""The sources of the module only, and those of the library for hosts without Python only."""
 
-LIBRARY = "librelskew.so"  # beside the module
+LIBRARY = "librelskew.so"  # next to the module
 
 LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs"]
-"""That nothing is left to whoever opens the library: neither Python nor a runtime of C++."""
+"""Flags for a library that needs neither Python nor a runtime of C++ from the program that opens it."""
 
 STORED = ("float", "double", "Float16", "BFloat16")
-"""What arrays are made of."""
+"""The types of the numbers in arrays."""
 
 
 class Build(build_ext):
     """Compile the kernels for each kind of processors and each dtype, all at the same time."""
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile and link; where that fails, no older module stays behind."""
+        """Compile and link; if that fails, no older module remains."""
         target = Path(self.get_ext_fullpath(extension.name))
         try:
             with ThreadPoolExecutor() as threads:
-                # In this order: of functions that several have, the linker takes those of the least processor.
+                # In this order: if several objects define a function, the linker takes that of the oldest processor.
                 own = {name: threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL}
                 made = []
                 for level, stored in product(levels, STORED):
@@ -87,12 +87,12 @@ class Build(build_ext):
             raise
 
     def get_outputs(self) -> list[str]:
-        """Return what a wheel has: the modules, and the library beside each."""
+        """Return the files of a wheel: the modules, and the library next to each."""
         modules = super().get_outputs()
         return [*modules, *(str(Path(path).with_name(LIBRARY)) for path in modules)]
 
     def copy_extensions_to_source(self) -> None:
-        """Bring what was made to where the sources are."""
+        """Copy the compiled files to the folder of the sources."""
         super().copy_extensions_to_source()
         for extension in self.extensions:
             pair = self._get_inplace_equivalent(self.get_finalized_command("build_py"), extension)
@@ -113,7 +113,7 @@ class Build(build_ext):
 
 
 class Editable(editable_wheel):
-    """Install the folder as a path where it has its links: type checkers and editors follow no hooks of imports."""
+    """Install the folder as a path if it has its links, because type checkers and editors follow no import hooks."""
 
     def finalize_options(self) -> None:
         """Choose between the path and the hook, which needs no links."""
@@ -122,9 +122,9 @@ class Editable(editable_wheel):
             self.package_dir = {"": "."}
 
 
-asked = os.environ.get("RELSKEW_PURE", "")
-if asked not in ("", "0", "1"):
-    raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
+pure = os.environ.get("RELSKEW_PURE", "")
+if pure not in ("", "0", "1"):
+    raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {pure!r}")
 
 platform = sysconfig.get_platform()
 levels = list(LEVELS) if platform.endswith(("x86_64", "amd64")) else ["base"]
@@ -137,10 +137,10 @@ kernels = Extension(
     define_macros=[("LEVELS_OF_X86_64", "1")] if len(levels) > 1 else [],
     depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
     py_limited_api=True,
-    optional=asked != "0",
+    optional=pure != "0",
 )
-# Windows' compiler has other flags, and a Python without the GIL no limited API.
-without = asked == "1" or sys.platform == "win32" or sysconfig.get_config_var("Py_GIL_DISABLED")
+# The compiler of Windows has other flags, and a Python without the GIL has no limited API.
+without = pure == "1" or sys.platform == "win32" or sysconfig.get_config_var("Py_GIL_DISABLED")
 
 setup(
     ext_modules=[] if without else [kernels],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relskew_core._array.checks import check_choice
 from relskew_core._array.extras import to_install
 from relskew_core._array.typing import IMPLS, Impl
-from relskew_core._kernel.call import unknown
+from relskew_core._kernel.call import unsupported
 from relskew_core.backends._path import PORTABLE, Path
 from relskew_core.backends._threads import set_numpy_threads
 
@@ -103,12 +103,12 @@ def _native(function: str, call: Problem) -> Path | str:
         return f"{library} has none"
     module = _module(library)
     if library in COMPILED:
-        from relskew_core.backends._compiled.told import warn_of_long_calls
+        from relskew_core.backends._compiled.availability import warn_of_long_calls
 
         warn_of_long_calls(call.given)
     found: Path | str = module.serve(function, call)
     if isinstance(found, Path):
-        names = unknown(call.given, call.options, found.knows)
+        names = unsupported(call.given, call.options, found.supports)
         if names:
             return f"{library}'s does not take {' and '.join(f'`{name}`' for name in names)}"
     return found

@@ -20,7 +20,7 @@ class Path:
 
     attention: Callable[..., Any]  # like _kernel.forward.attention
     attention_vjp: Callable[..., Any]  # like _kernel.backward.attention_vjp
-    knows: frozenset[str] = COMMON
+    supports: frozenset[str] = COMMON
     half: bool = False  # whether it accepts arrays of half precision
     faster: bool = True  # than the portable kernels, for this call; `impl="auto"` depends on it
 

@@ -18,7 +18,7 @@ from relskew_core._positions.visibility import Visibility
 from relskew_core.backends import _compiled
 from relskew_core.backends._batch import flattened
 
-KNOWN = _compiled.KNOWN | {"offset_by_item"}
+SUPPORTED = _compiled.SUPPORTED | {"offset_by_item"}
 """The arrays and options that such calls support."""
 
 Split = Callable[[Array, list[int]], Sequence[Array]]

@@ -15,28 +15,28 @@ from benchmarks.record import Record, machine
 from benchmarks.runner import ROOT, Benchmark, Case, Row
 
 NAMES: dict[str, tuple[str, str]] = {
-    "calls": ("calls.Calls", "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets"),
-    "compiled": ("compiled.Compiled", "calls beside the same without the compiled kernels"),
+    "calls": ("calls.Calls", "calls against the textbook's, plain attention and FlexAttention: time, memory, targets"),
+    "compiled": ("compiled.Compiled", "calls with and without the compiled kernels"),
     "peak": (
         "processor.Peak",
-        "what share of the multiplications of a processor the kernels reach; needs a C++ compiler",
+        "the share of a processor's multiplications that the kernels reach; needs a C++ compiler",
     ),
-    "half": ("compiled.Half", "calls in half precision beside float32"),
-    "grids": ("grids.OverGrids", "calls over grids beside the code of SAM, Swin and BEiT"),
-    "cores": ("processor.Cores", "calls on two threads beside one, and by arithmetic on many"),
-    "short": ("short.Short", "one token, small batches and short training beside the formula by hand"),
-    "first": ("first.First", "first calls of fresh processes, and what XLA takes to compile; needs JAX"),
-    "options": ("options.OptionsOfCalls", "options of a call beside the dense masks that people write"),
-    "dense": ("dense.Dense", "biases of layers, neighborhoods and pages beside dense masks and gathered keys"),
+    "half": ("compiled.Half", "calls in half precision against float32"),
+    "grids": ("grids.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
+    "cores": ("processor.Cores", "calls on two threads against one, and by arithmetic on many"),
+    "short": ("short.Short", "one token, small batches and short training against the formula by hand"),
+    "first": ("first.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
+    "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),
+    "dense": ("dense.Dense", "biases of layers, neighborhoods and pages against dense masks and gathered keys"),
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
-    "families": ("families.Families", "models of transformers beside themselves replaced; needs transformers"),
+    "families": ("families.Families", "models of transformers with and without replaced attention; needs transformers"),
     "stream": ("stream.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
-    "export": ("export.Export", "graphs beside what torch's exporter makes of textbook code; needs onnxruntime"),
-    "operator": ("operator.OperatorNodes", "the operator library beside the kernel from NumPy and plain graphs"),
-    "quantise": ("quantise.Quantise", "what quantisation costs in accuracy and saves in size"),
+    "export": ("export.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
+    "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
+    "quantise": ("quantise.Quantise", "the accuracy that quantisation loses and the size that it saves"),
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
-    "devices": ("devices.Devices", "what splitting a sequence over GPUs costs, by arithmetic"),
-    "gpu": ("gpu.GPU", "calls on a GPU; needs torch alone"),
+    "devices": ("devices.Devices", "the cost of splitting a sequence over GPUs, by arithmetic"),
+    "gpu": ("gpu.GPU", "calls on a GPU; needs only torch"),
     "gpu_graphs": ("gpu_graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
     "gpu_registers": (
         "gpu_registers.GPURegisters",
@@ -103,32 +103,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true", help="rewrite the tables of the page, and keep the record")
     parser.add_argument("--record", type=Path, help="measure nothing: show, or document, this record")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    benchmark = load(asked.name)
-    if asked.child:
-        print(json.dumps(benchmark.answer(*json.loads(asked.child))))
+    options = parser.parse_args(arguments)
+    benchmark = load(options.name)
+    if options.child:
+        print(json.dumps(benchmark.answer(*json.loads(options.child))))
         return 0
-    record = measure(benchmark, asked) if asked.record is None else Record.load(asked.record)
+    record = measure(benchmark, options) if options.record is None else Record.load(options.record)
     for text in (texts := benchmark.texts(record)).values():
         print(text, end="\n\n")
-    if asked.docs:
-        document(asked.name, record, texts)
+    if options.docs:
+        document(options.name, record, texts)
     wrong = [line(row) for row in record.rows if str(row.skipped).startswith("wrong")]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def measure(benchmark: Benchmark, asked: argparse.Namespace) -> Record:
+def measure(benchmark: Benchmark, options: argparse.Namespace) -> Record:
     """Measure, and save the record after each group, so that an interrupted run keeps its results."""
-    cases = list(chosen(benchmark.cases(), asked.only, asked.set))
-    seconds = benchmark.seconds if asked.seconds is None else asked.seconds
+    cases = list(chosen(benchmark.cases(), options.only, options.set))
+    seconds = benchmark.seconds if options.seconds is None else options.seconds
     benchmark.begin()
     record = Record(machine(str(cases[0].get("device", "cpu"))), [])
-    for rows in benchmark.run(asked.name, cases, seconds, asked.contenders):
+    for rows in benchmark.run(options.name, cases, seconds, options.contenders):
         record.rows.extend(rows)
         print("\n".join(map(line, rows)), file=sys.stderr, flush=True)
-        if asked.json is not None or asked.docs or not benchmark.page:
-            record.save(asked.json or record.path(asked.name))
+        if options.json is not None or options.docs or not benchmark.page:
+            record.save(options.json or record.path(options.name))
     return record
 
 

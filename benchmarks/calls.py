@@ -12,18 +12,18 @@ from benchmarks.problem import Shape, reference
 from benchmarks.record import Record
 from benchmarks.runner import ROOT, Benchmark, Call, Case, Row
 
-OURS = ("torch-portable", "torch", "numpy-portable", "numpy")
+RELSKEW = ("torch-portable", "torch", "numpy-portable", "numpy")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 SECTIONS = {
-    "forward": ("plain", "huang", "sdpa-bias", "shaw", "flex", *OURS, "products", "dense-products"),
-    "training": ("plain", "huang", "sdpa-bias", "shaw", *OURS),
-    "peaky": ("plain", "huang", "sdpa-bias", *OURS),
-    "memory": ("plain", "huang", "sdpa-bias", "shaw", *OURS),
-    "long": ("plain", *OURS),
-    "blocks": ("huang-local", "sdpa-local", *OURS),
-    "window": ("sdpa-local", *OURS),
-    "bidirectional": ("plain", "sdpa-bias", "shaw", *OURS),
-    "bias": ("plain", "toeplitz-bias", "x-transformers", *OURS),
+    "forward": ("plain", "huang", "sdpa-bias", "shaw", "flex", *RELSKEW, "products", "dense-products"),
+    "training": ("plain", "huang", "sdpa-bias", "shaw", *RELSKEW),
+    "peaky": ("plain", "huang", "sdpa-bias", *RELSKEW),
+    "memory": ("plain", "huang", "sdpa-bias", "shaw", *RELSKEW),
+    "long": ("plain", *RELSKEW),
+    "blocks": ("huang-local", "sdpa-local", *RELSKEW),
+    "window": ("sdpa-local", *RELSKEW),
+    "bidirectional": ("plain", "sdpa-bias", "shaw", *RELSKEW),
+    "bias": ("plain", "toeplitz-bias", "x-transformers", *RELSKEW),
 }
 LIMITS = {
     "forward": {"shaw": 2048, "flex": 2048, "huang": 4096, "dense-products": 4096},
@@ -86,7 +86,7 @@ class Calls(Benchmark):
     def gate(self, case: Case) -> float:
         return GATE * max(1.0, case.get("std", 1.0)) * (5 if case["backward"] else 1)
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         """Measure memory, and very long calls, with one call in a fresh process."""
         return {"memory" if case["section"] in ("memory", "long") else "time"}
 
@@ -191,7 +191,7 @@ def promises(
 
 
 def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
-    """Compare a record with every promise: return the promise, the target, the measurement, and whether it is met."""
+    """Compare a record with every promise: return it, the target, the measurement, and whether it is reached."""
     rows = list(record.measured())
     names = {row.contender for row in rows}
     defaults = [name if name in names else f"{name}-portable" for name in ("torch", "numpy")]
@@ -214,4 +214,4 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
 def targets(record: Record) -> str:
     """Return every promise next to its measurement."""
     verdicts = {True: "reached", False: "**missed**", None: "–"}
-    return markdown(("", "target", "measured", ""), ((*texts, verdicts[met]) for *texts, met in outcomes(record)))
+    return markdown(("", "target", "measured", ""), ((*texts, verdicts[good]) for *texts, good in outcomes(record)))

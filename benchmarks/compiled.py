@@ -73,7 +73,7 @@ DOUBLE = (1024, 2048)
 """Lengths of causal calls in float64."""
 
 
-def asked(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+def tables_and_options(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tables of a call, and its other arguments except for queries, keys and values."""
     options = dict(CALLS[call][1])
     last, reach = length - 1, options.pop("reach", None)
@@ -108,7 +108,7 @@ class Compiled(Benchmark):
         threadpool_limits(1, "blas")  # NumPy's threads keep spinning for a while after their work
         length, training = case["length"], case["training"]
         q, k, v, _ = drawn(length, length, case["dtype"])
-        tables, options = asked(case["call"], length, q.dtype)
+        tables, options = tables_and_options(case["call"], length, q.dtype)
         if contender == "plain":
             plain = partial(F.scaled_dot_product_attention, is_causal=options.get("causal", False))
             return passes(plain, (q, k, v), training=training)

@@ -105,24 +105,24 @@ def flex_by(x: Inputs, attention: Any) -> Any:
     return attention(x.q, x.k, x.v, score_mod=add, block_mask=mask)
 
 
-def ours(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
+def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
     """``relative_attention`` with the path that it chooses; on a GPU only with the fused kernels."""
     impl = "native" if x.shape.device == "cuda" and impl == "auto" else impl
     given = other or {"rel_bias" if x.shape.bias else "rel_k": x.table, "span": x.shape.span}
     return relative_attention(x.q, x.k, x.v, impl=impl, **x.shape.options(), **given)
 
 
-def ours_clipped(x: Inputs) -> Any:
+def relskew_clipped(x: Inputs) -> Any:
     """The same with a short clipped table."""
-    return ours(x, rel_k=x.clipped, span=Span.clipped(CLIP))
+    return relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP))
 
 
-def ours_plain(x: Inputs) -> Any:
+def relskew_plain(x: Inputs) -> Any:
     """The same without relative terms: the reference of the fused kernels."""
-    return ours(x, rel_k=None)
+    return relskew(x, rel_k=None)
 
 
-portable = partial(ours, impl="portable")
+portable = partial(relskew, impl="portable")
 
 
 def products(x: Inputs) -> Any:
@@ -283,11 +283,11 @@ CONTENDERS = {
     "toeplitz-bias": Contender("SDPA with a gathered bias", toeplitz_bias, floats=_logits(2)),
     "x-transformers": Contender("x-transformers", x_transformers, floats=_logits(3), missing=X_TRANSFORMERS),
     "torch-portable": Contender("relskew on torch, portable", portable),
-    "torch": Contender("relskew on torch", ours, missing=_native("torch")),
-    "torch-clipped": Contender("relskew on torch, a clipped table", ours_clipped, "clipped"),
-    "torch-plain": Contender("relskew on torch, no relative positions", ours_plain, "plain"),
+    "torch": Contender("relskew on torch", relskew, missing=_native("torch")),
+    "torch-clipped": Contender("relskew on torch, a clipped table", relskew_clipped, "clipped"),
+    "torch-plain": Contender("relskew on torch, no relative positions", relskew_plain, "plain"),
     "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),
-    "numpy": Contender("relskew on NumPy", ours, library="numpy", missing=_native("numpy")),
+    "numpy": Contender("relskew on NumPy", relskew, library="numpy", missing=_native("numpy")),
     "products": Contender("NumPy's three products, causal", products, "", "numpy"),
     "dense-products": Contender("NumPy's three products, dense", dense_products, "", "numpy", _logits(2)),
 }

@@ -62,14 +62,18 @@ class Dense(Benchmark):
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():
-            dense, ours = (rows[name] for name in self.names)
+            dense, relskew = (rows[name] for name in self.names)
             column = "with backward" if case["backward"] else "forward"
             line = f"{case['what']}, {case['length']}"
-            yield line, column, f"{as_time(ours.cpu or 0.0)} ({ours.ratio or 0.0:.2f}×)"
-            yield line, f"memory, {column}", f"{(ours.bytes or 0) / 2**20:.0f} of {(dense.bytes or 0) / 2**20:.0f} MiB"
+            yield line, column, f"{as_time(relskew.cpu or 0.0)} ({relskew.ratio or 0.0:.2f}×)"
+            yield (
+                line,
+                f"memory, {column}",
+                f"{(relskew.bytes or 0) / 2**20:.0f} of {(dense.bytes or 0) / 2**20:.0f} MiB",
+            )
 
 
-def _layer(name: str, length: int, ours: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """Return a layer, or its projections around attention with a bias that is a matrix by head."""
     spec = SPECS[name]
     layer = RelativeMultiheadAttention(spec)
@@ -78,7 +82,7 @@ def _layer(name: str, length: int, ours: bool) -> tuple[Callable[[], Tensor], li
     with torch.no_grad():
         for parameter in parameters:
             parameter.normal_(std=0.05)
-    if ours:
+    if relskew:
         return lambda: layer(x), parameters
 
     def dense() -> Tensor:
@@ -110,11 +114,11 @@ def _buckets(length: int) -> Tensor:
     return 16 * (relative > 0) + torch.where(far < 8, far, large.clamp(max=15))
 
 
-def _neighborhood(_: str, side: int, ours: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _neighborhood(_: str, side: int, relskew: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """Return attention to the 7 × 7 nearest cells, shifted at borders like NATTEN's, with a bias by cell."""
     q, k, v = (torch.randn(1, HEADS, side * side, DIM, requires_grad=True) for _ in range(3))
     bias = torch.randn(HEADS, 13, 13, requires_grad=True)
-    if ours:
+    if relskew:
         return lambda: relative_attention_2d(
             q, k, v, rel_bias=bias, q_grid=(side, side), k_grid=(side, side), neighborhood=(7, 7)
         ), [q, k, v, bias]  # fmt: skip
@@ -132,7 +136,7 @@ def _neighborhood(_: str, side: int, ours: bool) -> tuple[Callable[[], Tensor], 
     return dense, [q, k, v, bias]
 
 
-def _pages(_: str, longest: int, ours: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _pages(_: str, longest: int, relskew: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """Return a token's attention with ALiBi for every request, in pages or with gathered keys."""
     count = longest // PAGE
     pool = torch.randn(2, REQUESTS * count, PAGE, HEADS // 4, DIM)
@@ -140,7 +144,7 @@ def _pages(_: str, longest: int, ours: bool) -> tuple[Callable[[], Tensor], list
     lengths = torch.linspace(longest // 2, longest, REQUESTS).long()
     q, span = torch.randn(REQUESTS, HEADS, 1, DIM), Span.causal(longest)
     bias = alibi_bias(HEADS, span, like=q)
-    if ours:
+    if relskew:
         return partial(paged_attention, q, *pool, rel_bias=bias, span=span, page_table=page_table, lengths=lengths), []
 
     def gathered() -> Any:

@@ -90,7 +90,7 @@ class Export(Benchmark):
         expected = drawn(*case.values())[2]
         return None if contender.startswith(BARE) or expected is None else distance(result, expected)
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         """Only try an input that is longer than the table: only an error is right."""
         return set() if _ends(case) else {"time"}
 
@@ -158,21 +158,26 @@ def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str
     """Compare the graph for CPUs with the promises at L = 1024, with the textbook, and for decoding in place."""
     of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
 
-    def verdict(met: bool) -> str:
-        return "reached" if met else "**missed**"
+    def verdict(reached: bool) -> str:
+        return "reached" if reached else "**missed**"
 
     if in_place := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
         most = max(in_place)
         text = f"≤ {DECODING_TARGET}×", f"{most:.2f}×", verdict(most <= DECODING_TARGET)
         yield "decoding in place, every past", *text
-    ours = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
-    if form in TARGETS and 1024 in ours:
-        yield f"{form}, L = 1024", f"≤ {TARGETS[form]}×", f"{ours[1024]:.2f}×", verdict(ours[1024] <= TARGETS[form])
-    if ours:
+    multiples = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
+    if form in TARGETS and 1024 in multiples:
+        yield (
+            f"{form}, L = 1024",
+            f"≤ {TARGETS[form]}×",
+            f"{multiples[1024]:.2f}×",
+            verdict(multiples[1024] <= TARGETS[form]),
+        )
+    if multiples:
         slower = [
-            f"{length} ({ours[length] / ratio:.2f}×)"
+            f"{length} ({multiples[length] / ratio:.2f}×)"
             for (label, length), ratio in of.items()
-            if label.startswith("torch") and ours.get(length, 0.0) > ratio
+            if label.startswith("torch") and multiples.get(length, 0.0) > ratio
         ]
         found = "at L = " + ", ".join(slower) if slower else "nowhere"
         yield f"{form}, the textbook is faster", "nowhere", found, verdict(not slower)

@@ -29,15 +29,15 @@ FORWARD, TRAINING, GENERATING = "forward", "training", f"generate {GENERATED}"
 def pair(name: str, generating: bool) -> tuple[Any, Any]:
     """Return a model and its copy with replaced attention."""
     model = MODELS[name]
-    theirs = (model.generating if generating and model.generating is not None else model.make)()
-    return theirs, replace_attention(copy.deepcopy(theirs))
+    original = (model.generating if generating and model.generating is not None else model.make)()
+    return original, replace_attention(copy.deepcopy(original))
 
 
 class Families(Benchmark):
     """Every family at four lengths, with a training step at the third, the memory of both, and generation."""
 
     page = "huggingface.md"
-    names = ("theirs", "replaced")
+    names = ("original", "replaced")
     seconds = 1.0
     forks = True
 
@@ -65,7 +65,7 @@ class Families(Benchmark):
         wanted = [x for x in model.parameters() if x.requires_grad]
         return lambda: torch.autograd.grad(_first(call()).float().square().mean(), wanted, allow_unused=True)
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         longest = case["task"] == FORWARD and case["length"] == MODELS[case["model"]].lengths[-1]
         return {"time", "memory"} if longest or case["task"] == TRAINING else {"time"}
 
@@ -77,7 +77,7 @@ class Families(Benchmark):
                 line = name if lengths == TOKENS else f"{name}: {', '.join(map(str, lengths))}"
                 column = str(TOKENS[lengths.index(case["length"]) - len(lengths)]) if task == FORWARD else task
                 yield line, column, f"{both[1].ratio or 0.0:.2f}"
-                if "memory" in self.asks(case):
+                if "memory" in self.measures_of(case):
                     seconds, peaks = ([getattr(row, key) or 0 for row in both] for key in ("cpu", "bytes"))
                     memory = " → ".join(f"{peak / 2**20:.0f}" for peak in peaks)
                     longest = "longest" if task == FORWARD else task

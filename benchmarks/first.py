@@ -52,7 +52,7 @@ class First(Benchmark):
         yield from ({"first": name} for name in TARGETS)
         yield from ({"length": length, "training": training} for length in (512, 1024) for training in (False, True))
 
-    def asks(self, case: Case) -> frozenset[str]:
+    def measures_of(self, case: Case) -> frozenset[str]:
         return frozenset({"memory"} if "first" in case else {"time"})
 
     def contenders(self, case: Case) -> tuple[str, ...]:
@@ -97,9 +97,9 @@ def _of_a_process(first: str) -> tuple[float, float | None]:
     """Return the seconds and bytes of a first call; for the command line, the seconds from its start to its end."""
     help_ = first not in LIBRARIES
     make, end = LIBRARIES.get(first, ("", ""))
-    asked = ["-m", "relskew_core.cli", "--help"] if help_ else ["-c", SCRIPT.format(make=make, end=end)]
+    command = ["-m", "relskew_core.cli", "--help"] if help_ else ["-c", SCRIPT.format(make=make, end=end)]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
-    ended = subprocess.run([sys.executable, *asked], cwd=ROOT, env=environment, capture_output=True, check=True)
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, check=True)
     seconds = time.perf_counter() - start
     return (seconds, None) if help_ else tuple(json.loads(ended.stdout))

@@ -65,7 +65,7 @@ class GPU(Benchmark):
         "huang",
     )  # fmt: skip
     seconds = 0.2
-    legend = "Median time (multiple of ours), speed of plain attention's operations (of its own), peak memory.\n\n"
+    legend = "Median time (multiple of relskew), speed of plain attention's operations (of its own), peak memory.\n\n"
     pairs = True
     fallible = True
 
@@ -86,7 +86,7 @@ class GPU(Benchmark):
     def gate(self, case: Case) -> float:
         return TOLERANCES[case["dtype"]]
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         """Measure memory if the device counts it."""
         return {"time", "memory"} if case["device"] == "cuda" else {"time"}
 

@@ -1,8 +1,8 @@
 """Graphs in onnxruntime on CUDA: times with bound tensors, the device of each node, and attention's kernel.
 
-onnxruntime says so of ``GroupQueryAttention`` alone; of ``Attention`` it shows in the time with the memory-efficient
-kernel forbidden: what does not get slower did not use it. Kernels are chosen when a session is made, from the process's
-environment, so every measurement is a process of its own.
+onnxruntime reports the kernel of ``GroupQueryAttention`` only. For ``Attention``, the memory-efficient kernel is
+forbidden: a graph that does not get slower did not use it. A session chooses its kernels from the environment of the
+process, so every measurement runs in a separate process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relskew_core import init_weights
 from relskew_core.export import to_onnx
 
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
-TELL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
+REPORT_KERNEL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
 GRAPHS: dict[str, dict[str, Any]] = {
     BARE: {},
     "relskew `ort`": {},  # the window by Slice
@@ -55,8 +55,8 @@ class GPUGraphs(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         def call() -> Case:
-            found, said = self.apart("gpu_graphs", case, contender, **ARMS[case["kernels"]], **TELL)
-            kernel = re.search(r"SdpaKernel=(\w+)", said)
+            found, printed = self.apart("gpu_graphs", case, contender, **ARMS[case["kernels"]], **REPORT_KERNEL)
+            kernel = re.search(r"SdpaKernel=(\w+)", printed)
             return found | {"kernel": kernel[1] if kernel else None}
 
         return call

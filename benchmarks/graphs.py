@@ -1,4 +1,4 @@
-"""The compared graphs: ours, the textbook's through torch's exporter, and the block without positions."""
+"""The compared graphs: relskew, the textbook's through torch's exporter, and the block without positions."""
 
 from __future__ import annotations
 
@@ -115,20 +115,20 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
 def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph as the bytes of its file."""
 
-    def ours(**options: Any) -> Callable[[], bytes]:
+    def relskew(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(form.spec, weights, **options).SerializeToString()
 
     def textbook(relative: Relative, dynamo: bool) -> Callable[[], bytes]:
         example = min(EXAMPLE, longest // 2)
         return lambda: from_torch(Textbook(relative, form.spec, dict(weights), longest), example, dynamo=dynamo)
 
-    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": ours(chunk_size=None)}
+    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": relskew(chunk_size=None)}
     if form.spec.block_size is None:
-        made[CHUNKED] = ours(chunk_size=CHUNK)
+        made[CHUNKED] = relskew(chunk_size=CHUNK)
         if form.spec.causal:
             made[BARE_CONTRIB] = bare_bytes(form.spec, weights, profile="ort-contrib")
-            made[CONTRIB] = ours(profile="ort-contrib")
-    made["relskew `portable`"] = ours(profile="portable")
+            made[CONTRIB] = relskew(profile="ort-contrib")
+    made["relskew `portable`"] = relskew(profile="portable")
     for label, relative in form.textbooks.items():
         made[f"torch: {label}"] = textbook(relative, dynamo=True)
         made[f"torch, dynamo=False: {label}"] = textbook(relative, dynamo=False)
@@ -138,16 +138,16 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
 def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph with a cache: growing, or in place."""
 
-    def ours(**options: Any) -> Callable[[], bytes]:
+    def relskew(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(spec, weights, past=True, **options).SerializeToString()
 
     in_place: dict[str, Any] = {"past": True, "in_place": True}
     return {
         BARE: bare_bytes(spec, weights, past=True),
         f"{BARE_CONTRIB}, in place": bare_bytes(spec, weights, profile="ort-contrib", **in_place),
-        "relskew `ort`, a cache that grows": ours(),
-        "relskew `ort`, in place": ours(in_place=True),
-        IN_PLACE: ours(in_place=True, profile="ort-contrib"),
+        "relskew `ort`, a cache that grows": relskew(),
+        "relskew `ort`, in place": relskew(in_place=True),
+        IN_PLACE: relskew(in_place=True, profile="ort-contrib"),
     }
 
 

@@ -16,7 +16,7 @@ from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, distance
 from relskew_core import relative_attention_2d
 
-PLAIN, OURS, MODULE = "torch's attention, no positions", "relskew", "the module's own code"
+PLAIN, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"
 MODELS = {
     "SAM, 64 × 64": {"items": 1, "heads": 12, "width": 64, "side": 64, "tokens": 0},
     "SAM's windows, 14 × 14": {"items": 25, "heads": 12, "width": 64, "side": 14, "tokens": 0},
@@ -31,7 +31,7 @@ class OverGrids(Benchmark):
     """Calls with the sizes of models in float32, on one thread of torch."""
 
     page = "compiled.md"
-    names = (PLAIN, OURS, MODULE)
+    names = (PLAIN, RELSKEW, MODULE)
     measures = frozenset({"time", "memory"})
     tolerance = 1e-4
     legend = "Time and how many times that of the first column, and the memory of a call with its results.\n\n"
@@ -56,7 +56,7 @@ class OverGrids(Benchmark):
         arrays = [x.requires_grad_(case["training"]) for x in (*(torch.randn(lead) for _ in range(3)), *tables)]
         ways: dict[str, Any] = {
             PLAIN: lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v),
-            MODULE: partial(attend[0], side), OURS: partial(attend[1], side),
+            MODULE: partial(attend[0], side), RELSKEW: partial(attend[1], side),
         }  # fmt: skip
         given = arrays[:3] if contender == PLAIN else arrays
 
@@ -67,7 +67,7 @@ class OverGrids(Benchmark):
         return call
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        if contender != OURS:
+        if contender != RELSKEW:
             return None
         expected: Any = self.prepare(case, MODULE)()
         return distance(result, expected)

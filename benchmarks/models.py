@@ -75,7 +75,7 @@ class Gather(Attention):
         return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
 
 
-def ours(length: int) -> RelativeMultiheadAttention:
+def relskew_layer(length: int) -> RelativeMultiheadAttention:
     """Return the module of the library."""
     return RelativeMultiheadAttention(BlockSpec(WIDTH, HEADS, Span.causal(length), causal=True))
 
@@ -83,7 +83,7 @@ def ours(length: int) -> RelativeMultiheadAttention:
 PLAIN, GRAPHS = "no positions", "graphs"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     PLAIN: Attention,
-    "RelativeMultiheadAttention": ours,
+    "RelativeMultiheadAttention": relskew_layer,
     "pad, reshape, slice": PadReshapeSlice,
     "a row for each pair": Gather,
 }
@@ -232,7 +232,7 @@ class Models(Benchmark):
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         return dict(zip(("calls", "graphs"), result, strict=True)) if case["task"] == GRAPHS else {}
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         return set() if case["task"] == GRAPHS else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:

@@ -117,8 +117,8 @@ class OperatorNodes(Benchmark):
                 cells.append(("**operator**, multiple", f"{case['length']}", f"**{ratio:.2f}**"))
             if cells:
                 verdict = "reached" if max(found) <= most else "**missed**"
-                beside = " or ".join(baselines(form)) if form != DECODER else "the best graph without it"
-                lines.append((form, f"≤ {most} × {beside}", ", ".join(f"{x:.2f}" for x in found), verdict))
+                baseline = " or ".join(baselines(form)) if form != DECODER else "the best graph without it"
+                lines.append((form, f"≤ {most} × {baseline}", ", ".join(f"{x:.2f}" for x in found), verdict))
                 axis = "past" if form in (TOKEN, DECODER) else "length"
                 tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
         if cells := list(on_cores(record)):

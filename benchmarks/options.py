@@ -72,7 +72,7 @@ def _sdpa(x: OptionInputs, bias: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, **options)
 
 
-def _ours(x: OptionInputs, **options: Any) -> Any:
+def _relskew(x: OptionInputs, **options: Any) -> Any:
     return relative_attention(x.q, x.k, x.v, x.table, Span.clipped(REACH), **options)
 
 
@@ -131,37 +131,39 @@ class Option:
     """An option, in relskew and in its common form."""
 
     call: str
-    ours: Callable[[OptionInputs], Any]
+    relskew: Callable[[OptionInputs], Any]
     dense: Callable[[OptionInputs], Tensor]
     exact: bool = True  # whether both compute the same numbers
 
 
 OPTIONS = {
-    "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)))),
-    "sinks": Option("sinks=(H,)", lambda x: _ours(x, causal=True, sinks=x.sinks), _dense_sinks),
-    "softcap": Option("softcap=30", lambda x: _ours(x, causal=True, softcap=SOFTCAP), _dense_softcap),
+    "none": Option(
+        "causal alone", lambda x: _relskew(x, causal=True), lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)))
+    ),
+    "sinks": Option("sinks=(H,)", lambda x: _relskew(x, causal=True, sinks=x.sinks), _dense_sinks),
+    "softcap": Option("softcap=30", lambda x: _relskew(x, causal=True, softcap=SOFTCAP), _dense_softcap),
     "padding": Option(
         "mask=(B, 1, 1, L), not causal",
-        lambda x: _ours(x, mask=_padding(x)),
+        lambda x: _relskew(x, mask=_padding(x)),
         lambda x: _sdpa(x, _bias(x, ~_padding(x), _rows(x))),
     ),
-    "key_table": Option("key_table=(R, D), not causal", lambda x: _ours(x, key_table=x.table), _dense_key_table),
+    "key_table": Option("key_table=(R, D), not causal", lambda x: _relskew(x, key_table=x.table), _dense_key_table),
     "offsets": Option("offset, by item", lambda x: _offsets(x, [*range(HEADS)]), _dense_offsets),
     "segments": Option(
         "segments, 64 documents",
-        lambda x: _ours(x, causal=True, segments=x.documents),
+        lambda x: _relskew(x, causal=True, segments=x.documents),
         lambda x: _sdpa(x, _bias(x, _future(x) | (x.documents[:, None] != x.documents), _rows(x))),
     ),
     "blocks": Option(
-        "block_size=128, blocks_before=2", lambda x: _ours(x, block_size=128, blocks_before=2), _dense_blocks
+        "block_size=128, blocks_before=2", lambda x: _relskew(x, block_size=128, blocks_before=2), _dense_blocks
     ),
     "positions": Option(
-        "positions, time stamps", lambda x: _ours(x, causal=True, positions=(x.stamps, x.stamps)), _dense_positions
+        "positions, time stamps", lambda x: _relskew(x, causal=True, positions=(x.stamps, x.stamps)), _dense_positions
     ),
-    "scale": Option("scale=(H,)", lambda x: _ours(x, causal=True, scale=x.scale), _dense_scales),
+    "scale": Option("scale=(H,)", lambda x: _relskew(x, causal=True, scale=x.scale), _dense_scales),
     "dropout": Option(
         "dropout=0.1",
-        lambda x: _ours(x, causal=True, dropout=DROPOUT, seed=1),
+        lambda x: _relskew(x, causal=True, dropout=DROPOUT, seed=1),
         lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)), dropout_p=DROPOUT),
         exact=False,
     ),
@@ -172,7 +174,7 @@ class OptionsOfCalls(Benchmark):
     """Every option at two lengths; memory at the longer one."""
 
     page = "options.md"
-    names = ("ours", "dense")
+    names = ("relskew", "dense")
     tolerance = 1e-5
     seconds = 2.0
     small: ClassVar[Case] = {"length": 512}  # a small call that still takes the path of long ones, with kernels
@@ -195,19 +197,19 @@ class OptionsOfCalls(Benchmark):
             return None
         return distance(*([y for y in x if y is not None] if isinstance(x, tuple) else x for x in (result, first)))
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         return {"time", "memory"} if case["length"] == LENGTHS[-1] else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:
         def cells() -> Iterator[tuple[str, str, str]]:
             for case, rows in record.by_case():
-                ours, dense, call = rows["ours"], rows["dense"], OPTIONS[case["option"]].call
+                relskew, dense, call = rows["relskew"], rows["dense"], OPTIONS[case["option"]].call
                 line = call if case["option"] == "none" else f"`{call}`"
                 size = f"{case['length']}{', with backward' if case['backward'] else ''}"
-                one, other = ours.fastest or 0.0, dense.fastest or 1.0
+                one, other = relskew.fastest or 0.0, dense.fastest or 1.0
                 yield line, f"L = {size}", f"{as_time(one)} ({one / other:.2f}×)"
-                if ours.bytes is not None and dense.bytes is not None:
-                    yield line, f"memory at {size}", f"{ours.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
+                if relskew.bytes is not None and dense.bytes is not None:
+                    yield line, f"memory at {size}", f"{relskew.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
 
         ordered = sorted(cells(), key=lambda cell: "memory" in cell[1])
         corner = "relskew, and its multiple of the dense mask"

@@ -117,15 +117,15 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
         r = torch.arange(shape.length, device=rows.device) - i
         columns = (r + left).clamp(0, table.shape[-1 if shape.bias else -2] - 1)
         q, d_out = x.q[0, :, i].double(), x.d_out[0, :, i].double()
-        meets = k if kind == "plain" or shape.bias else k + table.double()[..., columns, :]
-        logits = (meets @ q[..., None])[..., 0] * scale
+        keys = k if kind == "plain" or shape.bias else k + table.double()[..., columns, :]
+        logits = (keys @ q[..., None])[..., 0] * scale
         if shape.bias and kind != "plain":
             logits = logits + table.double()[:, columns]
         weights = logits.masked_fill(~visible(shape, i, r), -math.inf).softmax(-1)
         out = (weights[:, None] @ v)[:, 0]
         d_logits = weights * ((v @ d_out[..., None])[..., 0] - (d_out * out).sum(-1, keepdim=True))
         outs.append(out)
-        d_qs.append((d_logits[:, None] @ meets)[:, 0] * scale)
+        d_qs.append((d_logits[:, None] @ keys)[:, 0] * scale)
     return Expected(rows, torch.stack(outs, 1), torch.stack(d_qs, 1))
 
 

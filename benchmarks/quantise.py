@@ -37,7 +37,7 @@ class Quantise(Benchmark):
                 {"profile": profile, "form": form, "width": 512, "rows": 2048} for form in (CALL, LOGITS, TOKEN)
             )
 
-    def asks(self, case: Case) -> set[str]:
+    def measures_of(self, case: Case) -> set[str]:
         """Large logits do not affect time."""
         return set() if case["form"] == LOGITS else {"time"}
 

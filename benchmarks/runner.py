@@ -113,7 +113,7 @@ class Benchmark:
         """Return the largest error of a right result in a case."""
         return self.tolerance
 
-    def asks(self, case: Case) -> Set[str]:
+    def measures_of(self, case: Case) -> Set[str]:
         """Return the measurements of a case."""
         return self.measures
 
@@ -168,12 +168,12 @@ class Benchmark:
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
         """Measure the cases, group by group."""
         for _, group in itertools.groupby(cases, self.group):
-            asked, wanted = list(group), set(only)
+            grouped, wanted = list(group), set(only)
             if self.pairs:
-                yield list(self._pairs(name, asked[0], seconds, wanted))
+                yield list(self._pairs(name, grouped[0], seconds, wanted))
                 continue
-            rows = self._measure(name, asked, seconds, wanted)
-            yield self._measure(name, asked, 8 * seconds, wanted) if self.doubts(rows) else rows
+            rows = self._measure(name, grouped, seconds, wanted)
+            yield self._measure(name, grouped, 8 * seconds, wanted) if self.doubts(rows) else rows
 
     def _pairs(self, name: str, case: Case, seconds: float, only: set[str]) -> Iterator[Row]:
         first, *others = (each for each in self.contenders(case) if not only or each in only)
@@ -186,23 +186,23 @@ class Benchmark:
         calls: dict[tuple[int, str], Call] = {}
         firsts: dict[int, tuple[int, str]] = {}
         for number, case in enumerate(cases):
-            first, asked = None, self.asks(case)
+            first, measures = None, self.measures_of(case)
             for contender in self.contenders(case):
                 key, row = (number, contender), Row(case, contender, skipped=self.skip(case, contender))
                 if only and contender not in only:
                     continue
                 firsts.setdefault(number, key)
                 try:
-                    if row.skipped is None and "memory" in asked:
+                    if row.skipped is None and "memory" in measures:
                         row = replace(row, **self.memory(name, case, contender))
-                    if row.skipped is None and asked != {"memory"}:
+                    if row.skipped is None and measures != {"memory"}:
                         call = self.prepare(case, contender)
                         result = call()  # warms up, too
                         error = self.check(case, contender, result, first)
                         row = replace(row, error=error, facts=self.facts(case, contender, result))
                         first = result if first is None else first
                         del result
-                        if "time" in asked:
+                        if "time" in measures:
                             calls[key] = call
                 except Exception as error:
                     if not self.fallible:

@@ -181,8 +181,8 @@ class Runtimes(Benchmark):
             if row.case["opset"] is not None
         ]
         about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
-        said = "The error of each form that fails:"
-        return {"": "\n\n".join([about, pivot(released), said, "\n".join(reasons(own, names)), pivot(opsets)])}
+        heading = "The error of each form that fails:"
+        return {"": "\n\n".join([about, pivot(released), heading, "\n".join(reasons(own, names)), pivot(opsets)])}
 
 
 def _releases(case: Case) -> Sequence[Release]:
@@ -194,12 +194,12 @@ def _releases(case: Case) -> Sequence[Release]:
 def reasons(rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
     """Yield a line for every form that runs in part, with the runtime's message; wrong numbers come first."""
     for name in names:
-        told: dict[str, list[str]] = {}
+        failures: dict[str, list[str]] = {}
         for row in rows:
             failed = sorted(row.facts["failed"].items(), key=lambda each: not each[1].startswith("wrong"))
             if row.contender == name and failed:
-                told.setdefault(": ".join(failed[0]), []).append(f"`{row.case['profile']}`")
-        yield from (f"- {name}, {' and '.join(where)}, {what}" for what, where in told.items())
+                failures.setdefault(": ".join(failed[0]), []).append(f"`{row.case['profile']}`")
+        yield from (f"- {name}, {' and '.join(where)}, {what}" for what, where in failures.items())
 
 
 def _cell(row: Row) -> str:
@@ -232,8 +232,8 @@ def _run(release: Release, folder: Path) -> dict[str, str] | str:
     if ended.returncode == 0:
         found: dict[str, str] = json.loads(ended.stdout.strip().splitlines()[-1])
         return found
-    told = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()]
-    return f"the process ends with {ended.returncode}: {' '.join(told[:1])}"
+    lines = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()]
+    return f"the process ends with {ended.returncode}: {' '.join(lines[:1])}"
 
 
 def clean(reason: str) -> str:

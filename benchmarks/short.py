@@ -1,7 +1,7 @@
 """Short calls compared with six lines of hand-written code.
 
-Decoding, a few more tokens, small batches and short training sequences, where what stands around the arithmetic
-counts. A cell's number is ours over the fastest of the others.
+Decoding, a few more tokens, small batches and short training sequences, whose time is mostly
+that of the code around the arithmetic. A cell's number is relskew's time over that of the fastest other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WHERE = (
 NAMES = ("library", "way", "batch", "heads", "queries", "length", "dim", "threads")
 
 
-def ours(q: Any, k: Any, v: Any, table: Any) -> Any:
+def relskew(q: Any, k: Any, v: Any, table: Any) -> Any:
     """Attend with the library."""
     return relative_attention(q, k, v, table, Span.causal(table.shape[0]), causal=True, offset=k.shape[2] - q.shape[2])
 
@@ -85,7 +85,12 @@ def dense(q: Any, k: Any, v: Any, table: Any) -> Any:
     return _attended(q, k, v, relative, behind < 0)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"ours": ours, "by hand": by_hand, "textbook": textbook, "dense": dense}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "relskew": relskew,
+    "by hand": by_hand,
+    "textbook": textbook,
+    "dense": dense,
+}
 OTHERS = {"decoding": ("by hand",), "continuing": ("dense",)}
 
 
@@ -131,7 +136,7 @@ class Short(Benchmark):
                         yield dict(zip(NAMES, (library, *where, threads), strict=True))
 
     def contenders(self, case: Case) -> Iterable[str]:
-        return "ours", *OTHERS.get(case["way"], ("textbook", "dense"))
+        return "relskew", *OTHERS.get(case["way"], ("textbook", "dense"))
 
     def prepare(self, case: Case, contender: str) -> Call:
         torch.set_num_threads(case["threads"])
@@ -158,15 +163,15 @@ class Short(Benchmark):
 
     def doubts(self, rows: list[Row]) -> bool:
         """Repeat longer if relskew seems slow, which may be noise of the machine."""
-        mine, *others = (row.fastest or 0.0 for row in rows)
-        return bool(others) and mine > BOUND * min(others)
+        relskew, *others = (row.fastest or 0.0 for row in rows)
+        return bool(others) and relskew > BOUND * min(others)
 
     def texts(self, record: Record) -> dict[str, str]:
         seconds = {
             tuple(case[name] for name in NAMES): [row.fastest or 0.0 for row in rows.values()]
             for case, rows in record.by_case()
         }
-        ratios = {case: mine / min(others) for case, (mine, *others) in seconds.items() if others}
+        ratios = {case: relskew / min(others) for case, (relskew, *others) in seconds.items() if others}
 
         def cells() -> Iterator[tuple[str, str, str]]:
             for case, ratio in ratios.items():

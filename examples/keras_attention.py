@@ -1,7 +1,7 @@
 """Relative attention as a Keras 3 layer for every backend: TensorFlow, torch or JAX. Copy it and change it.
 
-torch and JAX run relskew's paths of their own. TensorFlow's arrays follow no standard: there the NumPy path attends, on
-the CPU, forward and backward, as one step of the graph that XLA cannot compile.
+With torch and JAX, relskew's native paths run. TensorFlow's arrays follow no standard: there the NumPy path computes
+attention on the CPU, forward and backward, as one step of the graph that XLA cannot compile.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 class RelativeAttention(keras.layers.Layer):
     """Multi-head self-attention with a learned vector for every relative position and head.
 
-    ``left`` and ``right`` are how far the table reaches into the past and the future; what is further away has its last
+    ``left`` and ``right`` are the reach of the table into the past and the future; positions further away use its last
     row. Inputs are ``(batch, length, features)``; Keras' masks, ``(batch, length)``, hide keys.
     """
 

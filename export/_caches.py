@@ -209,7 +209,7 @@ class _Writer:
         changed.CopyFrom(node)
         for index, name in enumerate(node.input):
             cache = self._joins.get(name) or self._pasts.get(name)
-            if cache is None or (node.op_type == "Shape" and not _asks_length(node)):
+            if cache is None or (node.op_type == "Shape" and not _reads_length(node)):
                 continue
             if node.op_type == "Shape":
                 length = shared("total_length") if name == cache.present else PAST_LENGTH
@@ -225,7 +225,7 @@ def _node(op_type: str, inputs: list[str], name: str, **attributes: Any) -> onnx
     return helper.make_node(op_type, inputs, [shared(name)], name=shared(name), **attributes)
 
 
-def _asks_length(node: onnx.NodeProto) -> bool:
+def _reads_length(node: onnx.NodeProto) -> bool:
     """Whether a Shape reads the length of a cache; one that reads more is not supported."""
     found = {one.name: one.i for one in node.attribute}
     start, end = found.get("start", 0) % 4, found.get("end", 4)

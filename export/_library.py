@@ -10,7 +10,7 @@ import onnx.inliner
 
 from relskew_core._array.checks import describe
 from relskew_core.backends import _compiled
-from relskew_core.backends._compiled.told import told
+from relskew_core.backends._compiled.availability import availability
 from relskew_core.export._graph.operator import DOMAIN, NAME
 
 
@@ -44,7 +44,7 @@ def custom_ops_library() -> Path:
     """
     path = found_library()
     if path is None:
-        raise RuntimeError(f"there is no operator library here; compiled kernels: {told()}")
+        raise RuntimeError(f"there is no operator library here; compiled kernels: {availability()}")
     return path
 
 

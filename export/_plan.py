@@ -290,21 +290,21 @@ def _table_end(
     spec: BlockSpec, name: str, reach: int, farthest: int | None, window: int | None, max_length: int | None
 ) -> TableEnd:
     """Choose one end of the table: ``reach`` rows exist, and no query sees further than ``farthest`` or ``window``."""
-    asked = None if max_length is None else max_length - 1
-    if farthest is not None and farthest <= (reach if asked is None else min(reach, asked)):
+    limit = None if max_length is None else max_length - 1
+    if farthest is not None and farthest <= (reach if limit is None else min(reach, limit)):
         return TableEnd(farthest, "hidden")
-    if asked is None and not spec.has_tables and reach >= ENDLESS - 1:
+    if limit is None and not spec.has_tables and reach >= ENDLESS - 1:
         return TableEnd(0, "endless") if farthest is None else TableEnd(farthest, "hidden")
     if spec.span.beyond == "error":
-        if asked is not None and asked > reach:
+        if limit is not None and limit > reach:
             raise ValueError(
                 f"`max_length` must be at most {reach + 1}, as far as the span reaches into the {name}, got "
                 f"{max_length}; "
                 "make the table longer or choose beyond='clip' or 'zero'"
             )
-        return TableEnd(reach if asked is None else asked, "limited")
-    if asked is not None and asked < reach:
-        return TableEnd(asked, "limited")
+        return TableEnd(reach if limit is None else limit, "limited")
+    if limit is not None and limit < reach:
+        return TableEnd(limit, "limited")
     if window is not None and window == farthest:
         if window > MOST_ROWS:
             raise ValueError(

@@ -190,9 +190,9 @@ def _remove_stale(parent: Path) -> None:
     for folder in parent.glob(f".*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and (os.name != "posix" or status.st_uid == os.geteuid())
+            own = stat.S_ISDIR(status.st_mode) and (os.name != "posix" or status.st_uid == os.geteuid())
             # Check the time as well as the lock: locks of other machines may not be visible on a network's file system.
-            if ours and _idle(folder, _GRACE, inside=True):
+            if own and _idle(folder, _GRACE, inside=True):
                 with _locked(folder) as locked:
                     if locked or _idle(folder, _DAY, inside=True):
                         shutil.rmtree(folder)

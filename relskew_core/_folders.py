@@ -6,7 +6,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 
-def _backends_are_ours() -> bool:
+def _has_backends() -> bool:
     """Whether ``backends`` is in the package, directly, by a link, or mapped by an editable install."""
     if (_HERE / "backends").is_dir():
         return True
@@ -14,7 +14,7 @@ def _backends_are_ours() -> bool:
     return found is not None and Path(str(found.origin)).resolve().parents[1] in (_HERE, _HERE.parent)
 
 
-if not _backends_are_ours():
+if not _has_backends():
     raise ImportError(
         f"{_HERE / 'backends'} must be a link to the folder backends/ next to relskew_core, and export one to export/. "
         "Here they are text files or missing, as zip archives and sdists are unpacked. Install the project with pip "

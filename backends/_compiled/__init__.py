@@ -14,7 +14,16 @@ from relskew_core._array.namespace import device
 from relskew_core._array.precision import cast, wide
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import KINDS, SEQUENCES, GridOptions, Operands, Options, has_tables, operands_of, unknown
+from relskew_core._kernel.call import (
+    KINDS,
+    SEQUENCES,
+    GridOptions,
+    Operands,
+    Options,
+    has_tables,
+    operands_of,
+    unsupported,
+)
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core._kernel.sums import sum_to
@@ -27,7 +36,7 @@ from relskew_core.backends._compiled.call import kernels as kernels
 from relskew_core.backends._path import OPTIONS
 
 _arrays = attrgetter(*(ARRAYS or Operands._fields))
-ALONE = (0, 1)
+ONE_THREAD = (0, 1)
 """The last arguments of a call on one thread."""
 
 NO_INTEGERS = (None,) * len(INTEGERS)
@@ -44,7 +53,9 @@ LONGEST = 2**16
 APART = 2**30
 """The limit of the distance between integers of queries and keys."""
 
-KNOWN = frozenset((*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout", "sides"))
+SUPPORTED = frozenset(
+    (*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout", "sides")
+)
 """The arrays of the kernels, and the options from which their numbers follow; calls with others are not supported."""
 
 
@@ -56,7 +67,7 @@ class Library(NamedTuple):
     """
 
     xp: Namespace
-    lent: Callable[[Sequence[Any]], Iterable[Any]]  # arrays, or None for missing ones, as the kernels accept them
+    buffers: Callable[[Sequence[Any]], Iterable[Any]]  # arrays, or None for missing ones, as the kernels accept them
     in_rows: Callable[[Any], Any]  # an array, or a copy that is contiguous along its last axis
     empty: Callable[..., Any]  # makes an array of a shape and the name of a dtype
     zeros: Callable[..., Any]
@@ -71,30 +82,30 @@ def missing() -> str | None:
     return "no kernels were compiled at installation" if kernels is None else None
 
 
-def refusal(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> str | None:
+def refusal(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED) -> str | None:
     """Return why a call is not for these kernels, ``None`` if it is; other backends may support more."""
-    if (reason := missing()) is not None or serves(x, options, known):
+    if (reason := missing()) is not None or serves(x, options, supported):
         return reason
-    names = unknown(x, options, known)
-    told = f"`{'` and `'.join(names)}`" if names else "such sizes, dtypes, offsets, segments or positions"
-    return f"the compiled kernels do not take {told}"
+    names = unsupported(x, options, supported)
+    subject = f"`{'` and `'.join(names)}`" if names else "such sizes, dtypes, offsets, segments or positions"
+    return f"the compiled kernels do not take {subject}"
 
 
-def serves(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
+def serves(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED) -> bool:
     """Whether these kernels support a call."""
-    if not serves_kind(x, options, known):
+    if not serves_kind(x, options, supported):
         return False
     if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
         return False
     return x.k_positions is None or _reached(x, options)
 
 
-def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
+def serves_kind(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED) -> bool:
     """Whether the kernels support a call, provided that its integers fit 32 bits and its tables reach them."""
     if (
         kernels is None
         or not str(x.q.dtype).endswith(DTYPES)
-        or unknown(x, options, known)
+        or unsupported(x, options, supported)
         or abs(options.visibility.offset) >= OFFSETS
     ):
         return False
@@ -139,14 +150,14 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> 
 
 
 def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> None:
-    lent = library.lent
+    buffers = library.buffers
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
-    kernels.attend(*call[:3], *lent(_arrays(x)), *integers, *lent((out, lse)), *_threads(call, library))
+    kernels.attend(*call[:3], *buffers(_arrays(x)), *integers, *buffers((out, lse)), *_threads(call, library))
 
 
 def _threads(call: Call, library: Library) -> tuple[int, int]:
     """Return the team for a call, and its number of threads: the library's, or new ones if it has none."""
-    return ALONE if call.work <= library.shared else (library.team(), library.threads())
+    return ONE_THREAD if call.work <= library.shared else (library.team(), library.threads())
 
 
 def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
@@ -189,15 +200,15 @@ def pull_back(
 
 
 def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:
-    lent, found, dtype = library.lent, dict[str, Any](), wide(x.q.dtype, xp=library.xp)
+    buffers, found, dtype = library.buffers, dict[str, Any](), wide(x.q.dtype, xp=library.xp)
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
             make = library.empty if KINDS[name] in SEQUENCES else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
-    arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
-    kernels.pull_back(*call[:3], *arrays, *integers, *lent(given), *gradients, *_threads(call, library))
+    arrays, gradients = buffers(_arrays(x)), buffers([found.get(name) for name in GRADIENTS])
+    kernels.pull_back(*call[:3], *arrays, *integers, *buffers(given), *gradients, *_threads(call, library))
     return found
 
 
@@ -212,8 +223,8 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
         mask = mask.reshape((*operands.q.shape[:-3], *mask.shape[1:]))
         found["mask"] = sum_to(mask, own.shape[:-2], xp=xp)
         del mask
-    likes = {name: getattr(operands, name) for name in found}
-    return {name: cast(found.pop(name).reshape(like.shape), like.dtype, xp=xp) for name, like in likes.items()}
+    originals = {name: getattr(operands, name) for name in found}
+    return {name: cast(found.pop(name).reshape(like.shape), like.dtype, xp=xp) for name, like in originals.items()}
 
 
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
@@ -238,4 +249,4 @@ def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...
         keys = found[name]
         spare = xp.zeros((*keys.shape[:-1], kernels.SPARE), dtype=keys.dtype, device=device(keys))
         found[name] = xp.concat([keys, spare], axis=-1)
-    return tuple(library.lent([found.get(name) for name in INTEGERS]))
+    return tuple(library.buffers([found.get(name) for name in INTEGERS]))

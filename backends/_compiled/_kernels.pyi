@@ -1,4 +1,4 @@
-"""What `source/module.cpp` gives to Python; the arguments stand there."""
+"""The functions of `source/module.cpp` for Python, which lists their arguments."""
 
 from typing import Any
 

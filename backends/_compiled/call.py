@@ -26,7 +26,7 @@ FAR = 2**40
 OFFSETS = FAR // 2
 """The limit of offsets; calls with larger ones are not supported."""
 
-ALONE_WORTH = 2
+FEWEST_QUERIES = 2
 """Up to this many queries, products take as long as for one, because they wait for keys."""
 
 SIDES = 4
@@ -48,12 +48,12 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
         behind = min(pattern.whole_blocks_before, FAR // block)
         before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
     items, heads, queries, width = x.q.shape
-    met = x.rel_k if x.axis_tables is None else x.q
+    related = x.rel_k if x.axis_tables is None else x.q
     _, key_heads, keys, value_width = x.v.shape
     return {
         "keys": keys, "offset": pattern.offset,
         "items": items, "heads": heads, "key_heads": key_heads, "queries": queries,
-        "width": width, "rel_width": 0 if met is None else met.shape[-1], "value_width": value_width,
+        "width": width, "rel_width": 0 if related is None else related.shape[-1], "value_width": value_width,
         "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
         "before": before, "after": after, "block": block, "behind": behind,
         "mask_adds": has_additive_mask(x), "threshold": threshold(options.dropout),
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         found = numbers(x, options)
         keys, offset, before = found["keys"], found["offset"], found["before"]
         labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
-        per_key = 3 * found["width"] * found["items"] * found["heads"] * max(found["queries"], ALONE_WORTH)
+        per_key = 3 * found["width"] * found["items"] * found["heads"] * max(found["queries"], FEWEST_QUERIES)
         others = tuple(found[name] for name in (*WHOLE, *REAL) if name not in ("keys", "offset"))
         return cls(keys, offset, others, options, per_key, before, before + found["after"] + 1, labelled)
 

@@ -67,8 +67,8 @@ def _by_cublas(operands: Operands, options: Options, *, xp: Any) -> tuple[Array,
     return out, lse if options.return_lse else None
 
 
-FUSED = Path(_fused, _fused_vjp, knows=COMMON | {"softcap"}, half=True)
-CUBLAS = Path(_by_cublas, PORTABLE.attention_vjp, knows=COMMON | {"softcap"})
+FUSED = Path(_fused, _fused_vjp, supports=COMMON | {"softcap"}, half=True)
+CUBLAS = Path(_by_cublas, PORTABLE.attention_vjp, supports=COMMON | {"softcap"})
 
 
 @contextmanager

@@ -15,10 +15,12 @@ from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._dask import backward, blocks, whole
 from relskew_core.backends._path import ARRAYS, Path
 
-KNOWN = frozenset((*ARRAYS, "key_table", "softcap", "q_segments", "k_segments"))
-KNOWN |= {"beyond", "offset", "left", "right", "chunk_size", "return_lse", "part"}
+SUPPORTED = frozenset((*ARRAYS, "key_table", "softcap", "q_segments", "k_segments"))
+SUPPORTED |= {"beyond", "offset", "left", "right", "chunk_size", "return_lse", "part"}
 
-KNOWN_BACKWARD = frozenset(Operands._fields) | {x.name for kind in (Options, Span, Visibility) for x in fields(kind)}
+SUPPORTED_BACKWARD = frozenset(Operands._fields) | {
+    x.name for kind in (Options, Span, Visibility) for x in fields(kind)
+}
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -27,8 +29,8 @@ def serve(function: str, call: Problem) -> Path | str:
         return "dask's is for calls with something in them"
     if call.given.seed is not None:
         return "dask's does not take `dropout`"
-    knows = KNOWN if function == "attention" else KNOWN_BACKWARD
-    return Path(blocks.attention, backward.attention_vjp, knows=knows)
+    supports = SUPPORTED if function == "attention" else SUPPORTED_BACKWARD
+    return Path(blocks.attention, backward.attention_vjp, supports=supports)
 
 
 def instead(call: Problem) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 from dask.delayed import delayed as untyped_delayed
 
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Arguments, Kind, Operands, Options, Part, unknown
+from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Arguments, Kind, Operands, Options, Part, unsupported
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
@@ -99,7 +99,7 @@ def kernels(function: str, call: Problem) -> Path:
     """Return the kernels for a call in the library of the blocks."""
     library = LIBRARIES.get(call.xp.__name__.rpartition(".")[2])
     found = None if library is None else library.serve(function, call)
-    served = isinstance(found, Path) and found.faster and not unknown(call.given, call.options, found.knows)
+    served = isinstance(found, Path) and found.faster and not unsupported(call.given, call.options, found.supports)
     return found if isinstance(found, Path) and served else PORTABLE
 
 
@@ -143,8 +143,8 @@ class Blocks:
         def chunks(name: str, x: Any) -> tuple[Any, ...]:
             kind = KINDS[name]
             if kind in SEQUENCES:
-                mine = (heads, lengths["q"]) if kind is Kind.QUERY else (of_keys, lengths["k"])
-                return (*lead, *mine, -1)
+                of_kind = (heads, lengths["q"]) if kind is Kind.QUERY else (of_keys, lengths["k"])
+                return (*lead, *of_kind, -1)
             if kind is Kind.LABEL:
                 return (*lead[: x.ndim - 1], lengths[name[0]])
             if kind is Kind.MASK:

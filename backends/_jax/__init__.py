@@ -26,7 +26,7 @@ from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
 from relskew_core.backends._path import Path
 
-KNOWN = frozenset(Operands._fields) | {
+SUPPORTED = frozenset(Operands._fields) | {
     option.name for kind in (Options, Span, RaggedVisibility) for option in fields(kind)
 }
 """The arrays and options that the loops support: all of them."""
@@ -41,9 +41,9 @@ def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that support a call, or why there are none."""
     forward, x = function == "attention", call.operands()
     if compiled.serves(x, call.options) if forward else compiled.serves_backward(x, call.options):
-        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), knows=KNOWN)
+        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), supports=SUPPORTED)
     return Path(
-        attention, attention_vjp, knows=KNOWN, faster=not forward or not at_once.serves(call.given, call.options)
+        attention, attention_vjp, supports=SUPPORTED, faster=not forward or not at_once.serves(call.given, call.options)
     )
 
 

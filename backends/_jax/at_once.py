@@ -19,7 +19,7 @@ from relskew_core._array.checks import is_symbol
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._array.typing import Array
-from relskew_core._kernel.call import Operands, Options, unknown
+from relskew_core._kernel.call import Operands, Options, unsupported
 from relskew_core._kernel.forward import capped, grouped_matmul
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
@@ -28,7 +28,7 @@ from relskew_core.backends._jax.layout import Layout
 from relskew_core.backends._jax.manual import axes_of
 from relskew_core.backends._path import COMMON
 
-KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
+SUPPORTED = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
 """The arrays and options that this path supports."""
 
 KEPT = 2**20
@@ -42,7 +42,11 @@ def serves(x: Operands, options: Options) -> bool:
     """Whether this path is faster, and the values that a call depends on are known."""
     if axes_of(x) or explicitly_split(x):  # the loops create arrays with the types that these require
         return False
-    if unknown(x, options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
+    if (
+        unsupported(x, options, SUPPORTED)
+        or any(map(is_symbol, x.q.shape))
+        or 0 in (*x.q.shape, *x.k.shape, *x.v.shape)
+    ):
         return False
     logits = x.q.shape[-2] * x.k.shape[-2]
     heads = math.prod(x.q.shape[:-2])
@@ -96,8 +100,8 @@ def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:
     product = grouped_matmul(x.q, jnp.matrix_transpose(k), xp=jnp)
     relative = None
     if x.rel_k is not None:
-        met = x.q if x.rel_q is None else x.rel_q
-        relative = _absolute(_product(met, x.rel_k, options.span, layout), layout)
+        rel_q = x.q if x.rel_q is None else x.rel_q
+        relative = _absolute(_product(rel_q, x.rel_k, options.span, layout), layout)
     if relative is not None and options.rel_scale == options.scale:
         logits = (product + relative) * options.scale
     else:

@@ -125,8 +125,8 @@ def _add_key_side(
     chunk: TracedChunk, table: Columns, d_logits: Array, k: Array, sums: Gradients, new: dict[str, Array]
 ) -> Array:
     """Add to the gradient of ``key_table``, and return that of the keys."""
-    met = partial(chunk.key_side_logits, product=key_side.product_of_seen)
-    _, pull = jax.vjp(met, k, chunk.key_side_columns(table))
+    logits = partial(chunk.key_side_logits, product=key_side.product_of_seen)
+    _, pull = jax.vjp(logits, k, chunk.key_side_columns(table))
     d_k, d_columns = pull(d_logits)
     new["key_table"] = _add(sums.key_table, d_columns, {-1: chunk.key_side_start(table)})
     return d_k

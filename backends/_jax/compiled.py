@@ -23,9 +23,9 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import Gradients, Operands, Options, has_tables
 from relskew_core.backends import _compiled
-from relskew_core.backends._jax import at_once, backward, forward, lent
+from relskew_core.backends._jax import at_once, backward, eager, forward
 from relskew_core.backends._jax.explicit import explicitly_split, split_by_compiler
-from relskew_core.backends._jax.foreign import SHARED, by_kernels, known, pulled
+from relskew_core.backends._jax.foreign import SHARED, by_kernels, is_registered, pulled
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.offsets import nearer, step_of
 from relskew_core.backends._jax.tangent import Primitive
@@ -41,7 +41,7 @@ def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels support a call that is lowered for CPUs."""
     if any(map(is_symbol, (*x.q.shape, *x.k.shape))):
         return False
-    if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
+    if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not is_registered():
         return False
     if any(labels is not None and labels.dtype != jnp.int32 for labels in (x.k_segments, x.k_positions)):
         return False  # the values may be traced, and may not fit into 32 bits
@@ -123,8 +123,8 @@ def _run(primitive: Primitive, *arrays: Array, names: tuple[str, ...], options: 
     """Run the kernels on concrete arrays."""
     if watched():
         return _by_loops(*arrays, names=names, options=options, maps=maps)
-    if not maps and lent.may_be(arrays):
-        return _lent(*arrays, names=names, options=options)
+    if not maps and eager.are_concrete(arrays):
+        return _eagerly(*arrays, names=names, options=options)
     return _jitted(primitive, *arrays, names=names, options=options, maps=maps)
 
 
@@ -140,16 +140,16 @@ def _jitted(primitive: Primitive, *arrays: Array, **parameters: Any) -> list[Arr
     return found
 
 
-def _lent(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Array]:
+def _eagerly(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Array]:
     x, cotangents = _given(names, tuple(map(np.asarray, arrays)))
     x = x if x.k_positions is None else nearer(x, options, xp=np)
     if cotangents is None:
-        found = [each for each in of_numpy.attention(x, options, library=lent.LIBRARY) if each is not None]
+        found = [each for each in of_numpy.attention(x, options, library=eager.LIBRARY) if each is not None]
     else:
         given = {"operands": x, "options": options, **cotangents._asdict()}
-        gradients = of_numpy.attention_vjp(**given, library=lent.LIBRARY)
+        gradients = of_numpy.attention_vjp(**given, library=eager.LIBRARY)
         found = [getattr(gradients, name) for name in pulled(x._asdict())]
-    return lent.back(found, arrays)
+    return eager.to_jax(found, arrays)
 
 
 def _by_kernels(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:

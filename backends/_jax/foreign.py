@@ -32,7 +32,7 @@ SHARE = 2**17
 
 
 @cache
-def known() -> bool:
+def is_registered() -> bool:
     """Register the kernels with XLA, which has been initialised; return false if its version is too old."""
     kernels = _compiled.kernels
     try:

@@ -1,7 +1,7 @@
 """JAX: cutting a call into chunks of one shape, so that a loop over traced positions runs them all.
 
 A loop's body is compiled once and its memory is taken once, but every turn has the same shapes. Chunks that see about
-as many keys form one loop; a causal pattern is cut into a few, so that little of its triangle is worked on in vain.
+as many keys form one loop; a causal pattern is cut into a few, so that little of its triangle is computed in vain.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _parts(chunks: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int,
     for count in range(1, min(LOOPS, len(chunks) // TURNS) + 1):
         edges = [len(chunks) * part // count for part in range(count + 1)]
         parts = [chunks[a:b] for a, b in pairwise(edges)]
-        worked = sum(len(part) * max(end - first for *_, first, end in part) for part in parts)
-        if 20 * worked <= 21 * seen:
+        computed = sum(len(part) * max(end - first for *_, first, end in part) for part in parts)
+        if 20 * computed <= 21 * seen:
             break
     return parts
 

@@ -38,9 +38,9 @@ class AnyOffset(Visibility):
         """Return the pattern unchanged: with unknown positions, any bound may hide keys."""
         return self
 
-    def ragged(self, stands: Array) -> RaggedVisibility:
-        """Return the pattern with the offsets of items whose queries have the positions ``stands``, (..., Lq)."""
-        return RaggedVisibility(self.n_queries, self.n_keys, 0, *self.sides, offset_by_item=stands[..., 0])
+    def ragged(self, positions: Array) -> RaggedVisibility:
+        """Return the pattern with the offsets of items whose queries have the positions ``positions``, (..., Lq)."""
+        return RaggedVisibility(self.n_queries, self.n_keys, 0, *self.sides, offset_by_item=positions[..., 0])
 
 
 def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
@@ -49,8 +49,8 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
     if not isinstance(pattern, RaggedVisibility):
         return operands, options
     offsets = pattern.offset_by_item[..., None]
-    stands = of_rank(jnp.arange(pattern.n_queries, dtype=int), offsets.ndim) + offsets
-    operands = operands._replace(q_positions=stands, k_positions=jnp.arange(pattern.n_keys, dtype=int))
+    positions = of_rank(jnp.arange(pattern.n_queries, dtype=int), offsets.ndim) + offsets
+    operands = operands._replace(q_positions=positions, k_positions=jnp.arange(pattern.n_keys, dtype=int))
     return operands, replace(options, visibility=AnyOffset(pattern.n_queries, pattern.n_keys, 0, *pattern.sides))
 
 

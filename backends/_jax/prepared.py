@@ -12,7 +12,7 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, operands_of
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._jax import compiled as kernels
-from relskew_core.backends._jax import lent
+from relskew_core.backends._jax import eager
 from relskew_core.backends._numpy import compiled as of_numpy
 
 # if the first array is made inside `jax.jit`, the type would otherwise be a tracer's
@@ -35,19 +35,19 @@ about = attrgetter("dtype", "sharding")
 
 def call_of(x: Operands, options: Options) -> Call | None:
     """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
-    there = lent.may_be([each for each in x if each is not None])
-    return of_numpy.call_of(_lent(x), options) if there and kernels.serves(x, options) else None
+    there = eager.are_concrete([each for each in x if each is not None])
+    return of_numpy.call_of(_of_numpy(x), options) if there and kernels.serves(x, options) else None
 
 
 def attend(x: Operands, call: Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
-    out, lse = of_numpy.attend(_lent(x), call, lent.LIBRARY)
+    out, lse = of_numpy.attend(_of_numpy(x), call, eager.LIBRARY)
     like = [each for each in x if each is not None]
     if lse is None:
-        return lent.back([out], like)[0], None
-    out, lse = lent.back([out, lse], like)
+        return eager.to_jax([out], like)[0], None
+    out, lse = eager.to_jax([out, lse], like)
     return out, lse
 
 
-def _lent(x: Operands) -> Operands:
+def _of_numpy(x: Operands) -> Operands:
     return operands_of([each if each is None else np.asarray(each) for each in x])

@@ -54,8 +54,8 @@ def _pushed(
 ) -> tuple[Results, Results]:
     moved = tangents[0]._asdict()
     names = [name for name in DIFFERENTIABLE if not isinstance(moved[name], jax.custom_derivatives.SymbolicZero | None)]
-    asked = replace(options, return_lse=options.return_lse or passes.keeps_sums)
-    out, sums = attention(primals[0], asked, primals[1], passes)
+    kept = replace(options, return_lse=options.return_lse or passes.keeps_sums)
+    out, sums = attention(primals[0], kept, primals[1], passes)
     results = out, (sums if options.return_lse else None)
     known, tree = jax.tree.flatten((*primals, sums if passes.keeps_sums else None, results))
     back = LOOPS if "mask" in names else passes  # the kernels compute no gradient of a mask
@@ -145,8 +145,8 @@ def _transposed(cotangents: Any, *args: Any, change: Any, results: int) -> list[
     d_out, *d_lse = cotangents
     given = [ad.instantiate_zeros(d_out), *(None if isinstance(x, ad.Zero) else x for x in d_lse)]
     pulled = change.pull(args[:count], tuple(given))
-    asked = [x if ad.is_undefined_primal(y) else None for x, y in zip(pulled, args[count:], strict=True)]
-    return [*[None] * count, *asked]
+    needed = [x if ad.is_undefined_primal(y) else None for x, y in zip(pulled, args[count:], strict=True)]
+    return [*[None] * count, *needed]
 
 
 def _mapped(args: Any, axes: Any, change: Any, results: int) -> tuple[Any, list[int]]:

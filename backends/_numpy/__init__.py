@@ -17,11 +17,11 @@ def serve(function: str, call: Problem) -> Path | str:
     x, options, half = call.given, call.options, call.is_final
     if not isinstance(options.visibility, RaggedVisibility):
         reason = _compiled.refusal(x, options)
-        return reason or Path(attention, attention_vjp, knows=_compiled.KNOWN, half=half)
-    reason = _ragged.refusal(options) or _compiled.refusal(x, options, _ragged.KNOWN)
+        return reason or Path(attention, attention_vjp, supports=_compiled.SUPPORTED, half=half)
+    reason = _ragged.refusal(options) or _compiled.refusal(x, options, _ragged.SUPPORTED)
     return reason or Path(
         partial(_ragged.attention, attend=attention, split=_ragged.slices),
         partial(_ragged.attention_vjp, pull_back=attention_vjp, split=_ragged.slices),
-        knows=_ragged.KNOWN,
+        supports=_ragged.SUPPORTED,
         half=half,
     )

@@ -26,7 +26,7 @@ def call_of(operands: Operands, options: Options) -> Call:
 def attention(
     operands: Operands, options: Options, library: Library | None = None, **_: Any
 ) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
     return attend(operands, call_of(operands, options), library)
 
 

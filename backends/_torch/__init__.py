@@ -17,11 +17,11 @@ from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import eager, operator
 from relskew_core.backends._torch.cpu import prepared as prepared
 from relskew_core.backends._torch.watched import (
-    asks_for_gradients,
     differentiates_by_function,
     has_tangents,
     is_watched,
     pulled_back,
+    requires_gradients,
 )
 
 
@@ -44,21 +44,21 @@ def _on_cpus(call: Problem) -> Path | str:
     """Return the kernels for CPUs; inside an operator if transformations or autograd take part in the call."""
     x, options, attend, half = call.given, call.options, eager.attention, call.is_final
     is_ragged = isinstance(options.visibility, RaggedVisibility)
-    knows = _ragged.KNOWN if is_ragged else _compiled.KNOWN
+    supports = _ragged.SUPPORTED if is_ragged else _compiled.SUPPORTED
     reason = _ragged.refusal(options) if is_ragged else None
     if is_watched(call.given):
         attend, reason = operator.attention, reason or _compiled.missing()
         # A learned softcap would be compiled again for every value.
-        knows -= {"softcap"} if varies(options.softcap) else set()
+        supports -= {"softcap"} if varies(options.softcap) else set()
     else:
-        reason = reason or _compiled.refusal(x, options, knows)
+        reason = reason or _compiled.refusal(x, options, supports)
     if reason is not None:
         return reason
     if not is_ragged:
-        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), knows=knows, half=half)
+        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), supports=supports, half=half)
     attend_runs: Callable[..., Any] = partial(_ragged.attention, attend=attend, split=torch.split)
     pull_back_runs = partial(_ragged.attention_vjp, pull_back=eager.attention_vjp, split=torch.split)
-    return Path(attend_runs, pulled_back(pull_back_runs, None), knows=knows, half=half)
+    return Path(attend_runs, pulled_back(pull_back_runs, None), supports=supports, half=half)
 
 
 KEPT = 2**20
@@ -81,7 +81,7 @@ def instead(call: Problem) -> Path:
     if one_step or torch.compiler.is_exporting() or hasattr(operands.q, "placements"):
         return Path(recomputed.attention, pulled_back(recomputed.attention_vjp, recomputed.OPERATOR))
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
-    if logits <= KEPT or not asks_for_gradients(operands):
+    if logits <= KEPT or not requires_gradients(operands):
         return PORTABLE
     return Path(recomputed.attention, recomputed.attention_vjp)
 
@@ -90,4 +90,4 @@ def _fused() -> Path:  # pragma: gpu only
     from relskew_core.backends._torch.triton import operator as fused
 
     pull_back = pulled_back(fused.attention_vjp, fused.OPERATOR)
-    return Path(fused.attention, pull_back, knows=COMMON | {"softcap"}, half=True)
+    return Path(fused.attention, pull_back, supports=COMMON | {"softcap"}, half=True)

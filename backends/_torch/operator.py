@@ -116,7 +116,7 @@ class Operator:
         ``attend(operands, options) -> (out, lse or None)``.
     pull_back : callable
         ``pull_back(d_out, operands, options, *, out, lse, d_lse, wanted) -> Gradients``; ``wanted`` names the operands
-        whose gradients are asked for.
+        whose gradients are requested.
     keeps : bool
         Whether the output and the log-sum-exp, then always made, are kept for the backward pass.
     devices : str, optional
@@ -181,7 +181,7 @@ class Operator:
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
         out, lse = self._attend(operands, options)
-        return _standing_alone(out), operands.q.new_empty(0) if lse is None else _standing_alone(lse)
+        return _contiguous(out), operands.q.new_empty(0) if lse is None else _contiguous(lse)
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
@@ -201,7 +201,7 @@ class Operator:
             gradient = getattr(gradients, name) if name in names else None
             if gradient is None:
                 return d_out.new_empty(0)
-            return _standing_alone(gradient.to(getattr(operands, name).dtype))
+            return _contiguous(gradient.to(getattr(operands, name).dtype))
 
         return tuple(map(own, DIFFERENTIABLE))
 
@@ -310,10 +310,10 @@ def _kept(ctx: Any) -> tuple[list[Any], Tensor | None, Tensor | None]:
     return args, one, two
 
 
-def _standing_alone(x: Tensor) -> Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     """Return ``x`` contiguous and in separate memory, as operators must, and as the fake kernel declares."""
-    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
-    return x if alone else x.clone(memory_format=torch.contiguous_format)
+    separate = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if separate else x.clone(memory_format=torch.contiguous_format)
 
 
 def _item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:

@@ -43,8 +43,8 @@ class UntranslatedError(ValueError):
 
     def __str__(self) -> str:
         return (
-            "torch.onnx.export must be told how to write relative attention: relskew_core.export.torch_to_onnx does "
-            "it, or pass custom_translation_table=relskew_core.export.torch_translation_table(opset) with "
+            "torch.onnx.export needs a translation of relative attention: use relskew_core.export.torch_to_onnx, "
+            "or pass custom_translation_table=relskew_core.export.torch_translation_table(opset) with "
             "opset_version=opset; the model must be on the CPU"
         )
 

@@ -72,14 +72,14 @@ def has_tangents(arrays: Arrays) -> bool:
     )
 
 
-def asks_for_gradients(arrays: Arrays) -> bool:
+def requires_gradients(arrays: Arrays) -> bool:
     """Whether autograd must record the results of a call."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
 
 
 def by_itself(arrays: Arrays) -> bool:
     """Whether only the caller takes part in a call, without autograd."""
-    return not is_watched(arrays) and not asks_for_gradients(arrays)
+    return not is_watched(arrays) and not requires_gradients(arrays)
 
 
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:

@@ -15,7 +15,7 @@ from sphinx.cmd.build import main as sphinx
 
 import relskew_core
 from docs.site import reference
-from docs.site.furniture import NOT_FOUND
+from docs.site.heads import NOT_FOUND
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent
@@ -28,7 +28,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
 
 
 def place(path: Path) -> Path:
-    """Return where a file of the project stands on the site: what is in ``docs/`` at the root."""
+    """Return the path of a project's file on the site: files of ``docs/`` are at the root."""
     return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT)
 
 

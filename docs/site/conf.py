@@ -9,7 +9,7 @@ import relskew_core
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from docs.site.furniture import URLS
+from docs.site.heads import URLS
 from docs.site.reference import modules
 
 project = "relskew"
@@ -24,7 +24,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "numpydoc",
     "sphinx_copybutton",
-    "docs.site.furniture",
+    "docs.site.heads",
     "docs.site.marks",
 ]
 exclude_patterns = ["README.md"]
@@ -40,7 +40,7 @@ copybutton_selector = '[class*="highlight-"]:not([class*="columns-"], .cell_outp
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs
 
-# Reference: signatures stay short, the types stand in the docstrings; names of ours in them are links.
+# Reference: signatures stay short, the types are in the docstrings; public names in them are links.
 add_module_names = False
 autodoc_typehints = "none"
 autosummary_generate = False

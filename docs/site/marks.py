@@ -1,4 +1,4 @@
-"""What is done to every page: public names become links, and tables are told apart by what they hold."""
+"""What is done to every page: public names become links, and tables get a class that depends on what they hold."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def full_name(text: str) -> str:
     match = re.match(r"(?:[\w.]+ = )?([\w.]+)(?:\(.*\))?$", text, re.DOTALL)
     if match is None or text in MODULES:
         return text if match else ""
-    asked = [match[1], match[1].rpartition(".")[0]]  # a name, or what a method is of
-    for one in asked[: 1 + asked[1][:1].isupper()]:
+    names = [match[1], match[1].rpartition(".")[0]]  # a name, or what a method is of
+    for one in names[: 1 + names[1][:1].isupper()]:
         found = [full for full in FULL if f".{full}".endswith(f".{one}")]
         if len(found) == 1:
             return found[0]
@@ -128,7 +128,7 @@ class Themes(SphinxTransform):
 
 
 class Titles(SphinxTransform):
-    """Say in words what the notebooks draw: what a picture of ours calls itself."""
+    """Say in words what the notebooks draw: the title of each picture that relskew has drawn."""
 
     default_priority = 400
 

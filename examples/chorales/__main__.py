@@ -58,8 +58,8 @@ def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
     for kind in ("sinusoids", "relative"):
         torch.manual_seed(seed)
         models[kind] = Decoder(kind)
-        with progress(f"learning: {kind}", steps) as tell:
-            train(models[kind], music, steps, seed=seed, tell=tell)
+        with progress(f"learning: {kind}", steps) as report:
+            train(models[kind], music, steps, seed=seed, report=report)
         curves[kind] = by_position(models[kind], music)
     console.print(table({kind: (models[kind].learned(), by_range(curves[kind])) for kind in models}))
     pictures.plot_likelihood(out / "likelihood.png", curves, CROP)

@@ -66,7 +66,7 @@ def chorales() -> Music:
     from music21 import corpus
 
     paths = sorted(corpus.getComposer("bach", fileExtensions=("mxl",)))
-    with progress("reading the chorales", len(paths)) as tell:
+    with progress("reading the chorales", len(paths)) as report:
         pieces = []
         for number, path in enumerate(paths):
             score = corpus.parse(path)
@@ -74,7 +74,7 @@ def chorales() -> Music:
             lengths = {sum(steps for _, steps in one) for one in voices if one is not None}
             if len(voices) == 4 and None not in voices and len(lengths) == 1:
                 pieces.append([one for one in voices if one is not None])
-            tell(number)
+            report(number)
     return Music.of(pieces)
 
 
@@ -104,8 +104,8 @@ def measure(music: Music, steps: int, seconds: float, seeds: int) -> dict[str, A
         model = Decoder(kind)
         if not done:  # on a model that is discarded
             steps = min(steps, affordable(Decoder(kind), music, seconds / len(kinds)))
-        with progress(f"learning: {kind}", steps) as tell:
-            train(model, music, steps, seed=seed, tell=tell)
+        with progress(f"learning: {kind}", steps) as report:
+            train(model, music, steps, seed=seed, report=report)
         curve = by_position(model, music)
         rows.append(
             {"kind": kind, "seed": seed, "learned": model.learned(), "curve": [round(float(x), 4) for x in curve]}

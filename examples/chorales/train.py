@@ -19,9 +19,9 @@ FARTHEST = 4 * CROP
 
 
 def train(
-    model: Decoder, music: Music, steps: int, *, seed: int, tell: Callable[[int], None] = lambda _: None
+    model: Decoder, music: Music, steps: int, *, seed: int, report: Callable[[int], None] = lambda _: None
 ) -> Decoder:
-    """Train on crops of `CROP` positions; ``tell`` is called after every step."""
+    """Train on crops of `CROP` positions; ``report`` is called after every step."""
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameter_groups(RATE), weight_decay=0.1)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -36,7 +36,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        tell(step)
+        report(step)
     return model.eval()
 
 

@@ -12,7 +12,7 @@ import onnx
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._block.spec import CallSpec
-from relskew_core._kernel.call import TABLES, Operands, Options, unknown
+from relskew_core._kernel.call import TABLES, Operands, Options, unsupported
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall, with_one_leading_axis
@@ -34,7 +34,7 @@ from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import GraphPlan, checked_chunk, make_plan
 from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES
 
-KNOWS = (COMMON - {"part"}) | {
+SUPPORTED = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
 }  # fmt: skip
 """The arrays and options that have a translation."""
@@ -153,7 +153,7 @@ def torch_translation_table(
         operands, options = OPERATOR.parts(given)
         if options.dropout:
             raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
-        names = unknown(operands, options, KNOWS)
+        names = unsupported(operands, options, SUPPORTED)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
         if functions is not None and is_served(operands, options) and ends is None:

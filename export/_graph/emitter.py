@@ -129,11 +129,11 @@ class Emitter:
     ) -> Value:
         """Add a node on lengths and positions, by default int64 of shape (1,); equal nodes are added once."""
         path = f"relskew/shape/{self.scope}{name}"
-        asked = (op_type, *(value.name for value in inputs), shape, repr(attributes))
-        if asked not in self._lengths:
-            self._lengths[asked] = Value(path, shape, dtype)
-            self.node(op_type, inputs, path, [self._lengths[asked]], **attributes)
-        return self._lengths[asked]
+        key = (op_type, *(value.name for value in inputs), shape, repr(attributes))
+        if key not in self._lengths:
+            self._lengths[key] = Value(path, shape, dtype)
+            self.node(op_type, inputs, path, [self._lengths[key]], **attributes)
+        return self._lengths[key]
 
     def node(
         self,

@@ -72,8 +72,8 @@ def _fold(
     kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
     kept = [node for node in graph.node if node.name in kept_names]
     made = {output for node in nodes for output in node.output}
-    asked = dict.fromkeys(one for one in names_read(nodes) if one not in made)
-    inputs = [one for one in asked if one not in constants]
+    read = dict.fromkeys(one for one in names_read(nodes) if one not in made)
+    inputs = [one for one in read if one not in constants]
     wanted = {*names_read(kept), *(value.name for value in graph.output)}
     outputs = [output for node in nodes for output in node.output if output in wanted]
     if places is not None:
@@ -82,7 +82,7 @@ def _fold(
         inputs, outputs = map(list, places)
     stored = [
         helper.make_node("Constant", [], [one], name=f"{path}/{one}", value=constants[one])
-        for one in asked
+        for one in read
         if one in constants
     ]
     opset = next(entry.version for entry in model.opset_import if not entry.domain)

@@ -11,12 +11,12 @@ from relskew_core.export._graph.parts import (
     Present,
     Projected,
     as_given,
-    beside_sinks,
     content_logits,
     grouped_product,
     hide,
     softmax_weights,
     split_heads,
+    with_sinks,
 )
 from relskew_core.export._graph.skew import skew, unskew
 from relskew_core.export._graph.visible import Segments, visible
@@ -83,7 +83,7 @@ def attend_in_place(
         relative = g.compute("MatMul", rows.weights_and_values(softmax.weights), "relative/values", queries.shape)
         heads = g.compute("Add", [heads, relative], "attention/add_relative_values", queries.shape)
     if sinks is not None:
-        heads = beside_sinks(g, heads, softmax, sinks)
+        heads = with_sinks(g, heads, softmax, sinks)
     return as_given(g, projected, heads), present
 
 

@@ -109,7 +109,7 @@ def weighted_heads(
         moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
         relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
         out = g.compute("Add", [out, relative], "attention/add_relative_values", shape)
-    return out if heads.sinks is None else beside_sinks(g, out, softmax, heads.sinks)
+    return out if heads.sinks is None else with_sinks(g, out, softmax, heads.sinks)
 
 
 def present_values(g: Emitter, plan: GraphPlan, past: Present) -> Present:
@@ -187,7 +187,7 @@ def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value
     return Softmax(weights, logits, shares)
 
 
-def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
+def with_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
     """Return the part of the output that remains with sinks: a sink adds an exponential to each row's sum."""
     total = softmax.log_sum(g)
     shape, dtype = total.shape, total.dtype

@@ -38,12 +38,12 @@ class Subject:
 
 
 def inspect_model(
-    model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None], tolerance: float | None = None
+    model_or_path: Any, spec: BlockSpec, weights: Any, report: Callable[[Check], None], tolerance: float | None = None
 ) -> Subject | None:
     """Check everything that needs no runtime; return ``None`` if the model cannot be compared at all."""
 
     def answer(name: str, problem: str = "", detail: str = "") -> bool:
-        tell(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
+        report(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
         return not problem
 
     try:
@@ -59,7 +59,7 @@ def inspect_model(
     answer("standard", *((foreign, "") if tolerance is None else ("", foreign)))
     answer("metadata", unreadable)
     other = metadata.spec is not None and metadata.spec != spec
-    answer("spec", f"the model was made for {metadata.spec}, asked for is {spec}" if other else "")
+    answer("spec", f"the model was made for {metadata.spec}, the given one is {spec}" if other else "")
     plan = _plan_of(model, spec, metadata)
     if not answer("interface", _other_interface(model, plan)):
         return None
@@ -97,12 +97,12 @@ def _unread(model: onnx.ModelProto) -> str:
 
 def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
     """Return a description of operators that only some runtimes support."""
-    ours = {function.name for function in model.functions if function.domain == DOMAIN}
-    domains = {"", "ai.onnx", *([DOMAIN] if ours else []), *([CONTRIB] if profile.contrib else [])}
+    own = {function.name for function in model.functions if function.domain == DOMAIN}
+    domains = {"", "ai.onnx", *([DOMAIN] if own else []), *([CONTRIB] if profile.contrib else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
     problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
-    known = {(DOMAIN, name) for name in ours} | ({(CONTRIB, "GroupQueryAttention")} if profile.contrib else set())
+    known = {(DOMAIN, name) for name in own} | ({(CONTRIB, "GroupQueryAttention")} if profile.contrib else set())
     foreign = [node for node in nodes if node.domain and (node.domain, node.op_type) not in known]
     problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
     return "; ".join(problems)

@@ -29,7 +29,7 @@ def run_isolated(
     request: Request,
     seconds: float,
     memory: int | None,
-    tell: Callable[[Check], None],
+    report: Callable[[Check], None],
     progress: Callable[[str], None],
 ) -> None:
     """Answer a request in another process, limited to ``seconds`` and to ``memory`` bytes."""
@@ -54,7 +54,7 @@ def run_isolated(
             for line in answers:
                 ((kind, value),) = json.loads(line).items()
                 if kind == "check":
-                    tell(Check(**value))
+                    report(Check(**value))
                 elif kind == "progress":
                     step = value
                     progress(step)
@@ -69,7 +69,7 @@ def run_isolated(
                     pipe.close()
         if not done:
             why = f"stopped after {seconds:g} s, `time_limit`" if late.is_set() else _ending(process.returncode, errors)
-            tell(Check("validation", "", "", "", False, detail=f"{why}, at: {step}"))
+            report(Check("validation", "", "", "", False, detail=f"{why}, at: {step}"))
 
 
 def _ending(status: int, errors: IO[bytes]) -> str:
@@ -88,12 +88,12 @@ def answer() -> None:
     _limit_memory(memory)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def say(kind: str, value: Any) -> None:
+    def send(kind: str, value: Any) -> None:
         lines.write(json.dumps({kind: value}) + "\n")
         lines.flush()
 
-    run(request, lambda check: say("check", asdict(check)), lambda step: say("progress", step))
-    say("done", True)
+    run(request, lambda check: send("check", asdict(check)), lambda step: send("progress", step))
+    send("done", True)
 
 
 def _limit_memory(memory: int | None) -> None:

@@ -25,17 +25,17 @@ _LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
 
 
 class Questions:
-    """The questions to one loaded model; ``tell`` receives every check."""
+    """The questions to one loaded model; ``report`` receives every check."""
 
     def __init__(
         self,
         subject: Subject,
         runner: Runner,
-        tell: Callable[[Check], None],
+        report: Callable[[Check], None],
         atol: float | None,
         tolerance: float | None,
     ) -> None:
-        self._subject, self._runner, self._tell = subject, runner, tell
+        self._subject, self._runner, self._report = subject, runner, report
         self._atol = math.inf if atol is None else atol
         self._tolerance = TOLERANCES[subject.plan.dtype.name] if tolerance is None else tolerance
 
@@ -101,8 +101,8 @@ class Questions:
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
         """Report an exception, which is right if the runtime does not support an empty batch in an operator."""
         operator = "" if trial.batch else refuses_empty_batch(error)
-        told = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
-        self._add(name, str(trial), bool(operator), told)
+        detail = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
+        self._add(name, str(trial), bool(operator), detail)
 
     def _filled(self, cache: np.ndarray, feeds: Feeds) -> np.ndarray:
         """Return a cache with zeros after its rows' ends, unless its writer needs more than them."""
@@ -173,7 +173,7 @@ class Questions:
         error: float | None = None,
         gate: float | None = None,
     ) -> None:
-        self._tell(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
+        self._report(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
 
 
 def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:

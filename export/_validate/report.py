@@ -89,8 +89,8 @@ class Report:
         header = ("check", "runtime", "provider", "cases", "worst error", "gate", "result")
         rows: list[tuple[str, ...]] = [header]
         order = list(dict.fromkeys((check.runtime, check.provider, check.name) for check in self.checks))
-        asked = sorted(self.checks, key=lambda check: order.index((check.runtime, check.provider, check.name)))
-        for (runtime, provider, name), grouped in groupby(asked, key=lambda c: (c.runtime, c.provider, c.name)):
+        ordered = sorted(self.checks, key=lambda check: order.index((check.runtime, check.provider, check.name)))
+        for (runtime, provider, name), grouped in groupby(ordered, key=lambda c: (c.runtime, c.provider, c.name)):
             group = list(grouped)
             errors = [check.error for check in group if check.error is not None]
             gates = [check.gate for check in group if check.gate is not None]

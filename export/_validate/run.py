@@ -34,21 +34,21 @@ class Request:
     seed: int
 
 
-def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
+def run(request: Request, report: Callable[[Check], None], progress: Callable[[str], None]) -> None:
     """Answer a request, check by check, without raising an error."""
     try:
-        subject = inspect_model(request.model_or_path, request.spec, request.weights, tell, request.tolerance)
+        subject = inspect_model(request.model_or_path, request.spec, request.weights, report, request.tolerance)
         if subject is None:
             return
         lengths, batches = _positive("lengths", request.lengths), _positive("batches", request.batches)
         trials = make_trials(subject.plan, lengths, batches, request.seed)
         for runtime in _some("runtimes", request.runtimes):
             for provider in _some("providers", request.providers) if runtime == "onnxruntime" else ("",):
-                _in_runtime(subject, runtime, provider, trials, request, tell, progress)
+                _in_runtime(subject, runtime, provider, trials, request, report, progress)
                 if provider_name(provider) == "CPUExecutionProvider" and has_operator(subject.source.model):
-                    _in_runtime(subject, WITH_OPERATOR, provider, trials, request, tell, progress)
+                    _in_runtime(subject, WITH_OPERATOR, provider, trials, request, report, progress)
     except Exception as error:  # a validation that stops early must not look like one that passed
-        tell(Check("validation", "", "", "", False, detail=reason(error)))
+        report(Check("validation", "", "", "", False, detail=reason(error)))
 
 
 def _some(name: str, values: Sequence[Any]) -> list[Any]:
@@ -72,16 +72,16 @@ def _in_runtime(
     provider: Provider,
     trials: Sequence[tuple[Trial, int]],
     request: Request,
-    tell: Callable[[Check], None],
+    report: Callable[[Check], None],
     progress: Callable[[str], None],
 ) -> None:
     progress(f"{runtime}: load")
     try:
         runner = opener(runtime)(subject.source, provider)
     except Exception as error:
-        tell(Check("loads", runtime, provider_name(provider), "", False, detail=reason(error)))
+        report(Check("loads", runtime, provider_name(provider), "", False, detail=reason(error)))
         return
-    questions = Questions(subject, runner, tell, request.atol, request.tolerance)
+    questions = Questions(subject, runner, report, request.atol, request.tolerance)
     if runtime in ("onnxruntime", WITH_OPERATOR):
         questions.placement()
     for trial, seed in trials:

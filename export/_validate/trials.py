@@ -39,9 +39,9 @@ class Trial:
     large_logits: bool = False
 
     def __str__(self) -> str:
-        told = f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
-        told += "" if self.cache is None else f", cache {self.cache}"
-        return told + (", large logits" if self.large_logits else "")
+        text = f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
+        text += "" if self.cache is None else f", cache {self.cache}"
+        return text + (", large logits" if self.large_logits else "")
 
     def pasts(self) -> np.ndarray:
         """Return the past of every item of the batch, for caches written in place."""

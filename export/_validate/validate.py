@@ -136,7 +136,7 @@ def validate(
     (True, True)
     """
     checks: list[Check] = []
-    told = progress or (lambda case: None)
+    report_progress = progress or (lambda case: None)
     try:
         model, problem = _model_or_file(model_or_path)
         if problem:
@@ -148,11 +148,11 @@ def validate(
             tolerance = check_real("tolerance", tolerance, positive=True)
         request = Request(model, spec, weights, providers, runtimes, lengths, batches, atol, tolerance, seed)
         if isinstance(model, onnx.ModelProto) and time_limit is None and memory_limit is None:
-            run(request, checks.append, told)
+            run(request, checks.append, report_progress)
         else:
             seconds = TIME_LIMIT if time_limit is None else check_real("time_limit", time_limit, positive=True)
             portable = _portable(request)
-            run_isolated(portable, seconds, _memory_limit(memory_limit, portable), checks.append, told)
+            run_isolated(portable, seconds, _memory_limit(memory_limit, portable), checks.append, report_progress)
     except Exception as error:
         checks.append(Check("validation", "", "", "", False, detail=reason(error)))
     return Report(tuple(checks), seed)
@@ -192,9 +192,9 @@ def _portable(request: Request) -> Request:
     return replace(request, weights={key: to_numpy(key, array) for key, array in request.weights.items()})
 
 
-def _memory_limit(asked: int | None, request: Request) -> int | None:
-    if asked is not None:
-        return check_int("memory_limit", asked, minimum=1)
+def _memory_limit(limit: int | None, request: Request) -> int | None:
+    if limit is not None:
+        return check_int("memory_limit", limit, minimum=1)
     if any(provider_name(provider) != "CPUExecutionProvider" for provider in request.providers):
         return None  # drivers of devices map far more memory than they use
     return 2**33 + 16 * sum(array.nbytes for array in request.weights.values())

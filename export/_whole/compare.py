@@ -38,7 +38,7 @@ def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
 
     def run(inputs: Sequence[Tensor], case: str) -> Arrays:
         given = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in taken}
-        with _told(case):
+        with _naming(case):
             return list(session.run(None, given))
 
     return run
@@ -85,7 +85,7 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
             binding.bind_ortvalue_input(name, held)
             binding.bind_ortvalue_output(output, held)
             buffers.append(buffer)
-        with _told(case):
+        with _naming(case):
             session.run_with_iobinding(binding)
         return [binding.get_outputs()[0].numpy(), *(buffer[:, :, :total] for buffer in buffers)]
 
@@ -134,7 +134,7 @@ def _weights(path: Path) -> list[int]:
 
 
 @contextmanager
-def _told(case: str) -> Iterator[None]:
+def _naming(case: str) -> Iterator[None]:
     """Add the case to the errors of a runtime."""
     try:
         yield
@@ -167,22 +167,22 @@ def check_equal(
     """Raise unless a runtime's results are torch's; record the differences in ``checks``."""
     import onnxruntime
 
-    told_by = f"onnxruntime {onnxruntime.__version__}", "CPUExecutionProvider", case
-    for name, ours, theirs in zip(names, given, wanted, strict=True):
-        right = theirs.numpy()
-        told = f"the exported graph does not do what `model` does: output {name!r} for {case}"
-        if ours.shape != right.shape or ours.dtype != right.dtype:
-            raise RuntimeError(f"{told} is {ours.dtype} {ours.shape}, of torch {right.dtype} {right.shape}")
-        if not theirs.is_floating_point():
-            if not np.array_equal(ours, right):
-                raise RuntimeError(f"{told} differs in {np.mean(ours != right):.1%} of its numbers")
-            checks.append(Check(name, *told_by, ok=True, error=0.0, gate=0.0))
+    origin = f"onnxruntime {onnxruntime.__version__}", "CPUExecutionProvider", case
+    for name, found, expected in zip(names, given, wanted, strict=True):
+        right = expected.numpy()
+        message = f"the exported graph does not do what `model` does: output {name!r} for {case}"
+        if found.shape != right.shape or found.dtype != right.dtype:
+            raise RuntimeError(f"{message} is {found.dtype} {found.shape}, of torch {right.dtype} {right.shape}")
+        if not expected.is_floating_point():
+            if not np.array_equal(found, right):
+                raise RuntimeError(f"{message} differs in {np.mean(found != right):.1%} of its numbers")
+            checks.append(Check(name, *origin, ok=True, error=0.0, gate=0.0))
             continue
-        limit = TOLERANCES[theirs.dtype] if tolerance is None else tolerance
-        error = _relative_error(ours, right)
+        limit = TOLERANCES[expected.dtype] if tolerance is None else tolerance
+        error = _relative_error(found, right)
         if not error <= limit:
-            raise RuntimeError(f"{told} differs by {error:.1e} relative to its norm, more than {limit:.0e}")
-        checks.append(Check(name, *told_by, ok=True, error=error, gate=limit))
+            raise RuntimeError(f"{message} differs by {error:.1e} relative to its norm, more than {limit:.0e}")
+        checks.append(Check(name, *origin, ok=True, error=error, gate=limit))
 
 
 def _relative_error(given: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:

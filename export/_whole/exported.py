@@ -79,7 +79,7 @@ class ExportReport:
     Parameters
     ----------
     path : pathlib.Path or None
-        The file or folder that was written, if one was asked for.
+        The file or folder that was written, if one was requested.
     graphs : tuple of ExportedGraph
         One, or several that belong together.
     checks : tuple of Check

@@ -74,21 +74,21 @@ def explained(
         where = _where(group, frames)
         yield (
             f"the exported graph is for {listed} of length {leaves[index].shape[axis]} alone, though `model` takes "
-            f"others: torch fixed it{where}. With its name and axis in `vary`, beside all others that vary, torch "
-            "tells why; `vary` without it says that this is meant"
+            f"others: torch fixed it{where}. If `vary` names this axis and all others that vary, torch reports why; "
+            "if `vary` leaves it out, it is fixed without a warning"
         )
 
 
 def reasons_of(
-    leaves: Sequence[Tensor], varies: Varying, chance: Sequence[Sequence[Axis]], *, asked: bool
+    leaves: Sequence[Tensor], varies: Varying, chance: Sequence[Sequence[Axis]], *, named: bool
 ) -> dict[Axis, str]:
-    """Return the reasons of each input's fixed axes; ``asked``: the caller has named those that vary."""
+    """Return the reasons of each input's fixed axes; ``named``: the caller has named those that vary."""
     groups = {place: group for group in chance for place in group}
     found = {}
     for index, value in enumerate(leaves):
         for axis, size in enumerate(value.shape):
             place = (index, axis)
-            if asked:
+            if named:
                 why = "`vary` does not name it"
             elif place in varies.never:
                 why = "a number of heads, or a width of attention"

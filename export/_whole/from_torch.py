@@ -192,17 +192,19 @@ def torch_to_onnx(
         runs = [runner(file, names, operator=library) for library in (False, True)[: 1 + operator]]
         with evaluating(flat):
             for number, case in enumerate(_cases(leaves, converted.shapes)):
-                told = "inputs of " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, case, strict=True))
+                label = "inputs of " + ", ".join(
+                    f"{name} {tuple(x.shape)}" for name, x in zip(names, case, strict=True)
+                )
                 try:
                     wanted = results_of(flat, case)
                 except Exception as error:
                     if number == 0:
                         raise
                     if gives_numbers(runs[0], case):
-                        unchecked.append(f"{told} ({type(error).__name__}: {error})")
+                        unchecked.append(f"{label} ({type(error).__name__}: {error})")
                     continue
                 for run in runs:
-                    check_equal(results, run(case, told), wanted, told, tolerance, checks)
+                    check_equal(results, run(case, label), wanted, label, tolerance, checks)
 
     with tempfile.TemporaryDirectory() as folder:
         write(
@@ -215,7 +217,7 @@ def torch_to_onnx(
     for case in unchecked:
         warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
     if report is not None:
-        reasons = reasons_of(leaves, varies, chance, asked=vary is not None)
+        reasons = reasons_of(leaves, varies, chance, named=vary is not None)
         file = "" if target is None else target.name
         made = described(converted.model, file, lambda name, axis: reasons[names.index(name), axis])
         report(ExportReport(target, (made,), tuple(checks), tuple(unchecked)))

@@ -10,7 +10,7 @@ from itertools import chain, count
 from typing import Any
 
 SCOPES = "pkg.torch.onnx.name_scopes"
-_OURS = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
+_RELSKEW = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
 _COMPILED = re.compile(r"\b_orig_mod\.|\._orig_mod$")
 """The parts that ``torch.compile`` adds to the names of modules."""
 
@@ -46,7 +46,7 @@ def name_nodes(model: Any, prefix: str) -> None:
         if name.startswith(prefix):
             value.name = free(_COMPILED.sub("", name.removeprefix(prefix)))
     homes = _homes(nodes, prefix)
-    calls = [_OURS.fullmatch(node.name or "") for node in nodes]
+    calls = [_RELSKEW.fullmatch(node.name or "") for node in nodes]
     in_module: dict[str, set[str]] = defaultdict(set)
     for home, call in zip(homes, calls, strict=True):
         if call:

@@ -36,11 +36,11 @@ MORE = {
 
 def refuse_unknown(function: str, name: str, known: Collection[str], hint: str = "") -> NoReturn:
     """Raise an error that names the argument that is meant, if the function has it under another name."""
-    ours = ELSEWHERE.get(name)
+    replacement = ELSEWHERE.get(name)
     close = get_close_matches(name, known, 1)
-    if ours in known:
-        advice = f": it is called `{ours}` here{MORE.get(name, '')}"
-    elif name in MORE and ours is None:
+    if replacement in known:
+        advice = f": it is called `{replacement}` here{MORE.get(name, '')}"
+    elif name in MORE and replacement is None:
         advice = MORE[name]
     else:
         advice = f": did you mean `{close[0]}`?" if close else hint

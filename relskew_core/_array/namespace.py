@@ -84,7 +84,7 @@ def device(array: Array) -> Any:
 
 
 def on_cpu(array: Array) -> bool:
-    """Whether an array is known to be in host memory; JAX's tracers have no device."""
+    """Whether an array is certainly in host memory; JAX's tracers have no device."""
     return "cpu" in str(device(array)).lower()
 
 
@@ -125,7 +125,7 @@ def _namespace(name: str, array: Array) -> Namespace:
 def _conforming(array: Array) -> Namespace:
     """Return the array's namespace: from NumPy 2.1 on NumPy itself, because the wrapper would import all of it.
 
-    An array of JAX is asked itself: array_api_compat makes another one, which JAX compiles a program for.
+    An array of JAX gives its namespace itself: array_api_compat makes another one, which JAX compiles a program for.
     """
     if hasattr(array, "aval") and array_api_compat.is_jax_array(array):
         return array.__array_namespace__()

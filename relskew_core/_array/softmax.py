@@ -12,7 +12,7 @@ float32 slow exponentials and products 20 to 100 times."""
 
 
 def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tuple[Array, Array | None]:
-    """Return the weights and, if asked for, the log-sum-exp of every row, shape (..., n).
+    """Return the weights and, if requested, the log-sum-exp of every row, shape (..., n).
 
     With ``dead_rows`` a row may be all ``-inf``: its weights are zeros and its log-sum-exp ``-inf``.
     """

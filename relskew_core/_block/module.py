@@ -151,11 +151,11 @@ class ModuleBlock:
             past = past if isinstance(past, self.caches) else Growing.of(past, self.spec)
 
         def attend(q: Array, k: Array, v: Array, *, unfilled: Array | None = None, **seen: Any) -> Array:
-            met = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
+            given_tables = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
             hidden = None if padding is None else check_padding(padding, k, xp=xp)
             shown = without_keys(unfilled, without_keys(hidden, mask, q, k, xp=xp), q, k, xp=xp)
             seen = {**seen, **options}
-            tables = with_bias(met, self.spec, q, k, seen, xp=xp)
+            tables = with_bias(given_tables, self.spec, q, k, seen, xp=xp)
             return function(q, k, v, mask=shown, chunk_size=self.settings.chunk_size, **tables, **seen)
 
         return past, attend

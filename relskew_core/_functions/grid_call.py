@@ -80,8 +80,8 @@ class GridCall:
         arrays = (q, k, v, rel_bias, prefix_bias, mask, *self.tables)  # the dtype of sums must be that within one call
         q, k, v, rel_bias, prefix_bias, mask, *tables = widened(arrays, dtype, xp=xp)
         factor, related = (cast(x, q.dtype, xp=xp) if is_array(x) else x for x in (factor, related))
-        unmet = [None if any(prefix) else prefix_bias, related if all(table is None for table in tables) else None]
-        q = depending(q, unmet, xp=xp)
+        unused = [None if any(prefix) else prefix_bias, related if all(table is None for table in tables) else None]
+        q = depending(q, unused, xp=xp)
         laid = replace(
             self, tables=tuple(tables), spans=(spans, bias_spans), rel_bias=rel_bias, prefix=prefix,
             prefix_bias=prefix_bias,

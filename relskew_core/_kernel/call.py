@@ -260,13 +260,13 @@ def has_tables(operands: Operands) -> bool:
     return any(getattr(operands, name) is not None for name in TABLES)
 
 
-def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
+def unsupported(operands: Operands, options: Options, supported: frozenset[str]) -> list[str]:
     """Name the given arrays and the options in use that a native path does not support."""
-    given = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
+    given = [name for name, x in operands._asdict().items() if x is not None and name not in supported]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):
         for name, default in _DEFAULTS[type(part)].items():
-            if name not in known:
+            if name not in supported:
                 value = getattr(part, name)
                 if value is not default and (is_array(value) or value != default):
                     found.append(name)

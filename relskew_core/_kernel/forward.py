@@ -67,8 +67,8 @@ class Tables:
 
         bias, of_keys = operands.rel_bias, None
         if operands.key_table is not None:
-            met = [block for chunk in laid for block in blocks(chunk, options, xp=xp)]
-            reach = min([block.low for block in met] or [0]), max([block.high for block in met] or [0])
+            parts = [block for chunk in laid for block in blocks(chunk, options, xp=xp)]
+            reach = min([block.low for block in parts] or [0]), max([block.high for block in parts] or [0])
             of_keys = mirrored(operands.key_table, options.span, xp=xp).covering(*reach, xp=xp)
         return cls(
             table(operands.rel_k), table(operands.rel_v), table(None if bias is None else bias[..., None]), of_keys

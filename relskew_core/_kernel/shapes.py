@@ -116,8 +116,8 @@ def check_widths(given: Arguments) -> None:
                 raise ValueError(
                     f"`{name}` must have the shape of `{like}`, {before}, before its width, got {describe(x)}"
                 )
-    meets = ("q", q) if rel_q is None else ("rel_q", rel_q)
-    for name, (other, x) in {"rel_k": meets, "rel_v": ("v", v), "key_table": ("k", k)}.items():
+    related = ("q", q) if rel_q is None else ("rel_q", rel_q)
+    for name, (other, x) in {"rel_k": related, "rel_v": ("v", v), "key_table": ("k", k)}.items():
         table = getattr(given, name)
         if table is not None and table.shape[-1] != x.shape[-1]:
             raise ValueError(f"`{name}` must have the width of `{other}`, {x.shape[-1]}, got {describe(table)}")

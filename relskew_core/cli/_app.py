@@ -49,16 +49,16 @@ def run(argv: list[str]) -> int:
         return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        told = f"this needs {package}: {to_install(package) if package in EXTRAS else f'pip install {package}'}"
-        print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
+        line = f"this needs {package}: {to_install(package) if package in EXTRAS else f'pip install {package}'}"
+        print(f"relskew: error: {reason(error) if 'pip install' in str(error) else line}", file=sys.stderr)
         return 2
     except Exception as error:
         # A usage error adds the option to its formatted message.
         message: Callable[[], str] | None = getattr(error, "format_message", None)
-        told = " ".join((reason(error) if message is None else message()).split())
-        if message is not None or told.endswith("must be given"):
-            told = f"{told.removesuffix('.')}; see {_help_of(command, argv)}"
-        print(f"relskew: error: {told}", file=sys.stderr)
+        line = " ".join((reason(error) if message is None else message()).split())
+        if message is not None or line.endswith("must be given"):
+            line = f"{line.removesuffix('.')}; see {_help_of(command, argv)}"
+        print(f"relskew: error: {line}", file=sys.stderr)
         return 2
     return int(status or 0)
 
@@ -115,8 +115,8 @@ def verify(
     from relskew_core.cli import _verify, _verify_table
 
     what = _verify.plan(tuple(library or ()), tuple(dtype or ()), tuple(case or ()), every=every)
-    with progress("verify", len(what.steps)) as tell:
-        found = _verify.verify(what, tell)
+    with progress("verify", len(what.steps)) as advance:
+        found = _verify.verify(what, advance)
     if as_json:
         _print_json(found.to_dict())
     else:
@@ -226,7 +226,7 @@ def validate(
     from relskew_core.export import validate as validate_model
 
     runtimes: Any = tuple(runtime or ("onnxruntime",))
-    with progress(f"validate {path.name}", None) as tell:
+    with progress(f"validate {path.name}", None) as advance:
         report = validate_model(
             path,
             spec,
@@ -237,7 +237,7 @@ def validate(
             batches=batch,
             atol=atol,
             tolerance=tolerance,
-            progress=tell,
+            progress=advance,
         )
     if as_json:
         print(report.to_json())
@@ -268,9 +268,9 @@ def bench(
     lengths = length or list(_bench.LENGTHS)
     found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
     entries, load = [], _bench.Load.now()
-    with progress("bench", len(found) * len(lengths)) as tell:
+    with progress("bench", len(found) * len(lengths)) as advance:
         for one in found:
-            entries += _bench.bench(one, lengths, tell)
+            entries += _bench.bench(one, lengths, advance)
     if as_json:
         _print_json(_bench.to_dict(entries, load))
     else:

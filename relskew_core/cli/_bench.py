@@ -73,20 +73,20 @@ KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
 }
 
 
-def bench(library: ArrayLibrary, lengths: list[int], tell: Callable[[str], None] = lambda step: None) -> list[Entry]:
+def bench(library: ArrayLibrary, lengths: list[int], advance: Callable[[str], None] = lambda step: None) -> list[Entry]:
     """Time every method at every length; ``difference`` is the relative L2 distance from relskew."""
     entries = []
     rng = np.random.default_rng(0)
     with library.setting(), library.one_thread():
         for length in lengths:
-            tell(f"{library.name} {library.device}, length {length}")
+            advance(f"{library.name} {library.device}, length {length}")
             q, k, v = (library.make(a, DTYPE) for a in rng.standard_normal((3, HEADS, length, DIM)))
             for kind, (rows, methods) in KINDS.items():
                 table = library.make(rng.standard_normal((rows(length), DIM)), DTYPE)
                 results = _measured(library, methods, (q, k, v, table))
-                ours = library.to_numpy(results["relskew"].value)
+                base = library.to_numpy(results["relskew"].value)
                 for name, got in results.items():
-                    difference = np.linalg.norm(library.to_numpy(got.value) - ours) / np.linalg.norm(ours)
+                    difference = np.linalg.norm(library.to_numpy(got.value) - base) / np.linalg.norm(base)
                     about = (library.name, library.device, kind, name, length)
                     entries.append(Entry(*about, got.seconds, got.peak, float(difference)))
     return entries
@@ -111,36 +111,34 @@ def show(entries: list[Entry], load: Load, console: Console) -> None:
     """Print the measurements, each compared with relskew, and whether the machine was busy."""
     title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: medians of calls in turns"
     columns = {"library": False, "length": True, "kind": False, "method": False}
-    columns |= dict.fromkeys(("time", "memory", "time ÷ ours", "memory ÷ ours"), True)
+    columns |= dict.fromkeys(("time", "memory", "time ÷ relskew", "memory ÷ relskew"), True)
     rows: list[tuple[list[str | Text], bool]] = []
-    ours = {(e.library, e.device, e.kind, e.length): e for e in entries if e.method == "relskew"}
+    bases = {(e.library, e.device, e.kind, e.length): e for e in entries if e.method == "relskew"}
     for entry in entries:
-        own = ours[entry.library, entry.device, entry.kind, entry.length]
-        mine = entry is own
+        base = bases[entry.library, entry.device, entry.kind, entry.length]
+        is_base = entry is base
         cells: list[str | Text] = [
             f"{entry.library} {entry.device}",
             str(entry.length),
             entry.kind,
-            Text(entry.method, style="bold" if mine else ""),
+            Text(entry.method, style="bold" if is_base else ""),
             as_time(entry.seconds),
             as_bytes(entry.peak_bytes),
-            "" if mine else f"{entry.seconds / own.seconds:.1f}×",
-            "" if mine else _ratio(entry.peak_bytes, own.peak_bytes),
+            "" if is_base else f"{entry.seconds / base.seconds:.1f}×",
+            "" if is_base else _ratio(entry.peak_bytes, base.peak_bytes),
         ]
-        rows.append((cells, mine))
-    show_table(title, columns, rows, console, spare=("memory ÷ ours", "memory", "time"))
+        rows.append((cells, is_base))
+    show_table(title, columns, rows, console, spare=("memory ÷ relskew", "memory", "time"))
     farthest = max((entry.difference for entry in entries), default=0.0)
-    told = (
-        f"memory: peak beyond the inputs. All methods agree: largest relative L2 difference from ours {farthest:.0e}."
-    )
-    console.print(told, style="dim")
+    note = f"memory: peak beyond the inputs. All methods agree: largest relative L2 difference {farthest:.0e}."
+    console.print(note, style="dim")
     if any(entry.device == "cpu" for entry in entries):
         console.print("cpu: the processors' own time, on one thread where the library can be kept to it.", style="dim")
     if load.is_busy:
-        told = (
+        note = (
             f"Others use this machine (load {load.waiting:.1f} on {load.cores} cores): measure again when it is idle."
         )
-        console.print(told, style="bold", soft_wrap=True)
+        console.print(note, style="bold", soft_wrap=True)
 
 
 def _ratio(other: int | None, own: int | None) -> str:

@@ -12,7 +12,7 @@ from relskew_core.draw._colours import HUES
 from relskew_core.draw._lines import Chart, Line, save_lines
 from relskew_core.draw._picture import check_ending
 
-OURS = "relskew"
+RELSKEW = "relskew"
 COLOURS = {True: HUES["past"], False: HUES["future"]}  # distinguishable with every kind of colour blindness
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = ("-", "--", ":", "-.")
@@ -33,7 +33,7 @@ def save_plot(entries: list[Entry], path: Path) -> Path:
     rows = []
     for kind in dict.fromkeys(entry.kind for entry in entries):
         found = [entry for entry in entries if entry.kind == kind]
-        published = ", ".join(dict.fromkeys(entry.method for entry in found if entry.method != OURS))
+        published = ", ".join(dict.fromkeys(entry.method for entry in found if entry.method != RELSKEW))
         times, peaks = (_lines(found, value) for value in (lambda entry: entry.seconds, lambda entry: entry.peak_bytes))
         sizes = [4.0**power for power in range(3, 22)]
         rows.append((
@@ -48,11 +48,11 @@ def _lines(entries: list[Entry], value: Callable[[Entry], float | None]) -> Sequ
     machines = list(dict.fromkeys((entry.library, entry.device) for entry in entries))
     lines: dict[tuple[bool, int], Line] = {}
     for entry in entries:
-        ours, number = entry.method == OURS, machines.index((entry.library, entry.device))
-        name = f"{'relskew' if ours else 'published'}, {entry.library} {entry.device}"
-        look = COLOURS[ours], ours, STYLES[number % len(STYLES)], MARKERS[number % len(MARKERS)]
+        is_relskew, number = entry.method == RELSKEW, machines.index((entry.library, entry.device))
+        name = f"{'relskew' if is_relskew else 'published'}, {entry.library} {entry.device}"
+        look = COLOURS[is_relskew], is_relskew, STYLES[number % len(STYLES)], MARKERS[number % len(MARKERS)]
         if y := value(entry):
-            lines.setdefault((ours, number), Line(name, [], *look)).points.append((entry.length, y))
+            lines.setdefault((is_relskew, number), Line(name, [], *look)).points.append((entry.length, y))
     return list(lines.values())
 
 

@@ -46,12 +46,12 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(title, total=total, step="")
         begun = 0
 
-        def tell(step: str) -> None:
+        def advance(step: str) -> None:
             nonlocal begun
             bar.update(task, completed=begun, step=step)
             begun += 1
 
-        yield tell
+        yield advance
 
 
 Rows = Sequence[tuple[Sequence[str | Text], bool]]

@@ -33,8 +33,8 @@ def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bo
         need("onnxruntime", "onnxruntime", "the demo")
         console.rule("1. The same block on every array library and runtime here", align="left")
         what = _verify.plan()
-        with progress("verify", len(what.steps)) as tell:
-            found = _verify.verify(what, tell)
+        with progress("verify", len(what.steps)) as advance:
+            found = _verify.verify(what, advance)
         _verify_table.show(found, console)
         ok = found.ok
         console.print()
@@ -67,10 +67,10 @@ def _export_and_validate(tune: Melody, path: Path, console: Console) -> bool:
     error = _melody_error(path, x, spec, weights)
     tolerance = TOLERANCES["float32"]
     good = error <= tolerance
-    told = f"the melody through {path} in onnxruntime, against float64: error {error:.1e}, gate {tolerance:.0e}"
-    _verdict(good, told, console)
-    with progress(f"validate {path.name}", 1) as tell:
-        tell("")
+    claim = f"the melody through {path} in onnxruntime, against float64: error {error:.1e}, gate {tolerance:.0e}"
+    _verdict(good, claim, console)
+    with progress(f"validate {path.name}", 1) as advance:
+        advance("")
         report = validate(path, spec, single)
     show_report(report, console)
     _verdict(report.ok, f"{len(report.checks) - len(report.failures)} of {len(report.checks)} checks", console)
@@ -86,5 +86,5 @@ def _melody_error(path: Path, x: Any, spec: BlockSpec, weights: dict[str, Any]) 
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-def _verdict(good: bool, told: str, console: Console) -> None:
-    console.print(Text.assemble(("ok ", "bold green") if good else ("not ok ", "bold red"), told), soft_wrap=True)
+def _verdict(good: bool, claim: str, console: Console) -> None:
+    console.print(Text.assemble(("ok ", "bold green") if good else ("not ok ", "bold red"), claim), soft_wrap=True)

@@ -45,7 +45,7 @@ def span(given: SpanOptions, save: Save = None) -> int:
         raise CliError("--length N (the longest input) or --clip K (where distances are clipped) must be given")
     same = given.beyond is not None or given.clip is not None
     spans = [chosen] if same else [replace(chosen, beyond=beyond) for beyond in BEYOND]
-    return _give(draw_span(*spans), save)
+    return _write_or_show(draw_span(*spans), save)
 
 
 @app.command(cls=Command, epilog="Example: relskew draw call --queries 8 --causal --window 3,0")
@@ -70,7 +70,7 @@ def call(
     total = past + queries if keys is None else keys
     labels = None if segments is None else _segments(segments, queries, past, total)
     picture = draw_call(queries, total, given.chosen(), sinks=sinks, **given.pattern(), segments=labels, offset=past)
-    return _give(picture, save)
+    return _write_or_show(picture, save)
 
 
 @app.command(cls=Command, epilog="Example: relskew draw skew --queries 5 --save skew.svg")
@@ -84,7 +84,7 @@ def skew(
     from relskew_core.draw import animate_skew, draw_skew
 
     if not moving:
-        return _give(draw_skew(queries, keys), save)
+        return _write_or_show(draw_skew(queries, keys), save)
     if save is None or save.suffix.lower() != ".svg":
         raise CliError("--moving needs --save with a path ending in .svg: only SVG pictures can be animated")
     output().print(f"wrote {animate_skew(save, queries, keys)}", soft_wrap=True)
@@ -133,7 +133,7 @@ def weights(
         drawn = draw_weights(_layer.weights_of(spec, arrays, x, kept), heads=head)
     except ValueError as error:
         raise CliError(reason(error)) from error
-    return _give(replace(drawn, notes=[*drawn.notes, f"Weights: {origin}. Input: {read}."]), save)
+    return _write_or_show(replace(drawn, notes=[*drawn.notes, f"Weights: {origin}. Input: {read}."]), save)
 
 
 def _segments(text: str, queries: int, past: int, keys: int) -> Any:
@@ -147,7 +147,7 @@ def _segments(text: str, queries: int, past: int, keys: int) -> Any:
     return of_keys[past : past + queries], of_keys
 
 
-def _give(picture: Any, save: Path | None) -> int:
+def _write_or_show(picture: Any, save: Path | None) -> int:
     """Write a picture, or print it."""
     from relskew_core.cli._drawn import show
 

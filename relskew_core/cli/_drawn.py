@@ -90,9 +90,9 @@ def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
     lines = [Text.assemble(*(paint(*spots) for spots in zip(*pair, strict=True))) for pair in pairs]
     names = [panel.rows[2 * step * k] if k % 4 == 0 else "" for k in range(len(lines))]
     found = [Text.assemble((f"{name:>{margin - 1}} ", "dim"), line) for name, line in zip(names, lines, strict=True)]
-    told = f"{len(panel.columns)} columns, {panel.columns[0]} … {panel.columns[-1]}"
-    told += f", {step} a place, and one of {step} rows" if step > 1 else ""
-    return [*found, Text(" " * margin + told, style="dim")]
+    note = f"{len(panel.columns)} columns, {panel.columns[0]} … {panel.columns[-1]}"
+    note += f", {step} a place, and one of {step} rows" if step > 1 else ""
+    return [*found, Text(" " * margin + note, style="dim")]
 
 
 def _spot(panel: Panel, cell: Cell) -> Spot | None:

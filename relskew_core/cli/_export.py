@@ -16,7 +16,7 @@ from relskew_core.cli._errors import CliError, need, reason
 FAILURES = 6
 DEVICES = ("cpu", "cuda")
 ADVICE = {
-    "file": "the file is broken or incomplete: copy it again, with the .data file beside it if there is one",
+    "file": "the file is broken or incomplete: copy it again, together with its .data file if it has one",
     "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
     "interface": "inputs or outputs were changed by another tool, or the file holds another block",
     "weights": "the file was made with other weights: name those with --weights (and --prefix) or --seed",
@@ -63,12 +63,12 @@ def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list
 def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:
     """Print the results of an export, and the next command."""
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    _, *beside = files = files_of(path)
+    _, *data_files = files = files_of(path)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
     size = sum(file.stat().st_size for file in files)
-    grid.add_row("wrote", f"{path} ({as_bytes(size)}{', with ' + beside[0].name if beside else ''})")
+    grid.add_row("wrote", f"{path} ({as_bytes(size)}{', with ' + data_files[0].name if data_files else ''})")
     grid.add_row("block", describe_block(spec))
     span = spec.span
     if spec.has_tables:

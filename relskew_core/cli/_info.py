@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relskew_core import __version__, backends
-from relskew_core.backends._compiled.told import told
+from relskew_core.backends._compiled.availability import availability
 from relskew_core.cli._libraries import Missing, libraries
 from relskew_core.cli._runtimes import runtimes
 from relskew_core.cli._verify_table import show_missing
@@ -42,7 +42,7 @@ def gather() -> dict[str, Any]:
             }
             for one in found
         ],
-        "kernels": told(),
+        "kernels": availability(),
         "runtimes": [
             {"name": one.name, "version": one.version, "device": one.device, "profile": one.profile} for one in graphs
         ],

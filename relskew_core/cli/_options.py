@@ -28,9 +28,9 @@ LARGEST = 2**20
 """The upper limit of lengths, widths and distances on the command line."""
 
 
-def sized(told: str, least: int | None = None, most: int = LARGEST) -> Any:
+def sized(help_text: str, least: int | None = None, most: int = LARGEST) -> Any:
     """Declare an option that is a size, with a limit: a typing error could use all memory."""
-    return typer.Option(help=told, min=least, max=most)
+    return typer.Option(help=help_text, min=least, max=most)
 
 
 Prefix = Annotated[str, typer.Option(help="Load only the weights with this name prefix: one block of a larger model.")]

@@ -106,12 +106,12 @@ def plan(
     return VerifyPlan(steps, [*missing, *more_missing])
 
 
-def verify(what: VerifyPlan, tell: Callable[[str], None] = lambda step: None) -> Verification:
+def verify(what: VerifyPlan, advance: Callable[[str], None] = lambda step: None) -> Verification:
     """Run every case of the plan on every backend; a failure becomes a row with the reason."""
     given: dict[tuple[str, str], CaseInputs] = {}
     rows = []
     for backend, dtype, chosen in what.steps:
-        tell(f"{backend.name} {backend.device} {dtype}")
+        advance(f"{backend.name} {backend.device} {dtype}")
         for case in chosen:
             key = (case.name, dtype)
             if key not in given:

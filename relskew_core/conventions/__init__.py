@@ -2,11 +2,11 @@
 
 Here a table's rows are relative positions ``rel = key - query`` in ascending order, and a :class:`~relskew_core.Span`
 says which. Others count otherwise. Each of these values is one of their ways, with its rows drawn: ``help(VITS)`` or
-``print(VITS)`` shows them, ``VITS.load(theirs)`` gives ``(table, span)``, and ``VITS.store(table, span)`` converts them
+``print(VITS)`` shows them, ``VITS.load(table)`` gives ``(table, span)``, and ``VITS.store(table, span)`` converts them
 back.
 
 =============================================  ======================================================================
-whose                                          row of ``rel``
+code base                                      row of ``rel``
 =============================================  ======================================================================
 ``VITS``                                       ``rel + w``; VITS, Piper: zero outside
 ``TENSOR2TENSOR_CAUSAL``                       ``rel + n - 1``, ``rel <= 0``: zero outside
@@ -20,7 +20,7 @@ whose                                          row of ``rel``
 ``INKLING``                                    ``-rel``, zero beyond the extent
 =============================================  ======================================================================
 
-Some need numbers that their tables do not show, and are made with them; ``store(*load(theirs))`` is ``theirs`` all the
+Some need numbers that their tables do not show, and are made with them; ``store(*load(table))`` is ``table`` all the
 same:
 
 =============================================  ======================================================================

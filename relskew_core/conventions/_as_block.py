@@ -25,17 +25,17 @@ def note_head_width(state: State, name: str) -> None:
 
 
 def read_weights(state: State, names: Mapping[str, str], axes: str = "") -> Weights:
-    """Read the weights of four linear layers, by our names. Convolutions have more ``axes`` of 1."""
-    weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours] + axes) for ours in PROJECTIONS}
+    """Read the weights of four linear layers, named as in relskew. Convolutions have more ``axes`` of 1."""
+    weights = {f"{name}.weight": state.read(f"{names[name]}.weight", FORMS[name] + axes) for name in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
     return {name: weight[..., 0] if axes else weight for name, weight in weights.items()}
 
 
 def read_biases(state: State, names: Mapping[str, str]) -> Weights:
     """Read the biases of linear layers: all of them, or none if there are none."""
-    if not any(state.has(f"{theirs}.bias") for theirs in names.values()):
+    if not any(state.has(f"{other}.bias") for other in names.values()):
         return {}
-    return {f"{ours}.bias": state.read(f"{theirs}.bias", FORMS[ours].split()[0]) for ours, theirs in names.items()}
+    return {f"{name}.bias": state.read(f"{other}.bias", FORMS[name].split()[0]) for name, other in names.items()}
 
 
 def as_block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:

@@ -19,7 +19,7 @@ Reach = Literal["past", "odd", "even", "any"]
 class Convention:
     """The relative position ``rel = key - query`` of each row of another code base's table.
 
-    Print one to see its rows drawn; ``store(*load(theirs))`` is ``theirs`` again.
+    Print one to see its rows drawn; ``store(*load(table))`` is ``table`` again.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class Convention:
             raise ValueError(
                 f"`span` must have beyond={self.beyond!r} or 'error', as tables of {self.name} have, got {span}"
             )
-        theirs = self._turned(table)
-        return theirs[None, ...] if self.shared_axis and table.ndim == 2 else theirs
+        stored = self._turned(table)
+        return stored[None, ...] if self.shared_axis and table.ndim == 2 else stored
 
     def _turned(self, table: Array) -> Array:
         if self.order == "ascending":
@@ -133,8 +133,10 @@ def load_named(convention: Convention, name: str, table: Array, *, left: int | N
     """Load a table that messages call ``name``."""
     rows = _count_rows(name, table)
     span = _span(convention, name, table, rows, left)
-    ours = convention._turned(table)
-    return (ours[0, ...] if convention.shared_axis and ours.ndim == 3 and ours.shape[0] == 1 else ours), span
+    ascending = convention._turned(table)
+    if convention.shared_axis and ascending.ndim == 3 and ascending.shape[0] == 1:
+        ascending = ascending[0, ...]
+    return ascending, span
 
 
 def check_rows(name: str, table: Array, span: Span) -> None:

@@ -35,8 +35,8 @@ DISTANCE = Convention(
         query - key  -(n-1) … 0 …  n-1
         rel         n-1 …     0 … -(n-1)
 
-    Tables ``distance_embedding.weight``, ``rel_pos_h``, ``rel_pos_w`` … SAM, ViTDet and MViT resize theirs to other
-    sizes: see ``resize_table``.
+    Tables ``distance_embedding.weight``, ``rel_pos_h``, ``rel_pos_w`` … SAM, ViTDet and MViT resize their tables:
+    see ``resize_table``.
 
     >>> import numpy as np
     >>> DISTANCE.load(np.asarray([[1.0], [0.0], [-1.0]]))[0][:, 0]

@@ -82,8 +82,8 @@ def _gwinndr(state: State) -> tuple[Weights, Span]:
         weights["out_proj.bias"] = state.read("out_proj.bias", "E")
     width = state.sizes["W"]
     for kind, rows in packed.items():
-        for index, ours in enumerate(PROJECTIONS[:3]):
-            weights[f"{ours}.{kind}"] = rows[index * width : (index + 1) * width, ...]
+        for index, name in enumerate(PROJECTIONS[:3]):
+            weights[f"{name}.{kind}"] = rows[index * width : (index + 1) * width, ...]
     weights["rel_k"], span = MUSIC_TRANSFORMER.load(state.read("Er", "R D"))
     return weights, span
 
@@ -101,7 +101,7 @@ def _spectraldoy(state: State) -> tuple[Weights, Span]:
     weights = read_weights(state, {**inner, "out_proj": "wo"})
     weights["out_proj.bias"] = state.read("wo.bias", FORMS["out_proj"].split()[0])
     zeros = state.xp.zeros_like(weights["q_proj.weight"][:, 0])
-    weights |= read_biases(state, inner) or {f"{ours}.bias": zeros for ours in inner}
+    weights |= read_biases(state, inner) or {f"{name}.bias": zeros for name in inner}
     table = state.read("E.weight", "R W")
     by_head = state.xp.reshape(table, (table.shape[0], state.sizes["H"], state.sizes["D"]))
     weights["rel_k"] = state.xp.moveaxis(by_head, -2, -3)

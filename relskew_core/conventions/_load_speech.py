@@ -165,14 +165,14 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import ConformerAttention
     >>> names = ["linear_q", "linear_k", "linear_v", "linear_out", "linear_pos"]
-    >>> theirs = torch.nn.ModuleDict(
+    >>> original = torch.nn.ModuleDict(
     ...     {name: torch.nn.Linear(8, 8, bias=name != "linear_pos") for name in names}
     ... )
-    >>> theirs.pos_bias_u, theirs.pos_bias_v = (
+    >>> original.pos_bias_u, original.pos_bias_v = (
     ...     torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2)
     ... )
     >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)))
-    >>> attention.load_state_dict(load_conformer(theirs.state_dict(), num_heads=2))
+    >>> attention.load_state_dict(load_conformer(original.state_dict(), num_heads=2))
     <All keys matched successfully>
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
@@ -183,7 +183,7 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
         positions, biases = "relative_k_proj", ("bias_u", "bias_v")
     weights = read_weights(read, names) | read_biases(read, names)
     weights["pos_proj.weight"] = read.read(f"{positions}.weight", FORMS["q_proj"])
-    for ours, theirs in zip(("u", "w"), biases, strict=True):
-        weights[ours] = read.read(theirs, "H D")
+    for name, other in zip(("u", "w"), biases, strict=True):
+        weights[name] = read.read(other, "H D")
     read.finish()
     return weights

@@ -77,9 +77,9 @@ def load_tensor2tensor(
     check_bool("causal", causal)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
     weights: Weights = {}
-    for ours, theirs in zip(PROJECTIONS, ("q", "k", "v", "output_transform"), strict=True):
-        transposed = " ".join(reversed(FORMS[ours].split()))
-        weights[f"{ours}.weight"] = read.read(f"{theirs}/kernel", transposed)
+    for name, other in zip(PROJECTIONS, ("q", "k", "v", "output_transform"), strict=True):
+        transposed = " ".join(reversed(FORMS[name].split()))
+        weights[f"{name}.weight"] = read.read(f"{other}/kernel", transposed)
     weights = {key: read.xp.matrix_transpose(kernel) for key, kernel in weights.items()}
     note_head_width(read, "q/kernel")
     tables, span = _tables(read, causal=causal)

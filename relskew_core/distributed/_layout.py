@@ -43,7 +43,7 @@ def needed(
     """Return the distances around a ring at which some part sees keys of another: the hops that are needed."""
     parts = len(queries)
 
-    def met(distance: int) -> bool:
+    def is_needed(distance: int) -> bool:
         return any(
             Pairs.of(a, b, offset, left, right) is not None
             for index in range(parts)
@@ -51,7 +51,7 @@ def needed(
             for b in keys[(index - distance) % parts]
         )
 
-    return [distance for distance in range(parts) if met(distance)]
+    return [distance for distance in range(parts) if is_needed(distance)]
 
 
 def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, xp: Namespace, outer: int = 1) -> None:

@@ -52,7 +52,7 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
         raise ValueError("`spans` must name at least one Span, got none")
     panels = [_panel(span, longest) for span in spans]
     notes = [BEYOND[beyond] for beyond in dict.fromkeys(span.beyond for span in spans)]
-    return Picture("Rows of a table", panels, notes=["Cells tell the row.", *notes])
+    return Picture("Rows of a table", panels, notes=["Cells show the row.", *notes])
 
 
 def span_words(span: Span) -> str:

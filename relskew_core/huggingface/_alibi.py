@@ -111,8 +111,8 @@ class FalconRelativeAttention(DropIn):
     key_masks = ("FalconModel",)
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.config.alibi)
+    def serves(cls, original: Any) -> bool:
+        return bool(original.config.alibi)
 
     def forward(
         self,

@@ -33,11 +33,11 @@ class DropIn(nn.Module):
 
     window: tuple[int, int] | None = None
 
-    def __init__(self, theirs: nn.Module) -> None:
+    def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(theirs).items():
+        for name, value in vars(original).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
-        self.kind: Any = type(theirs)  # the original class, whose other methods may be called
+        self.kind: Any = type(original)  # the original class, whose other methods may be called
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -49,7 +49,7 @@ class DropIn(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
+    def serves(cls, original: Any) -> bool:
         """Whether a module of a supported class has relative positions at all."""
         return True
 

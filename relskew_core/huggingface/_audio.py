@@ -20,8 +20,8 @@ class Gemma3nRelativeAttention(DropIn):
 
     per_dim_scale: nn.Parameter
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
         self.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class Phi4RelativeAttention(DropIn):
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     drops = "attention_dropout"
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        self.num_heads = theirs.config.num_attention_heads
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.num_heads = original.config.num_attention_heads
 
     def forward(self, hidden_states: Tensor, attention_mask: PositionBias, **kwargs: Any) -> Tensor:
         """Attend from ``(batch, length, width)`` to itself."""

@@ -25,16 +25,16 @@ class LayoutLMv3RelativeEncoder(DropIn):
     needs = "LayoutLMv3SelfAttention"
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.has_relative_attention_bias)
+    def serves(cls, original: Any) -> bool:
+        return bool(original.has_relative_attention_bias)
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        self.far = {"rel_pos_bias": theirs.max_rel_pos}
-        if theirs.has_spatial_attention_bias:
-            self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), theirs.max_rel_2d_pos)
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.far = {"rel_pos_bias": original.max_rel_pos}
+        if original.has_spatial_attention_bias:
+            self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), original.max_rel_2d_pos)
         for name, far in self.far.items():
-            count = getattr(theirs, name).in_features
+            count = getattr(original, name).in_features
             buckets = t5_buckets(Span.clipped(far), num_buckets=count, max_distance=far, bidirectional=True)
             self.keep_rows(f"{name}_rows", buckets)
 
@@ -82,8 +82,8 @@ class LayoutLMv3RelativeAttention(DropIn):
     heads = "num_attention_heads"
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.has_relative_attention_bias)
+    def serves(cls, original: Any) -> bool:
+        return bool(original.has_relative_attention_bias)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any

@@ -47,8 +47,8 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder", "SeamlessM4TConformerEncoder")
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.position_embeddings_type == "relative")
+    def serves(cls, original: Any) -> bool:
+        return bool(original.position_embeddings_type == "relative")
 
     def forward(
         self,

@@ -22,12 +22,12 @@ class DebertaV2RelativeAttention(DropIn):
     rows: Tensor
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.relative_attention and theirs.pos_att_type and hasattr(theirs, "query_proj"))
+    def serves(cls, original: Any) -> bool:
+        return bool(original.relative_attention and original.pos_att_type and hasattr(original, "query_proj"))
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        self.size, furthest = self._reach(theirs)
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.size, furthest = self._reach(original)
         self.span = Span(self.size - 1, self.size, "clip") if furthest is None else Span(furthest, furthest, "clip")
         self.keep_rows("rows", deberta_buckets(self.span, position_buckets=self.size, max_distance=furthest))
 
@@ -63,12 +63,12 @@ class DebertaV2RelativeAttention(DropIn):
         return join(out), None
 
     @staticmethod
-    def _reach(theirs: Any) -> tuple[int, int | None]:
+    def _reach(original: Any) -> tuple[int, int | None]:
         """Return half the number of rows, and the distance from which positions share the last one, if any do."""
         return (
-            (theirs.position_buckets, theirs.max_relative_positions)
-            if theirs.position_buckets > 0
-            else (theirs.max_relative_positions, None)
+            (original.position_buckets, original.max_relative_positions)
+            if original.position_buckets > 0
+            else (original.max_relative_positions, None)
         )
 
     def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,13 +92,13 @@ class DebertaRelativeAttention(DebertaV2RelativeAttention):
     """``DisentangledSelfAttention`` of version 1, with one row for each distance."""
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        known = theirs.relative_attention and theirs.pos_att_type and hasattr(theirs, "in_proj")
-        return bool(known and not theirs.talking_head)
+    def serves(cls, original: Any) -> bool:
+        known = original.relative_attention and original.pos_att_type and hasattr(original, "in_proj")
+        return bool(known and not original.talking_head)
 
     @staticmethod
-    def _reach(theirs: Any) -> tuple[int, int | None]:
-        return theirs.max_relative_positions, None
+    def _reach(original: Any) -> tuple[int, int | None]:
+        return original.max_relative_positions, None
 
     def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if query_states is not None:

@@ -79,9 +79,9 @@ class FunnelRelativeAttention(DropIn):
     drops = "attention_dropout"
     heads = "n_head"
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        self.n_head = theirs.config.n_head
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.n_head = original.config.n_head
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_inputs: Any, output_attentions: bool = False

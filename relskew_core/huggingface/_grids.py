@@ -33,12 +33,12 @@ class SamRelativeAttention(DropIn):
     rel_pos_w: nn.Parameter
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(getattr(theirs, cls.wanted))
+    def serves(cls, original: Any) -> bool:
+        return bool(getattr(original, cls.wanted))
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        if "Sdpa" in type(theirs).__name__:  # it never drops weights, even if the configuration does
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        if "Sdpa" in type(original).__name__:  # it never drops weights, even if the configuration does
             self.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
@@ -74,8 +74,8 @@ class VitDetRelativeAttention(SamRelativeAttention):
     heads = "num_heads"
     wanted = "use_relative_position_embeddings"
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
         self.dropout = 0.0
 
     def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]

@@ -25,8 +25,8 @@ class MPNetRelativeEncoder(DropIn):
     relative_attention_bias: nn.Embedding
     buckets: Tensor
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
         self.keep_rows("buckets", BUCKETS)
 
     def attends_to_itself(self) -> bool:

@@ -26,11 +26,11 @@ class ProphetNetRelativeAttention(DropIn):
 
     buckets: Tensor
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        far = theirs.relative_max_distance
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        far = original.relative_max_distance
         self.span = Span(far, 0, "clip")
-        buckets = t5_buckets(self.span, num_buckets=theirs.num_buckets, max_distance=far, bidirectional=False)
+        buckets = t5_buckets(self.span, num_buckets=original.num_buckets, max_distance=far, bidirectional=False)
         self.keep_rows("buckets", buckets)
 
     def forward(

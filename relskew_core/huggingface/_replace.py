@@ -187,7 +187,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     parts = list(root.modules())
     names = {type(part).__name__ for part in parts}
     # All are made before the first is inserted, so that the model is unchanged if one cannot be made.
-    made = {id(part): ours for part in parts if (ours := _drop_in(part, names)) is not None}
+    made = {id(part): drop_in for part in parts if (drop_in := _drop_in(part, names)) is not None}
     present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
     if not present:
         raise ValueError(
@@ -200,7 +200,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         for name, child in parent._modules.items():  # a module may be registered several times
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
-    deciding = {name for ours in made.values() for name in ours.key_masks}
+    deciding = {name for drop_in in made.values() for name in drop_in.key_masks}
     for part in root.modules():
         if type(part).__name__ in deciding:
             mask_keys_alone(part, CAUSAL_NAME)
@@ -210,10 +210,10 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     return result
 
 
-def _drop_in(theirs: nn.Module, names: set[str]) -> DropIn | None:
-    for ours in DROP_INS:
-        if type(theirs).__name__ in ours.replaces and ours.needs in (None, *names) and ours.serves(theirs):
-            return ours(theirs)
+def _drop_in(original: nn.Module, names: set[str]) -> DropIn | None:
+    for drop_in in DROP_INS:
+        if type(original).__name__ in drop_in.replaces and drop_in.needs in (None, *names) and drop_in.serves(original):
+            return drop_in(original)
     return None
 
 
@@ -227,7 +227,7 @@ def _nearest(parts: list[nn.Module]) -> str:
 
 
 def _known() -> list[str]:
-    return sorted({name for ours in DROP_INS for name in ours.replaces})
+    return sorted({name for drop_in in DROP_INS for name in drop_in.replaces})
 
 
 def _attention_of(model: nn.Module) -> str:

@@ -39,8 +39,8 @@ class SpeechT5RelativeAttention(DropIn):
     masks = ("SpeechT5Encoder",)
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return not theirs.is_decoder
+    def serves(cls, original: Any) -> bool:
+        return not original.is_decoder
 
     def forward(
         self,

@@ -25,17 +25,17 @@ class T5RelativeAttention(DropIn):
     relative_attention_bias: nn.Embedding
     buckets: Tensor
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        far = theirs.relative_attention_max_distance
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        far = original.relative_attention_max_distance
         # From there on all positions share a bucket, and in a decoder the whole future does.
-        self.span = Span(far, 0 if theirs.is_decoder else far, "clip")
-        if theirs.has_relative_attention_bias:
+        self.span = Span(far, 0 if original.is_decoder else far, "clip")
+        if original.has_relative_attention_bias:
             buckets = t5_buckets(
                 self.span,
-                num_buckets=theirs.relative_attention_num_buckets,
+                num_buckets=original.relative_attention_num_buckets,
                 max_distance=far,
-                bidirectional=not theirs.is_decoder,
+                bidirectional=not original.is_decoder,
             )
             self.keep_rows("buckets", buckets)
 

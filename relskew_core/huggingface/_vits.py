@@ -19,8 +19,8 @@ class VitsRelativeAttention(DropIn):
     emb_rel_v: nn.Parameter
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.window_size)
+    def serves(cls, original: Any) -> bool:
+        return bool(original.window_size)
 
     def forward(
         self,

@@ -22,8 +22,8 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
     distance_embedding: nn.Embedding
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        return bool(theirs.position_embeddings_type == "relative_key")
+    def serves(cls, original: Any) -> bool:
+        return bool(original.position_embeddings_type == "relative_key")
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any

@@ -21,12 +21,12 @@ class WavLMRelativeAttention(DropIn):
     rel_attn_embed: nn.Embedding
     buckets: Tensor
 
-    def __init__(self, theirs: Any) -> None:
-        super().__init__(theirs)
-        self.span = Span.clipped(theirs.max_distance)
-        if hasattr(theirs, "rel_attn_embed"):
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.span = Span.clipped(original.max_distance)
+        if hasattr(original, "rel_attn_embed"):
             buckets = t5_buckets(
-                self.span, num_buckets=theirs.num_buckets, max_distance=theirs.max_distance, bidirectional=True
+                self.span, num_buckets=original.num_buckets, max_distance=original.max_distance, bidirectional=True
             )
             self.keep_rows("buckets", buckets)
 

@@ -78,9 +78,9 @@ class WindowRelativeAttention(DropIn):
     drops = "attn_drop"
 
     @classmethod
-    def serves(cls, theirs: Any) -> bool:
-        biased = hasattr(theirs, "relative_position_bias_table") or hasattr(theirs, "cpb_mlp")
-        return biased and len(theirs.window_size) == 2  # MONAI's and Video Swin's may have three axes
+    def serves(cls, original: Any) -> bool:
+        biased = hasattr(original, "relative_position_bias_table") or hasattr(original, "cpb_mlp")
+        return biased and len(original.window_size) == 2  # MONAI's and Video Swin's may have three axes
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""

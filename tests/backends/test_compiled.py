@@ -31,7 +31,7 @@ from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, GridOperands
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled, _threads
-from relskew_core.backends._compiled.told import told as told_of_processors
+from relskew_core.backends._compiled.availability import availability
 from relskew_core.backends._torch.cpu import compiled as of_torch
 from relskew_core.backends._torch.cpu import threads as of_threads
 
@@ -461,12 +461,12 @@ def test_negligible_weights_are_zeros(level: str, dtype: str) -> None:
         assert not np.any(relative_attention(q, k, v, scale=1.0)), level
 
 
-def told(q: Any, k: Any, v: Any) -> list[Any]:
+def arguments_of(q: Any, k: Any, v: Any) -> list[Any]:
     """Return the kernels' arguments for a call without tables."""
     given = problem(Arguments(q, k, v))
     call = _compiled.Call.of(given.operands(), given.options)
     arrays = [q, k, v, *[None] * (len(_compiled.ARRAYS) - 3), *_compiled.NO_INTEGERS]
-    return [*call[:3], *arrays, np.empty_like(q), None, *_compiled.ALONE]
+    return [*call[:3], *arrays, np.empty_like(q), None, *_compiled.ONE_THREAD]
 
 
 def test_other_threads_go_on_while_they_work() -> None:
@@ -482,7 +482,7 @@ def test_other_threads_go_on_while_they_work() -> None:
     thread.start()
     try:
         before = counted[0]
-        kernels.attend(*told(q, k, v))
+        kernels.attend(*arguments_of(q, k, v))
         assert counted[0] > before + 1000
     finally:
         done.set()
@@ -749,7 +749,7 @@ def test_numbers_that_are_none_of_a_call_are_refused(
 )
 def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
-    args = told(q, q, q)
+    args = arguments_of(q, q, q)
     for index, value in changed.items():
         args[index] = value
     with pytest.raises(TypeError, match=why):
@@ -853,10 +853,10 @@ def test_a_level_that_is_not_there_is_named() -> None:
 
 def test_which_processors_they_are_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     what, name = "every floating dtype on CPUs", kernels.__name__
-    assert (LEVELS[-1] if LEVELS[1:] else "any") in told_of_processors()
+    assert (LEVELS[-1] if LEVELS[1:] else "any") in availability()
     for level, whom in (("x86-64-v3", "x86-64-v3"), ("base", f"any {platform.machine()}")):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LEVELS=("base", level)))
-        assert told_of_processors() == f"for {whom}, {what}"
+        assert availability() == f"for {whom}, {what}"
 
 
 def test_without_them_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -601,7 +601,7 @@ def test_without_them_everything_is_as_it_was(monkeypatch: pytest.MonkeyPatch, w
         monkeypatch.setattr(_compiled, "kernels", None)
     else:
         monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-        monkeypatch.setattr(compiled, "known", cache(foreign.known.__wrapped__))
+        monkeypatch.setattr(compiled, "is_registered", cache(foreign.is_registered.__wrapped__))
     x = jax.ShapeDtypeStruct((1, 2, 50, 8), jnp.float32)
     for impl in ("auto", "native"):
         attend = partial(attention, causal=True, impl=impl)

@@ -203,7 +203,7 @@ def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> N
     call = problem(Arguments(q, q, q, mask=np.zeros((9, 9)), softcap=2.0))
     x, options = call.operands(), call.options
     assert _compiled.refusal(x, options) is None
-    names = _compiled.refusal(x, options, _compiled.KNOWN - {"mask", "softcap"})
+    names = _compiled.refusal(x, options, _compiled.SUPPORTED - {"mask", "softcap"})
     assert names == "the compiled kernels do not take `mask` and `softcap`"
     monkeypatch.setattr(_compiled, "kernels", None)
     assert _compiled.refusal(x, options) == "no kernels were compiled at installation"

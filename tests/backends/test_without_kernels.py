@@ -15,7 +15,7 @@ from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._array.extras import compile_line
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
-from relskew_core.backends._compiled import told
+from relskew_core.backends._compiled import availability
 
 LONG = (1, 1024, 1024, 256)
 """So many heads, queries, keys and numbers of each: as long as it has to be."""
@@ -27,9 +27,9 @@ def _without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_compiled, "kernels", None)
     monkeypatch.setitem(sys.modules, "relskew_core.backends._compiled._kernels", None)
     monkeypatch.delenv("RELSKEW_PURE", raising=False)
-    told._warn.cache_clear()
+    availability._warn.cache_clear()
     yield
-    told._warn.cache_clear()
+    availability._warn.cache_clear()
 
 
 def call(xp: Any, heads: int, queries: int, keys: int, width: int, **options: Any) -> Any:
@@ -78,7 +78,7 @@ def test_who_wants_none_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_warning_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(told, "LONG", 32 * 32 * 4)
+    monkeypatch.setattr(availability, "LONG", 32 * 32 * 4)
     compiled = torch.compile(lambda x: relative_attention(x, x, x, causal=True), fullgraph=True, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -88,7 +88,7 @@ def test_no_warning_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch)
 def test_whoever_has_kernels_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compiled, "kernels", object())
     q = np.ones((1, 1024, 256), np.float32)
-    told.warn_of_long_calls(Operands(q, q, q))
+    availability.warn_of_long_calls(Operands(q, q, q))
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_where_there_are_none_nothing_is_to_be_done(
     where: tuple[Any, str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*where)
-    assert told.told() == why
+    assert availability.availability() == why

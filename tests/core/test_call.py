@@ -29,7 +29,7 @@ from relskew_core._kernel.call import (
     Part,
     checked,
     takes,
-    unknown,
+    unsupported,
 )
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
@@ -137,11 +137,11 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
     """Every array and every option that says something; one that does not is no reason."""
     operands = Operands(X, X, X, *([X] * (len(Operands._fields) - 3)))
     everything, said = EVERYTHING, name.partition("_")[2] if KINDS.get(name) is Kind.LABEL else name
-    assert unknown(operands, OPTIONS, everything) == []
-    assert unknown(operands, OPTIONS, everything - {name}) == [said]
+    assert unsupported(operands, OPTIONS, everything) == []
+    assert unsupported(operands, OPTIONS, everything - {name}) == [said]
     plain = Operands(X, X, X)
     nothing = Options(Span(0, 0, "zero"), Visibility(4, 4, int("0")), 0.5, 0.5, dropout=float("0"))
-    assert unknown(plain, nothing, frozenset("qkv")) == []
+    assert unsupported(plain, nothing, frozenset("qkv")) == []
     arguments: dict[str, dict[str, Any]] = {
         "beyond": {"rel_k": np.ones((3, 3)), "span": Span.clipped(1)},
         "offset": {"offset": 2},
@@ -153,7 +153,7 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
     arguments |= {"q_segments": {"segments": np.arange(4)}, "by_value": {"positions": (np.zeros(4, int),) * 2}}
     if name in arguments:
         call = problem(Arguments(X, X, X, **arguments[name]))
-        path = replace(PORTABLE, knows=everything - {name})
+        path = replace(PORTABLE, supports=everything - {name})
         monkeypatch.setattr(backends, "_module", lambda library: _Module(path))
         assert backends.path("attention", call, "auto") is PORTABLE
         with pytest.raises(ValueError, match=rf"no native path for this call: numpy's does not take .*`{said}`"):

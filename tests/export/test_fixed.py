@@ -93,6 +93,6 @@ def test_what_is_told() -> None:
     frames = {(0, 0): frame(torch.nn.functional.__file__, "inside"), (1, 0): frame("model.py", "n = len(y)")}
     both, one = explained([[(0, 0), (1, 0)], [(0, 1)]], ["x", "y"], leaves, frames)
     assert "for axis 0 of 'x' and axis 0 of 'y' of length 2 alone" in both
-    assert "torch fixed it, by `n = len(y)` in model.py:7. With its name" in both
+    assert "torch fixed it, by `n = len(y)` in model.py:7. If `vary` names" in both
     assert "for axis 1 of 'x' of length 3 alone" in one
-    assert "torch fixed it. With its name and axis in `vary`" in one
+    assert "torch fixed it. If `vary` names this axis and all others" in one

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unknown
+from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unsupported
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
-from relskew_core.export._from_torch.translation import KNOWS
+from relskew_core.export._from_torch.translation import SUPPORTED
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
 from torch_exports import VARY, assert_same, export, operators, random, session
@@ -306,13 +306,13 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
             asks = options.pop("return_lse", False)
             offset = {} if "positions" in options else {"offset": 0}  # lengths differ
             checked = problem(Arguments(queries, keys, values, **{**offset, **options}), return_lse=asks)
-            tried.update(unknown(checked.given, checked.options, frozenset()))
+            tried.update(unsupported(checked.given, checked.options, frozenset()))
     tried.add("rel_q")  # one of `Shapes`
     fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
     fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
     fields.remove("by_value")
     assert fields - tried == REFUSED
-    assert not REFUSED & KNOWS
+    assert not REFUSED & SUPPORTED
 
 
 def defaults_of(kind: Any) -> list[str]:

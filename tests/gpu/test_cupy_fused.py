@@ -16,7 +16,7 @@ from relskew_core import relative_attention, relative_attention_vjp
 from relskew_core.backends import _cupy
 from served import served
 
-CASES = served(_cupy.FUSED.knows)
+CASES = served(_cupy.FUSED.supports)
 
 
 def _missing() -> str | None:

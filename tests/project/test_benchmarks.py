@@ -46,12 +46,12 @@ SHAPES = {
     "by head": Shape(64, batch=2, heads=2, dim=16, by_head=True),
 }
 TAKING_PART = {
-    "causal": ("huang", "sdpa-bias", "shaw", "plain", *calls.OURS),
-    "peaky": ("huang", "sdpa-bias", *calls.OURS),
-    "bidirectional": ("sdpa-bias", "shaw", *calls.OURS),
-    "blocks": ("huang-local", "sdpa-local", *calls.OURS),
-    "window": ("sdpa-local", *calls.OURS),
-    "bias": ("toeplitz-bias", "x-transformers", *calls.OURS),
+    "causal": ("huang", "sdpa-bias", "shaw", "plain", *calls.RELSKEW),
+    "peaky": ("huang", "sdpa-bias", *calls.RELSKEW),
+    "bidirectional": ("sdpa-bias", "shaw", *calls.RELSKEW),
+    "blocks": ("huang-local", "sdpa-local", *calls.RELSKEW),
+    "window": ("sdpa-local", *calls.RELSKEW),
+    "bias": ("toeplitz-bias", "x-transformers", *calls.RELSKEW),
     "by head": ("huang", "sdpa-bias", "torch", "torch-clipped", "torch-plain", "torch-portable"),
 }
 
@@ -248,7 +248,7 @@ def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: 
     benchmark = cli.load(name)
     for row in measured:
         assert row.error is None or row.error <= benchmark.gate(row.case)
-        assert (row.cpu is not None) == ("time" in benchmark.asks(row.case))
+        assert (row.cpu is not None) == ("time" in benchmark.measures_of(row.case))
     page, texts = tmp_path / "page.md", benchmark.texts(record)
     page.write_text("before\n" + "".join(f"{mark(name, part)}\nold\n{END}\n" for part in texts) + "after\n")
     printed = capsys.readouterr().out
@@ -358,7 +358,7 @@ def test_what_is_doubted_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(benchmark, "_measure", measured)
     list(benchmark.run("short", [{"size": 3}, {"size": 4}], 1.0))
     assert asked == [1.0, 8.0, 1.0]
-    slow, fast = (Row({}, name, fastest=x) for name, x in (("ours", 2.0), ("dense", 1.0)))
+    slow, fast = (Row({}, name, fastest=x) for name, x in (("relskew", 2.0), ("dense", 1.0)))
     short = cli.load("short")
     assert short.doubts([slow, fast])
     assert not short.doubts([fast, slow])

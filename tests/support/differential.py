@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core.backends import _compiled
-from relskew_core.backends._compiled.told import told
+from relskew_core.backends._compiled.availability import availability
 
 Numbers = NDArray[Any]
 TOLERANCES = {"float32": (1e-4, 1e-4), "float64": (1e-11, 1e-11), "float16": (1e-2, 5e-2)}
@@ -172,8 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args(argv)
     if _compiled.kernels is None:
-        sys.exit(f"compiled kernels: {told()}")
-    print(f"kernels {told()}; seed {asked.seed}", flush=True)
+        sys.exit(f"compiled kernels: {availability()}")
+    print(f"kernels {availability()}; seed {asked.seed}", flush=True)
     failures = 0
     for number in range(asked.calls):
         rng = np.random.default_rng([asked.seed, number])

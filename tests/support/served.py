@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dense
-from relskew_core._kernel.call import Arguments, unknown
+from relskew_core._kernel.call import Arguments, unsupported
 from relskew_core._kernel.problem import problem
 
 
-def served(knows: frozenset[str]) -> list[dense.Case]:
+def served(supported: frozenset[str]) -> list[dense.Case]:
     """Return the cases in which nothing is unknown."""
     found = []
     for case in dense.CASES:
         call = problem(Arguments(**case.arrays(), **case.call()))
-        if not unknown(call.given, call.options, knows):
+        if not unsupported(call.given, call.options, supported):
             found.append(case)
     return found

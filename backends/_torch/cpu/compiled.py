@@ -83,7 +83,7 @@ def attention_vjp(
     return _compiled.of_call(found, operands, xp=xp)
 
 
-def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:
+def _capsules(arrays: Sequence[Tensor | None]) -> list[Any]:
     """Pass arrays as DLPack capsules, which carry their type and device."""
     try:
         return [x if x is None else to_dlpack(x.resolve_neg() if x.is_neg() else x) for x in arrays]
@@ -107,7 +107,7 @@ def _in_rows(x: Tensor | None) -> Tensor | None:
 
 TORCH = _compiled.Library(
     xp,
-    _lent,
+    _capsules,
     _in_rows,
     partial(torch.empty, device="cpu"),
     partial(torch.zeros, device="cpu"),

@@ -12,7 +12,7 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import compiled, grid
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat
-from relskew_core.backends._torch.watched import are_mapped, asks_for_gradients, is_ordinary
+from relskew_core.backends._torch.watched import are_mapped, is_ordinary, requires_gradients
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
@@ -22,7 +22,7 @@ def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, T
 
 def attend(x: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the same for a prepared call."""
-    if not asks_for_gradients(x):
+    if not requires_gradients(x):
         return compiled.attention(x, call)
     apply: Any = _Attention.apply
     results = apply(call, *x)

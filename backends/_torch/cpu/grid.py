@@ -17,7 +17,7 @@ from relskew_core.backends._torch.cpu.operator import OPERATOR
 def gradients(
     d_out: Tensor, d_lse: Tensor | None, x: GridOperands, options: GridOptions, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the gradients by name, from the call whose mask includes the products with the tables of the axes."""
+    """Return a dictionary of gradients, from the call whose mask includes the products with the axes' tables."""
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
     with torch.enable_grad():
         own = {name: each if each is None else each.view_as(each) for name, each in x._asdict().items()}

@@ -63,8 +63,8 @@ def _attention_vjp(
     x = call.operands
     d_q, d_k, d_v = (x.new_zeros(x.shape) for x in (x.q, x.k, x.v))
     d_rel_q = None if x.rel_q is None else x.rel_q.new_zeros(x.rel_q.shape)
-    meets = x.q if x.rel_q is None else x.rel_q
-    logits = _Relative(call, meets, "rel_k", "rel_bias") if wanted & {"rel_k", "rel_bias"} else None
+    rel_q = x.q if x.rel_q is None else x.rel_q
+    logits = _Relative(call, rel_q, "rel_k", "rel_bias") if wanted & {"rel_k", "rel_bias"} else None
     weights = _Relative(call, given["d_out"], "rel_v") if "rel_v" in wanted else None
     mask = _Mask.of(call) if "mask" in wanted else None
 

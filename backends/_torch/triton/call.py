@@ -123,7 +123,7 @@ class TiledCall:
         return "tf32" if tf32 else "ieee"
 
     def arguments(self, tile: Tile) -> dict[str, Any]:
-        """Return the arguments that all kernels share, by name."""
+        """Return the arguments that all kernels share, as keywords."""
         x, options = self.operands, self.options
         pattern, span = options.visibility, options.span
         low, high = options.positions()
@@ -193,7 +193,7 @@ def _rows(x: Any) -> Any:
 
 
 def _strides(name: str, x: Tensor | None, axes: str) -> dict[str, int]:
-    """Return the strides by name, zero along axes that broadcast."""
+    """Return the strides as keywords, zero along axes that broadcast."""
     if x is None:
         return {f"{name}_{axis}": 0 for axis in axes}
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]

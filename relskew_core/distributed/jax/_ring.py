@@ -104,7 +104,7 @@ class TracedRing:
             shape = (*x["q"].shape[:-2], run.count)
             return jnp.zeros((*shape, x["v"].shape[-1]), wide), jnp.full(shape, -jnp.inf, wide)
 
-        def meet(sums: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
+        def step(sums: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
             def one(call: TracedPart, sums: Any) -> Any:
                 more, more_lse = call.attend(x, held)
                 out, lse = sums
@@ -117,7 +117,7 @@ class TracedRing:
             return found
 
         sums = varying([nothing(run) for run in self.queries[0]], axes)
-        _, sums = self._round(_held(x), sums, meet)
+        _, sums = self._round(_held(x), sums, step)
         return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([lse for _, lse in sums], -1)
 
     def _backward(self, x: Arrays, out: Any, lse: Any, d_out: Any, d_lse: Any, *, axes: frozenset[str]) -> Arrays:
@@ -127,7 +127,7 @@ class TracedRing:
         travelling = varying({name: jnp.zeros(x[name].shape, wide) for name in "kv"}, axes)
         results = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
 
-        def meet(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
+        def step(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
             def one(call: TracedPart, state: Any) -> Any:
                 return call.pull_back(x, held, results, *state)
 
@@ -141,26 +141,26 @@ class TracedRing:
         rank = lax.axis_index(self.axis)
         own = travelling
         if 0 in self.distances:
-            own, sums = meet((travelling, sums), _held(x), rank, [0])
+            own, sums = step((travelling, sums), _held(x), rank, [0])
         others = [distance for distance in self.distances if distance]
         if others:
-            state, sums, last = self._others(_held(x), travelling, sums, meet, others)
+            state, sums, last = self._others(_held(x), travelling, sums, step, others)
             home = self._sent(state, self.size - last)
             own = jax.tree.map(jnp.add, own, home)
         sums |= own
         return {name: sums[name].astype(x[name].dtype) if name in sums else None for name in x}
 
-    def _round(self, held: Arrays, sums: Any, meet: Callable[..., Any]) -> tuple[Any, Any]:
+    def _round(self, held: Arrays, sums: Any, step: Callable[..., Any]) -> tuple[Any, Any]:
         """Attend to the keys of every device, those of this device first."""
         if 0 in self.distances:
-            sums = meet(sums, held, lax.axis_index(self.axis), [0])
+            sums = step(sums, held, lax.axis_index(self.axis), [0])
         others = [distance for distance in self.distances if distance]
         if others:
-            _, sums, _ = self._others(held, {}, sums, lambda state, *rest: ({}, meet(state[1], *rest)), others)
+            _, sums, _ = self._others(held, {}, sums, lambda state, *rest: ({}, step(state[1], *rest)), others)
         return held, sums
 
     def _others(
-        self, held: Arrays, travelling: Arrays, sums: Any, meet: Callable[..., Any], distances: Sequence[int]
+        self, held: Arrays, travelling: Arrays, sums: Any, step: Callable[..., Any], distances: Sequence[int]
     ) -> tuple[Arrays, Any, int]:
         """Attend to the keys of other devices; return the arrays that travelled along, the sums, and the distance."""
         rank = lax.axis_index(self.axis)
@@ -168,7 +168,7 @@ class TracedRing:
         def turn(carry: Any, distance: Any, hops: int, possible: Sequence[int]) -> Any:
             held, travelling, sums = carry
             held, travelling = self._sent((held, travelling), hops)
-            travelling, sums = meet((travelling, sums), held, (rank - distance) % self.size, possible)
+            travelling, sums = step((travelling, sums), held, (rank - distance) % self.size, possible)
             return held, travelling, sums
 
         carry, at = (held, travelling, sums), 0

@@ -32,8 +32,8 @@ def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> M
         error = found
     digest = int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7])
     device = like.device if isinstance(like, Tensor) else None
-    said = ranks.gathered(torch.tensor([error is None, digest], dtype=torch.int64, device=device)).tolist()
-    if all(one == [1, digest] for one in said) and error is None:
+    answers = ranks.gathered(torch.tensor([error is None, digest], dtype=torch.int64, device=device)).tolist()
+    if all(one == [1, digest] for one in answers) and error is None:
         return facts
     everything: list[Any] = [None] * ranks.size
     distributed.all_gather_object(everything, (None if error is None else str(error), facts), group=ranks.group)

@@ -117,7 +117,7 @@ class PartsAttention(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
 
-        def meet(distance: int | None, keys: Sequence[Run], held: Held) -> None:
+        def step(distance: int | None, keys: Sequence[Run], held: Held) -> None:
             tables.begin(distance)
             for run in plan.queries:
                 for other in keys:
@@ -129,7 +129,7 @@ class PartsAttention(torch.autograd.Function):
 
         with without_autocast(q):
             tables = plan.tables(x)
-            held = plan.rounds.forward(_held(x), meet)
+            held = plan.rounds.forward(_held(x), step)
         ctx.save_for_backward(*arrays, *held, out, lse)
         ctx.plan, ctx.count = plan, len(arrays)
         return out, lse
@@ -141,11 +141,11 @@ class PartsAttention(torch.autograd.Function):
         arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]
-        wanted = {name for name, asked in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if asked}
+        wanted = {name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if needed}
         others = wanted - {"k", "v", *TABLES}
         sums = {name: torch.zeros_like(x[name], dtype=lse.dtype) for name in others}
 
-        def meet(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
+        def step(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
             tables.begin(distance)
             d_k, d_v = (torch.zeros_like(part, dtype=lse.dtype) for part in given[:2])
             for run in plan.queries:
@@ -171,7 +171,7 @@ class PartsAttention(torch.autograd.Function):
         with without_autocast(q):
             tables = plan.tables(x)
             tables.want(wanted, lse.dtype)
-            d_held = plan.rounds.backward(held, _like(x, lse.dtype), meet)
+            d_held = plan.rounds.backward(held, _like(x, lse.dtype), step)
             sums |= {**tables.gradients(), **dict(zip("kv", d_held, strict=True))}
         gradients = [sums[name].to(x[name].dtype) if name in wanted else None for name in DIFFERENTIABLE]
         return (None, *gradients, *(None for _ in LABELS))

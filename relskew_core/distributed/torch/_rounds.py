@@ -17,8 +17,8 @@ from relskew_core.distributed.torch._sequence import joined, taken_apart
 Held = Sequence[Tensor]
 """The tensors that travel: keys and values, and the keys' labels if there are any."""
 
-Meet = Callable[[int | None, Sequence[Run], Held], Any]
-"""``meet(distance, keys, held)``: the distance that the held keys have travelled, and their positions."""
+Step = Callable[[int | None, Sequence[Run], Held], Any]
+"""``step(distance, keys, held)``: the distance that the held keys have travelled, and their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Ring:
     keys: Sequence[Sequence[Run]]  # for each rank
     distances: Sequence[int]  # how many ranks the keys have passed, for each round
 
-    def forward(self, held: Held, meet: Meet) -> Held:
+    def forward(self, held: Held, step: Step) -> Held:
         """Attend to the keys of every rank while the next are in transit; return what the backward pass needs."""
         own, at = held, 0
         for index, distance in enumerate(self.distances):
@@ -41,11 +41,11 @@ class Ring:
             coming = None
             if index + 1 < len(self.distances):
                 coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
-            meet(distance, self._keys(distance), held)
+            step(distance, self._keys(distance), held)
             held = held if coming is None else coming.arrived()
         return own
 
-    def backward(self, held: Held, like: Held, meet: Meet) -> Held:
+    def backward(self, held: Held, like: Held, step: Step) -> Held:
         """Visit the keys again; return the gradients of those held here, shaped ``like`` them, from all ranks.
 
         Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
@@ -60,7 +60,7 @@ class Ring:
             if index + 1 < len(self.distances):
                 ahead = self.distances[index + 1]
                 coming, at = self.ranks.send_round(held, ahead - distance), ahead
-            found = meet(distance, self._keys(distance), held)
+            found = step(distance, self._keys(distance), held)
             if distance == 0:
                 own = found
             else:
@@ -96,13 +96,13 @@ class Gathered:
         side_by_side = [Run(run.start, run.step, count, index * count) for index, run in enumerate(stripes)]
         return cls(ranks, side_by_side, "contiguous")
 
-    def forward(self, held: Held, meet: Meet) -> Held:
+    def forward(self, held: Held, step: Step) -> Held:
         """Attend to all keys at once; return them."""
         held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
-        meet(None, self.keys, held)
+        step(None, self.keys, held)
         return held
 
-    def backward(self, held: Held, like: Held, meet: Meet) -> Held:
+    def backward(self, held: Held, like: Held, step: Step) -> Held:
         """Return the gradients of the keys and values of this rank."""
-        size, found = self.ranks.size, meet(None, self.keys, held)
+        size, found = self.ranks.size, step(None, self.keys, held)
         return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]

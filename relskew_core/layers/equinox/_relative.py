@@ -245,6 +245,6 @@ def _linear(spec: BlockSpec, name: str, key: Array, dtype: Any) -> eqx.nn.Linear
     width, source = spec.weight_shapes()[f"{name}.weight"]
     linear = eqx.nn.Linear(source, width, spec.bias, dtype, key=key)
     parts = ("weight", "bias") if spec.bias else ("weight",)
-    ours = tuple(drawn(spec, f"{name}.{part}", key, dtype) for part in parts)
-    filled: eqx.nn.Linear = eqx.tree_at(lambda x: tuple(getattr(x, part) for part in parts), linear, ours)
+    made = tuple(drawn(spec, f"{name}.{part}", key, dtype) for part in parts)
+    filled: eqx.nn.Linear = eqx.tree_at(lambda x: tuple(getattr(x, part) for part in parts), linear, made)
     return filled

@@ -89,8 +89,8 @@ class TableAttention(nn.Module):
         >>> [len(group["params"]) for group in optimizer.param_groups]
         [10, 1]
         """
-        ours = tuple(f"{prefix}{name}" for name in TABLES for prefix in ("", "parametrizations."))
-        return [x for name, x in self.named_parameters() if name.startswith(ours)]
+        names = tuple(f"{prefix}{name}" for name in TABLES for prefix in ("", "parametrizations."))
+        return [x for name, x in self.named_parameters() if name.startswith(names)]
 
     def attend(
         self,

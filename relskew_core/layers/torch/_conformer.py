@@ -194,7 +194,7 @@ class ConformerAttention(RelativeMultiheadAttention):
 
 def _rows(span: Span, dim: int, like: Tensor) -> Tensor:
     """Return the sinusoids of a span, computed once for all layers."""
-    make = _sinusoids if torch.compiler.is_compiling() else _remembered
+    make = _sinusoids if torch.compiler.is_compiling() else _cached
     return make(span, dim, like.dtype, like.device)
 
 
@@ -204,6 +204,6 @@ def _sinusoids(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -
 
 
 @functools.lru_cache(maxsize=4)
-def _remembered(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _cached(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
         return _sinusoids(span, dim, dtype, device)

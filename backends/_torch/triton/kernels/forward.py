@@ -55,9 +55,9 @@ def forward_kernel(
     q_tile = load_rows(q + b * q_b + h * q_h, i, q_i, here, D, BLOCK_D)
     k += b * k_b + h // group * k_h
     v += b * v_b + h // group * v_h
-    meets = q_tile
+    rel_q_tile = q_tile
     if REL_Q:
-        meets = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, here, DR, BLOCK_DR)
+        rel_q_tile = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, here, DR, BLOCK_DR)
     if REL_K:
         rel_k += h * rel_k_h
     if REL_V:
@@ -79,16 +79,16 @@ def forward_kernel(
     for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
         if PART == 0:
             part_start, part_stop = start, band_start
-            relative = relative_edge(meets, rel_k, rel_k_r, rel_bias, 0, rel_scale,
+            relative = relative_edge(rel_q_tile, rel_k, rel_k_r, rel_bias, 0, rel_scale,
                                      DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
         elif PART == 1:
             part_start, part_stop = band_start, band_stop
-            earlier = relative_window(meets, rel_k, rel_k_r, rel_bias, part_start - position - B, span_left,
+            earlier = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, part_start - position - B, span_left,
                                       table_rows, lowest, highest, rel_scale,
                                       DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
         else:
             part_start, part_stop = band_stop, stop
-            relative = relative_edge(meets, rel_k, rel_k_r, rel_bias, table_rows - 1, rel_scale,
+            relative = relative_edge(rel_q_tile, rel_k, rel_k_r, rel_bias, table_rows - 1, rel_scale,
                                      DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
         for j0 in tl.range(part_start, part_stop, B):
             j = j0 + tl.arange(0, B)
@@ -98,7 +98,7 @@ def forward_kernel(
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
             if REL_K or REL_BIAS:
                 if PART == 1:
-                    later = relative_window(meets, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
+                    later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
                     s += skew(earlier, later, B)

@@ -72,24 +72,24 @@ def key_gradient_kernel(
                 dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
                 first = j0 - i0 - offset
                 if REL_K or REL_BIAS:
-                    meets = q_tile
+                    rel_q_tile = q_tile
                     if REL_Q:
-                        meets = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, seen, DR, BLOCK_DR)
+                        rel_q_tile = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, seen, DR, BLOCK_DR)
                     table, bias = rel_k, rel_bias
                     if REL_K:
                         table = rel_k + h * rel_k_h
                     if REL_BIAS:
                         bias = rel_bias + h * rel_bias_h
                     if PART == 1:
-                        earlier = relative_window(meets, table, rel_k_r, bias, first - B, span_left, table_rows,
+                        earlier = relative_window(rel_q_tile, table, rel_k_r, bias, first - B, span_left, table_rows,
                                                   lowest, highest, rel_scale,
                                                   DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                        later = relative_window(meets, table, rel_k_r, bias, first, span_left, table_rows,
+                        later = relative_window(rel_q_tile, table, rel_k_r, bias, first, span_left, table_rows,
                                                 lowest, highest, rel_scale,
                                                 DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
                         s += skew(earlier, later, B)
                     else:
-                        s += relative_edge(meets, table, rel_k_r, bias, edge, rel_scale,
+                        s += relative_edge(rel_q_tile, table, rel_k_r, bias, edge, rel_scale,
                                            DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
                 if REL_V:
                     values = rel_v + h * rel_v_h

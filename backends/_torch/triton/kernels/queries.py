@@ -95,9 +95,9 @@ def query_gradient_kernel(
     delta_row = tl.load(delta + program * n_queries + i, mask=here, other=0.0)
     k += b * k_b + h // group * k_h
     v += b * v_b + h // group * v_h
-    meets = q_tile
+    rel_q_tile = q_tile
     if REL_Q:
-        meets = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, here, DR, BLOCK_DR)
+        rel_q_tile = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, here, DR, BLOCK_DR)
     if REL_K:
         rel_k += h * rel_k_h
     if REL_V:
@@ -123,7 +123,7 @@ def query_gradient_kernel(
             part_start, part_stop = band_start, band_stop
             first = part_start - position
             if REL_K or REL_BIAS:
-                earlier = relative_window(meets, rel_k, rel_k_r, rel_bias, first - B, span_left, table_rows,
+                earlier = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, first - B, span_left, table_rows,
                                           lowest, highest, rel_scale,
                                           DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
                 waiting = tl.zeros((B, B), tl.float32)  # of the later window, to which the next tile adds
@@ -136,7 +136,7 @@ def query_gradient_kernel(
             part_start, part_stop = (start, band_start) if PART == 0 else (band_stop, stop)
             edge = 0 if PART == 0 else table_rows - 1
             if REL_K or REL_BIAS:
-                relative = relative_edge(meets, rel_k, rel_k_r, rel_bias, edge, rel_scale,
+                relative = relative_edge(rel_q_tile, rel_k, rel_k_r, rel_bias, edge, rel_scale,
                                          DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
             if REL_V:
                 v_relative = relative_edge(do, rel_v, rel_v_r, rel_v, edge, 1.0,
@@ -151,7 +151,7 @@ def query_gradient_kernel(
             dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
             if PART == 1:
                 if REL_K or REL_BIAS:
-                    later = relative_window(meets, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
+                    later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
                     s += skew(earlier, later, B)

@@ -1,4 +1,4 @@
-"""What pages say of themselves outside their text, a description and a card; and the page for missing ones."""
+"""The descriptions and social cards of pages, and the page for missing addresses."""
 
 from __future__ import annotations
 

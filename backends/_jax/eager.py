@@ -16,7 +16,7 @@ ALIGNMENT = 64
 """The alignment of arrays that XLA reads without a copy."""
 
 
-def may_be(arrays: Sequence[Array]) -> bool:
+def are_concrete(arrays: Sequence[Array]) -> bool:
     """Whether arrays are concrete, unsplit, and on one CPU."""
     device = None
     for x in arrays:
@@ -29,7 +29,7 @@ def may_be(arrays: Sequence[Array]) -> bool:
     return device is not None and device.platform == "cpu"
 
 
-def back(found: Sequence[Any], like: Sequence[Any]) -> list[Array]:
+def to_jax(found: Sequence[Any], like: Sequence[Any]) -> list[Array]:
     """Return NumPy arrays as JAX arrays, on the device of those that they were computed from."""
     place = next((x.sharding for x in like if x.committed), None)
     return [jax.device_put(x, place) for x in found]

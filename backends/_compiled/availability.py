@@ -22,7 +22,7 @@ LONG = 2**28
 TO_COMPILE = f"`{compile_line()}`{where_to_run()} compiles them"
 
 
-def told() -> str:
+def availability() -> str:
     """Return the processors for which the kernels are compiled, or why there are none and what to do."""
     try:
         kernels = importlib.import_module("relskew_core.backends._compiled._kernels")
@@ -56,6 +56,6 @@ def warn_of_long_calls(x: Operands) -> None:
 def _warn() -> None:
     warn_caller(
         "long calls on CPUs take several times as long without the compiled kernels. Compiled kernels: "
-        f"{told()}. Set RELSKEW_PURE=1 to silence this warning",
+        f"{availability()}. Set RELSKEW_PURE=1 to silence this warning",
         RuntimeWarning,
     )
