@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class Dense(Benchmark):
             )
 
 
-def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor], Sequence[Tensor]]:
     """Return a layer, or its projections around attention with a bias that is a matrix by head."""
     spec = SPECS[name]
     layer = RelativeMultiheadAttention(spec)

@@ -108,7 +108,9 @@ class GPU(Benchmark):
 
         def median(call: Any) -> float:  # pragma: gpu only
             times = {"warmup": int(250 * seconds), "rep": int(1000 * seconds), "return_mode": "median"}
-            return float(do_bench(call.alone(), **times)) / 1000
+            found = do_bench(call.alone(), **times)
+            assert isinstance(found, float)
+            return found / 1000
 
         found = {key: median(call) for key, call in calls.items()}  # pragma: gpu only
         base: dict[Key, Any] = {key: found.get(first(key)) for key in found}  # pragma: gpu only

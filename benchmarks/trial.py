@@ -28,7 +28,7 @@ def onnxruntime(path: Path) -> Run:
     for library in path.parent.glob("*.so"):
         settings.register_custom_ops_library(str(library))
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    return lambda feeds: list(session.run(None, dict(feeds)))
+    return lambda feeds: [np.asarray(x) for x in session.run(None, dict(feeds))]
 
 
 def openvino(path: Path) -> Run:

@@ -104,7 +104,7 @@ def dense_module(
     ).out
     if of_weights:
         return out
-    projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
+    projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))
     return projected
 
 

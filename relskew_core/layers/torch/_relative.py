@@ -97,6 +97,11 @@ class RelativeMultiheadAttention(CachedAttention):
     torch.Size([2, 4, 7, 7])
     """
 
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
+
     @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
         self,
