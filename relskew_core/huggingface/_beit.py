@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -25,6 +24,7 @@ class GridBias:
     outside: Tensor  # (heads, 3): from a cell to the class token, from the class token to a cell, and to itself
     grid: tuple[int, int]
     mask: Tensor | None = None
+    _held: list[Tensor] = field(default_factory=list, init=False)  # a cached property would break torch.compile's graph
 
     def __add__(self, other: GridBias | Tensor) -> GridBias:
         if isinstance(other, GridBias):
@@ -32,14 +32,16 @@ class GridBias:
             return both if other.mask is None else both + other.mask
         return replace(self, mask=other if self.mask is None else self.mask + other)
 
-    @cached_property
     def matrix(self) -> Tensor:
-        """The bias by query and key, ``(heads, cells + 1, cells + 1)``, or with items before that where masks have."""
+        """Return the bias by query and key, made once: ``(heads, cells + 1, cells + 1)``, or with the items of masks."""
+        if self._held:
+            return self._held[0]
         cells = by_cell(self.table.flatten(1).mT, self.grid)
         matrix = pad(cells, (1, 0, 1, 0))
         matrix[:, 1:, 0], matrix[:, 0, 1:] = self.outside[:, :1], self.outside[:, 1:2]
         matrix[:, 0, 0] = self.outside[:, 2]
-        return matrix if self.mask is None else matrix + self.mask
+        self._held.append(matrix if self.mask is None else matrix + self.mask)
+        return self._held[0]
 
 
 class BeitRelativeBias(DropIn):
@@ -88,7 +90,7 @@ class BeitRelativeAttention(DropIn):
                 prefix=(1, 1), q_grid=bias.grid, k_grid=bias.grid, mask=mask,
             )  # fmt: skip
         else:
-            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias)
+            out = self.attend(q, k, v, mask=bias.matrix() if isinstance(bias, GridBias) else bias)
         y: Tensor = out
         return y
 
