@@ -33,7 +33,7 @@ class GridBias:
         return replace(self, mask=other if self.mask is None else self.mask + other)
 
     def matrix(self) -> Tensor:
-        """Return the bias by query and key, made once: ``(heads, cells + 1, cells + 1)``, or with the items of masks."""
+        """Return the bias by query and key, made once: ``(heads, cells + 1, cells + 1)``, or with items of masks."""
         if self._held:
             return self._held[0]
         cells = by_cell(self.table.flatten(1).mT, self.grid)

@@ -13,6 +13,7 @@ root = Path(sys.argv[1])
 sys.path.insert(0, str(root / "examples"))
 
 import keras  # noqa: E402
+import pytest  # noqa: E402
 from keras_attention import TENSORFLOW, RelativeAttention, numpy_attention  # noqa: E402
 
 from relskew_core import Span, relative_attention, relative_attention_vjp  # noqa: E402
@@ -25,24 +26,40 @@ def run_the_page() -> None:
     assert names["loaded"].layers[1].get_config() == names["model"].layers[1].get_config()
 
 
-def learn_once(given: Any) -> dict[str, Any]:
+LAYERS: dict[str, dict[str, Any]] = {
+    "keys": {"left": 3, "right": 1},
+    "bias": {"left": 3, "right": 1},
+    "t5": {"left": 20, "right": 20},
+    "alibi": {"left": 6, "right": 6},
+}
+
+
+def learn_once(given: Any, positions: str) -> dict[str, Any]:
     """Return the output and, by one step at a learning rate of 1, the gradients of the weights."""
     inputs = keras.Input((None, 6))
     mask = keras.Input((None,), dtype="bool")
-    layer = RelativeAttention(2, 4, left=3, right=1)
+    layer = RelativeAttention(2, 4, positions=positions, **LAYERS[positions])
     model = keras.Model([inputs, mask], layer(inputs, mask=mask))
-    names = [weight.path.partition("/")[2] for weight in model.weights]
+    names = [weight.path.partition("/")[2].replace("table", positions) for weight in model.weights]
     model.set_weights([given[name] for name in names])
     model.compile(keras.optimizers.SGD(1.0), "mse")
     out = model.predict([given["x"], given["mask"]], verbose=0)
     model.fit([given["x"], given["mask"]], given["target"], batch_size=8, verbose=0)
     learnt = model.get_weights()
-    return {"out": out, **{name: given[name] - now for name, now in zip(names, learnt, strict=True)}}
+    found = {"out": out, **{name: given[name] - now for name, now in zip(names, learnt, strict=True)}}
+    return {f"{positions}: {name}": x for name, x in found.items()}
 
 
 def check_precision(given: Any) -> None:
-    layer = RelativeAttention(2, 4, left=3, dtype="mixed_bfloat16")
-    assert keras.backend.standardize_dtype(layer(given["x"]).dtype) == "bfloat16"
+    for positions, reach in LAYERS.items():
+        layer = RelativeAttention(2, 4, positions=positions, **reach, dtype="mixed_bfloat16")
+        assert keras.backend.standardize_dtype(layer(given["x"]).dtype) == "bfloat16"
+
+
+def check_what_is_refused(given: Any) -> None:
+    for reach, positions, error in [(3, "ropes", "`positions` must be one of"), (3, "alibi", "reach")]:
+        with pytest.raises(ValueError, match=error):
+            RelativeAttention(2, 4, left=reach, right=reach, positions=positions)(given["x"])
 
 
 def check_dropout_in_tensorflow() -> None:
@@ -59,7 +76,7 @@ def check_dropout_in_tensorflow() -> None:
     def both(*arrays: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(arrays)
-            out = numpy_attention(*arrays, seed=tf.constant(7), **options)
+            out = numpy_attention(*arrays[:3], rel_k=arrays[3], seed=tf.constant(7), **options)
         return out, tape.gradient(out, arrays)
 
     out, gradients = both(*map(tf.constant, arrays))
@@ -72,7 +89,8 @@ def check_dropout_in_tensorflow() -> None:
 if __name__ == "__main__":
     given = dict(np.load(sys.argv[2]))
     run_the_page()
-    np.savez(sys.argv[3], **learn_once(given))
+    np.savez(sys.argv[3], **{name: x for positions in LAYERS for name, x in learn_once(given, positions).items()})
     check_precision(given)
+    check_what_is_refused(given)
     if TENSORFLOW:
         check_dropout_in_tensorflow()
