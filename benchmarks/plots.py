@@ -28,7 +28,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     def panels(sections: Sequence[str], ticks: Sequence[float], text: Callable[[float], str]) -> list[Chart]:
         return [Chart(_title(record, each), _lines(record, each), ticks, text) for each in sections]
 
-    of_plain = "time, in units of plain attention"
+    of_plain = "time ÷ plain attention"
     pictures = {
         "overview": ("A causal call: time, and peak memory beyond the inputs", [
             Chart("time", _few(_lines(record, "forward", ratio=False)), seconds, _seconds),

@@ -60,6 +60,7 @@ class Shapes(SphinxTransform):
         for table in self.document.findall(nodes.table):
             numbers = any("text-right" in entry["classes"] for entry in table.findall(nodes.entry))
             table["classes"].append("numbers" if numbers else "words")
+            repeat_names(table)
             if numbers:
                 label_cells(table)
             if len(list(table.findall(nodes.colspec))) > MANY:
@@ -97,6 +98,18 @@ def is_start(node: nodes.Node) -> bool:
 def is_link(node: nodes.Node) -> bool:
     """Say whether a node is a link, resolved or not."""
     return isinstance(node, nodes.reference | addnodes.pending_xref)
+
+
+def repeat_names(table: nodes.table) -> None:
+    """Repeat the name of the row above in a row without one, for phones, where each row is a card."""
+    name = ""
+    for row in next(iter(table.findall(nodes.tbody))).children:
+        first = next(iter(row.findall(nodes.entry)))
+        if text := first.astext().strip():
+            name = text
+        elif name:
+            first.children = []
+            first += nodes.paragraph("", "", nodes.inline("", name, classes=["label"]))
 
 
 def label_cells(table: nodes.table) -> None:

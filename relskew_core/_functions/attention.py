@@ -29,13 +29,18 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     heads, width)``, with ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
     query ``i``::
 
-        logits[i, j] = scale     · q[i] · k[j]             content
-                     + rel_scale · rel_q[i] · rel_k[r]     Shaw, Music Transformer; rel_q: Transformer-XL
-                     + rel_scale · k[j] · key_table[r]     DeBERTa
-                     + rel_bias[r]                         T5, ALiBi, Swin
-                     + mask[i, j]                          additive, or -inf where a boolean one is False
+        logits[i, j] = scale     · q[i] · k[j]
+                     + rel_scale · rel_q[i] · rel_k[r]
+                     + rel_scale · k[j] · key_table[r]
+                     + rel_bias[r]
+                     + mask[i, j]
 
-        out[i] = Σ_j softmax_j(logits)[i, j] · (v[j] + rel_v[r])
+        weights[i, j] = softmax_j(logits[i, j])
+        out[i] = Σ_j weights[i, j] · (v[j] + rel_v[r])
+
+    ``rel_k`` is the table of Shaw and Music Transformer, and with ``rel_q`` that of Transformer-XL. ``key_table`` is
+    the second table of DeBERTa, and ``rel_bias`` has the numbers of T5, ALiBi and Swin. A boolean ``mask`` adds
+    ``-inf`` where it is False.
 
     Options can be combined freely; combinations that make no sense raise an error that names the arguments. None of
     them changes how memory grows.

@@ -49,7 +49,7 @@ def _save(
 ) -> Path:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 2 + 3.4 * len(rows)), dpi=150, layout="constrained", facecolor=colours["paper"])
+    figure = Figure(figsize=(5.6, 1.9 + 2.6 * len(rows)), dpi=150, layout="constrained", facecolor=colours["paper"])
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=colours["ink"])
     grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     named: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -315,6 +316,44 @@ def test_nothing_is_cut_on_a_desk_or_on_a_phone(pages: dict[Path, Page], browser
             size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
             browser.ask("Emulation.setDeviceMetricsOverride", **size)
             assert browser.run(CUT) == [], f"{path.name} at {width} pixels"
+
+
+NAMELESS = """(() => {
+    const shown = (e) => e.checkVisibility() && e.innerText.trim();
+    const rows = [...document.querySelectorAll("table.docutils tbody tr")].filter((row) => row.checkVisibility());
+    return rows.filter((row) => !shown(row.cells[0])).map((row) => row.innerText);
+})()"""
+"""The rows of a page's tables that do not say what they are about."""
+
+DRAWN = """[...document.querySelectorAll('article img[src$=".svg"]')].filter((e) => e.checkVisibility())
+    .map((e) => [decodeURI(new URL(e.src).pathname), e.clientWidth])"""
+
+
+def height_of_text(path: Path, width: int) -> float:
+    """Return the pixels of the smallest text of a picture that is shown in a width."""
+    text = path.read_text()
+    sizes = re.findall(r"font(?:-size)?(?::|=\")\s*(\d+)", text)
+    box = re.search(r'viewBox="0 0 ([\d.]+)', text)
+    assert sizes
+    assert box is not None
+    return min(map(int, sizes)) * width / float(box[1])
+
+
+@needs_chromium
+def test_a_phone_shows_figures_that_can_be_read_and_a_name_on_each_card(site: Path, browser: chromium.Chromium) -> None:
+    width, height = WIDTHS["phone"]
+    size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+    browser.ask("Emulation.setDeviceMetricsOverride", **size)
+    for name in ("index", "benchmarks"):
+        loaded(browser, site / f"{name}.html")
+        drawn = browser.run(DRAWN)
+        assert len(drawn) >= 2
+        assert all(height_of_text(Path(path), width) > 7.5 for path, width in drawn), drawn
+    for name in ("variants", "compiled", "benchmarks"):
+        loaded(browser, site / f"{name}.html")
+        assert browser.run(NAMELESS) == [], name
+    edges = "(e => [e.left, e.right])(document.querySelector('{}').getBoundingClientRect())"
+    assert browser.run(edges.format("table.docutils")) == browser.run(edges.format("article section > p"))
 
 
 COPIED = """(() => {
