@@ -7,8 +7,9 @@ memory and have fewer restrictions.
 algorithm                                       memory beyond input and output      the same as
 ==============================================  ==================================  ====================================
 :func:`clipped_lookup`                          the gathered table, ``O(n·m·D)``    ``Span.clipped(k)``
-:func:`shaw_gather_logits`, ``_values``         ``O(B·H·n·m·D)``                    ``relative_logits``, ``_values``
-:func:`shaw_split_logits`, ``_values``          ``O(B·H·n·m + n·m·D)``              ``relative_logits``, ``_values``
+:func:`shaw_logits`, :func:`shaw_values`        ``O(B·H·n·m·D)``, or                ``relative_logits``, ``_values``
+                                                ``O(B·H·n·m + n·m·D)`` in two
+                                                products
 :func:`shaw_attention`                          that of its form                    ``relative_attention``
 :func:`huang_mask`, :func:`huang_skew`          ``O(H·L²)``                         ``skew``, on and below the diagonal
 :func:`huang_skew_local`                        ``O(H·N²)`` a block                 ``skew``
@@ -41,10 +42,8 @@ from relskew_core.papers._shaw import (
     clipped_distances,
     clipped_lookup,
     shaw_attention,
-    shaw_gather_logits,
-    shaw_gather_values,
-    shaw_split_logits,
-    shaw_split_values,
+    shaw_logits,
+    shaw_values,
 )
 from relskew_core.papers._ukhov import diagonal_attention, diagonal_logits, diagonal_skew
 
@@ -61,8 +60,6 @@ __all__ = [
     "huang_skew",
     "huang_skew_local",
     "shaw_attention",
-    "shaw_gather_logits",
-    "shaw_gather_values",
-    "shaw_split_logits",
-    "shaw_split_values",
+    "shaw_logits",
+    "shaw_values",
 ]

@@ -16,10 +16,8 @@ __all__ = [
     "huang_skew",
     "huang_skew_local",
     "shaw_attention",
-    "shaw_gather_logits",
-    "shaw_gather_values",
-    "shaw_split_logits",
-    "shaw_split_values",
+    "shaw_logits",
+    "shaw_values",
 ]
 
 A = TypeVar("A")
@@ -53,7 +51,19 @@ def shaw_attention(
     form: Literal["gather", "split"] = "gather",
     offset: int | None = None,
 ) -> A: ...
-def shaw_gather_logits(q: A, k: Array, rel_k: Array, *, offset: int | None = None) -> A: ...
-def shaw_gather_values(weights: A, v: Array, rel_v: Array, *, offset: int | None = None) -> A: ...
-def shaw_split_logits(q: A, k: Array, rel_k: Array, *, offset: int | None = None) -> A: ...
-def shaw_split_values(weights: A, v: Array, rel_v: Array, *, offset: int | None = None) -> A: ...
+def shaw_logits(
+    q: A,
+    k: Array,
+    rel_k: Array,
+    *,
+    form: Literal["gather", "split"] = "gather",
+    offset: int | None = None,
+) -> A: ...
+def shaw_values(
+    weights: A,
+    v: Array,
+    rel_v: Array,
+    *,
+    form: Literal["gather", "split"] = "gather",
+    offset: int | None = None,
+) -> A: ...

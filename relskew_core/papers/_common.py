@@ -33,9 +33,9 @@ def check_leading(name: str, array: Array, first_name: str, first: Array) -> Non
         )
 
 
-def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None]) -> None:
-    """Refuse a ``table`` whose shape is neither ``axes`` nor ``axes`` behind the heads of ``x``."""
-    check_trailing(name, table, axes)
+def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None], *, shared: bool = False) -> None:
+    """Refuse a ``table`` whose shape is neither ``axes`` nor, unless ``shared``, ``axes`` behind the heads of ``x``."""
+    check_trailing(name, table, axes, exact=shared)
     heads = tuple(table.shape[:-2])
     if heads and heads != tuple(x.shape[-3:-2]):
         form = ", ".join(axes)

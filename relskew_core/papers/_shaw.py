@@ -12,6 +12,9 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_offset
 from relskew_core.papers._common import check_leading, check_table, check_trailing, weigh
 
+Form = Literal["gather", "split"]
+FORMS = ("gather", "split")
+
 
 def clipped_distances(
     n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int | None = None, device: Any = None
@@ -94,10 +97,14 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
     return _lookup("table", table, n, m, offset, xp=xp)
 
 
-def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = None) -> Array:
-    """``e_ij = q_i (k_j + a_ij)ᵀ / √D``, every key moved for every query (Shaw et al. 2018, equation 4).
+def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
+    """``e_ij = q_i (k_j + a_ij)ᵀ / √D`` (Shaw et al. 2018, equations 4 and 5).
 
-    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m·D)``: what the paper's section 3.3 then avoids.
+    ``"gather"`` moves every key for every query: equation 4, in time and memory ``O(B·H·n·m·D)``. ``"split"`` is
+    equation 5 with section 3.3: ``(q_i k_jᵀ + q_i a_ijᵀ) / √D``. Its second term is ``n`` parallel products, one for
+    each query position, of ``(B·H, D)`` and ``(D, m)``: the queries are transposed and reshaped to bring their position
+    to the front, and the product is reshaped back. Memory is ``O(B·H·n·m + n·m·D)``, with one gathered table for all
+    batches and heads.
 
     Parameters
     ----------
@@ -105,8 +112,10 @@ def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None =
         Queries, ``x_i W^Q``.
     k : array, shape (..., m, D)
         Keys, ``x_j W^K``; leading axes those of ``q``.
-    rel_k : array, shape (2k+1, D) or (H, 2k+1, D)
+    rel_k : array, shape (2k+1, D) or, as ``"gather"``, (H, 2k+1, D)
         The paper's ``w^K``, rows of the relative positions ``-k … k``.
+    form : {"gather", "split"}, default "gather"
+        One sum over moved keys, or two products.
     offset : int, optional
         Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
 
@@ -116,72 +125,40 @@ def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None =
 
     See Also
     --------
-    shaw_split_logits : the same in less memory.
     relskew_core.relative_logits : the second term, unscaled, without a gather.
 
     Examples
     --------
     >>> import numpy as np
     >>> ones, rel_k = np.ones((3, 1)), np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_gather_logits(ones, ones, rel_k)
+    >>> shaw_logits(ones, ones, rel_k)
     array([[1., 2., 2.],
            [0., 1., 2.],
            [0., 0., 1.]])
+    >>> shaw_logits(ones, ones, rel_k, form="split")[1]
+    array([0., 1., 2.])
     """
-    xp = _check_logits(q, k, rel_k)
+    check_choice("form", form, FORMS)
+    xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]}, shared=form == "split")
+    check_leading("k", k, "q", q)
     a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
-    moved = xp.expand_dims(k, axis=-3) + a
-    return xp.sum(xp.expand_dims(q, axis=-2) * moved, axis=-1) / q.shape[-1] ** 0.5
-
-
-def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = None) -> Array:
-    """``e_ij = (q_i k_jᵀ + q_i a_ijᵀ) / √D``, in two products (Shaw et al. 2018, equation 5, section 3.3).
-
-    The second term is ``n`` parallel products, one a query position, of ``(B·H, D)`` and ``(D, m)``: the queries are
-    transposed and reshaped to bring their position to the front, and the product is reshaped back.
-    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m + n·m·D)``: one gathered table for all batches and heads.
-
-    Parameters
-    ----------
-    q : array, shape (..., n, D)
-        Queries, ``x_i W^Q``.
-    k : array, shape (..., m, D)
-        Keys, ``x_j W^K``; leading axes those of ``q``.
-    rel_k : array, shape (2k+1, D)
-        The paper's ``w^K``, rows of the relative positions ``-k … k``, shared by all heads.
-    offset : int, optional
-        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
-
-    Returns
-    -------
-    array, shape (..., n, m)
-
-    See Also
-    --------
-    shaw_gather_logits : the same in one product.
-    relskew_core.relative_logits : the second term, unscaled, without a gather.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> ones, rel_k = np.ones((3, 1)), np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_split_logits(ones, ones, rel_k)
-    array([[1., 2., 2.],
-           [0., 1., 2.],
-           [0., 0., 1.]])
-    """
-    xp = _check_logits(q, k, rel_k)
-    check_trailing("rel_k", rel_k, {"R": None, "D": q.shape[-1]}, exact=True)
-    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
+    if form == "gather":
+        moved = xp.expand_dims(k, axis=-3) + a
+        return xp.sum(xp.expand_dims(q, axis=-2) * moved, axis=-1) / q.shape[-1] ** 0.5
     content = xp.matmul(q, xp.matrix_transpose(k))
     position = _by_position(q, xp.matrix_transpose(a), xp=xp)
     return (content + position) / q.shape[-1] ** 0.5
 
 
-def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | None = None) -> Array:
-    """``z_i = Σ_j α_ij (v_j + a_ij)``, every value moved for every query (Shaw et al. 2018, equation 3).
+def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
+    """``z_i = Σ_j α_ij (v_j + a_ij)`` (Shaw et al. 2018, equation 3).
 
-    Time and memory ``O(B·H·n·m·Dv)``.
+    ``"gather"`` moves every value for every query, in time and memory ``O(B·H·n·m·Dv)``. ``"split"`` is
+    ``Σ_j α_ij v_j + Σ_j α_ij a_ij``, as section 3.3 says: its second term is ``n`` parallel products of ``(B·H, m)``
+    and ``(m, Dv)``, in memory ``O(n·m·Dv)`` besides the weights and the result.
 
     Parameters
     ----------
@@ -189,8 +166,10 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | 
         Softmax weights, ``α``.
     v : array, shape (..., m, Dv)
         Values, ``x_j W^V``; leading axes those of ``weights``.
-    rel_v : array, shape (2k+1, Dv) or (H, 2k+1, Dv)
+    rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv)
         The paper's ``w^V``, rows of the relative positions ``-k … k``.
+    form : {"gather", "split"}, default "gather"
+        One sum over moved values, or two products.
     offset : int, optional
         Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
 
@@ -200,64 +179,27 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | 
 
     See Also
     --------
-    shaw_split_values : the same in less memory.
     relskew_core.relative_values : the second term, without a gather.
 
     Examples
     --------
     >>> import numpy as np
-    >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_gather_values(np.eye(3), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    >>> v, rel_v = np.asarray([[[10.0], [20.0], [30.0]], [[-1.0], [0.0], [1.0]]])
+    >>> shaw_values(np.eye(3), v, rel_v)[:, 0]
     array([10., 20., 30.])
-    >>> shaw_gather_values(
-    ...     np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v
-    ... )[:, 0]
+    >>> shaw_values(np.fliplr(np.eye(3)), v, rel_v, form="split")[:, 0]
     array([31., 20.,  9.])
     """
-    xp = _check_values(weights, v, rel_v)
+    check_choice("form", form, FORMS)
+    xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
+    check_trailing("weights", weights, {"n": None, "m": None})
+    check_trailing("v", v, {"m": weights.shape[-1], "Dv": None})
+    check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]}, shared=form == "split")
+    check_leading("v", v, "weights", weights)
     a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
-    moved = xp.expand_dims(v, axis=-3) + a
-    return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
-
-
-def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int | None = None) -> Array:
-    """``z_i = Σ_j α_ij v_j + Σ_j α_ij a_ij``, in two products (Shaw et al. 2018, equation 3 as section 3.3 says).
-
-    The second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
-    Time ``O(B·H·n·m·Dv)``, memory ``O(n·m·Dv)`` besides the weights and the result.
-
-    Parameters
-    ----------
-    weights : array, shape (..., n, m)
-        Softmax weights, ``α``.
-    v : array, shape (..., m, Dv)
-        Values, ``x_j W^V``; leading axes those of ``weights``.
-    rel_v : array, shape (2k+1, Dv)
-        The paper's ``w^V``, rows of the relative positions ``-k … k``, shared by all heads.
-    offset : int, optional
-        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
-
-    Returns
-    -------
-    array, shape (..., n, Dv)
-
-    See Also
-    --------
-    shaw_gather_values : the same in one product.
-    relskew_core.relative_values : the second term, without a gather.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_split_values(
-    ...     np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v
-    ... )[:, 0]
-    array([31., 20.,  9.])
-    """
-    xp = _check_values(weights, v, rel_v)
-    check_trailing("rel_v", rel_v, {"R": None, "Dv": v.shape[-1]}, exact=True)
-    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
+    if form == "gather":
+        moved = xp.expand_dims(v, axis=-3) + a
+        return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
     return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
 
 
@@ -268,7 +210,7 @@ def shaw_attention(
     rel_k: Array,
     rel_v: Array | None = None,
     *,
-    form: Literal["gather", "split"] = "gather",
+    form: Form = "gather",
     offset: int | None = None,
 ) -> Array:
     """Attention with relative keys and values: equations 4, 2 and 3 of Shaw et al. 2018, one after the other.
@@ -304,17 +246,15 @@ def shaw_attention(
     >>> shaw_attention(q, k, v, rel_k, rel_v, form="split")[0, :, 0].round(6)
     array([1.8, 1.4, 1. , 0.6, 0.2])
     """
-    check_choice("form", form, ("gather", "split"))
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
     check_trailing("q", q, {"n": None, "D": None})
     check_trailing("k", k, {"m": None, "D": q.shape[-1]})
     check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
     check_leading("v", v, "q", q)
-    gather = form == "gather"
-    weights = weigh((shaw_gather_logits if gather else shaw_split_logits)(q, k, rel_k, offset=offset), xp=xp)
+    weights = weigh(shaw_logits(q, k, rel_k, form=form, offset=offset), xp=xp)
     if rel_v is None:
         return xp.matmul(weights, v)
-    return (shaw_gather_values if gather else shaw_split_values)(weights, v, rel_v, offset=offset)
+    return shaw_values(weights, v, rel_v, form=form, offset=offset)
 
 
 def _distances(n: int, m: int, k: int, offset: int | None, *, xp: Namespace, device: Any) -> Array:
@@ -340,21 +280,3 @@ def _by_position(x: Array, a: Array, *, xp: Namespace) -> Array:
     positions_first = xp.reshape(xp.moveaxis(x, -2, 0), (n, prod(lead), p))
     product = xp.matmul(positions_first, a)
     return xp.moveaxis(xp.reshape(product, (n, *lead, a.shape[-1])), 0, -2)
-
-
-def _check_logits(q: Array, k: Array, rel_k: Array) -> Namespace:
-    xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
-    check_trailing("q", q, {"n": None, "D": None})
-    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
-    check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]})
-    check_leading("k", k, "q", q)
-    return xp
-
-
-def _check_values(weights: Array, v: Array, rel_v: Array) -> Namespace:
-    xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
-    check_trailing("weights", weights, {"n": None, "m": None})
-    check_trailing("v", v, {"m": weights.shape[-1], "Dv": None})
-    check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]})
-    check_leading("v", v, "weights", weights)
-    return xp

@@ -124,8 +124,8 @@ def test_lookup_equals_the_clipped_span(library: Library, k: int, offset: int) -
 
 
 @pytest.mark.parametrize("lead", SHAPES, ids=str)
-@pytest.mark.parametrize("form", [papers.shaw_gather_logits, papers.shaw_split_logits])
-def test_shaw_logits(library: Library, form: Callable[..., Any], lead: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("form", ["gather", "split"])
+def test_shaw_logits(library: Library, form: Any, lead: tuple[int, ...]) -> None:
     n, m, d, k, offset = 5, 7, 3, 2, 1
     arrays = {"q": draw(*lead, n, d), "k": draw(*lead, m, d, seed=1), "rel_k": draw(2 * k + 1, d)}
 
@@ -133,27 +133,27 @@ def test_shaw_logits(library: Library, form: Callable[..., Any], lead: tuple[int
         content = q @ array_api_compat.array_namespace(q).matrix_transpose(k)
         return (content + relative_logits(q, rel_k, Span.clipped(2), n_keys=m, offset=offset)) / d**0.5
 
-    agree(library, lambda **given: form(**given, offset=offset), real, arrays)
+    agree(library, lambda **given: papers.shaw_logits(**given, form=form, offset=offset), real, arrays)
 
 
 @pytest.mark.parametrize("lead", SHAPES, ids=str)
-@pytest.mark.parametrize("form", [papers.shaw_gather_values, papers.shaw_split_values])
-def test_shaw_values(library: Library, form: Callable[..., Any], lead: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("form", ["gather", "split"])
+def test_shaw_values(library: Library, form: Any, lead: tuple[int, ...]) -> None:
     n, m, d, k, offset = 5, 4, 3, 1, -1
     arrays = {"weights": draw(*lead, n, m), "v": draw(*lead, m, d), "rel_v": draw(2 * k + 1, d)}
 
     def real(weights: Any, v: Any, rel_v: Any) -> Any:
         return weights @ v + relative_values(weights, rel_v, Span.clipped(k), offset=offset)
 
-    agree(library, lambda **given: form(**given, offset=offset), real, arrays)
+    agree(library, lambda **given: papers.shaw_values(**given, form=form, offset=offset), real, arrays)
 
 
 def test_shaw_table_by_head_is_refused_by_the_split_product() -> None:
     q = draw(2, 3, 4)
     with pytest.raises(ValueError, match=r"`rel_k` must have shape \(R, D\)"):
-        papers.shaw_split_logits(q, q, draw(2, 3, 4))
+        papers.shaw_logits(q, q, draw(2, 3, 4), form="split")
     with pytest.raises(ValueError, match=r"`rel_v` must have shape \(R, Dv\)"):
-        papers.shaw_split_values(draw(2, 3, 3), q, draw(2, 3, 4))
+        papers.shaw_values(draw(2, 3, 3), q, draw(2, 3, 4), form="split")
 
 
 # Huang et al. 2018 ----------------------------------------------------------------------------------------------------
@@ -284,20 +284,21 @@ SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
         (papers.clipped_lookup, (TABLE, -1, 3), {}, "n_queries"),
         (papers.clipped_lookup, (TABLE, 3, None), {}, "n_keys"),
         (papers.clipped_lookup, ([[1.0]], 3, 3), {}, "table"),
-        (papers.shaw_gather_logits, (np.zeros(3), Q, TABLE), {}, "q"),
-        (papers.shaw_gather_logits, (Q, np.zeros((3, 1)), TABLE), {}, "k"),
-        (papers.shaw_gather_logits, (Q, np.zeros((2, 3, 2)), TABLE), {}, "k"),
-        (papers.shaw_gather_logits, (Q, Q, np.zeros((3, 1))), {}, "rel_k"),
-        (papers.shaw_gather_logits, (Q, Q, np.zeros((1, 3, 2))), {}, "rel_k"),
-        (papers.shaw_split_logits, (Q, Q, np.zeros((2, 2))), {}, "rel_k"),
-        (papers.shaw_split_logits, (Q, Q.astype("float32"), TABLE), {}, "k"),
-        (papers.shaw_split_logits, (Q, Q, TABLE), {"offset": "0"}, "offset"),
-        (papers.shaw_gather_values, (np.zeros(3), Q, TABLE), {}, "weights"),
-        (papers.shaw_gather_values, (SQUARE, np.zeros((2, 2)), TABLE), {}, "v"),
-        (papers.shaw_split_values, (SQUARE, Q, np.zeros((3, 3))), {}, "rel_v"),
+        (papers.shaw_logits, (np.zeros(3), Q, TABLE), {}, "q"),
+        (papers.shaw_logits, (Q, np.zeros((3, 1)), TABLE), {}, "k"),
+        (papers.shaw_logits, (Q, np.zeros((2, 3, 2)), TABLE), {}, "k"),
+        (papers.shaw_logits, (Q, Q, np.zeros((3, 1))), {}, "rel_k"),
+        (papers.shaw_logits, (Q, Q, np.zeros((1, 3, 2))), {}, "rel_k"),
+        (papers.shaw_logits, (Q, Q, np.zeros((2, 2))), {"form": "split"}, "rel_k"),
+        (papers.shaw_logits, (Q, Q.astype("float32"), TABLE), {"form": "split"}, "k"),
+        (papers.shaw_logits, (Q, Q, TABLE), {"form": "split", "offset": "0"}, "offset"),
+        (papers.shaw_values, (np.zeros(3), Q, TABLE), {}, "weights"),
+        (papers.shaw_values, (SQUARE, np.zeros((2, 2)), TABLE), {}, "v"),
+        (papers.shaw_values, (SQUARE, Q, np.zeros((3, 3))), {"form": "split"}, "rel_v"),
+        (papers.shaw_values, (SQUARE, Q, TABLE), {"form": "fast"}, "form"),
         (papers.shaw_attention, (Q, Q, Q, TABLE), {"form": "fast"}, "form"),
         (papers.shaw_attention, (Q, Q, np.zeros((2, 2)), TABLE), {}, "v"),
-        (papers.shaw_gather_values, (np.zeros((2, 3, 3)), np.zeros((2, 3, 2)), np.zeros((1, 2, 3, 2))), {}, "rel_v"),
+        (papers.shaw_values, (np.zeros((2, 3, 3)), np.zeros((2, 3, 2)), np.zeros((1, 2, 3, 2))), {}, "rel_v"),
         (papers.shaw_attention, (Q, Q, Q, TABLE, np.zeros((3, 4))), {}, "rel_v"),
         (papers.huang_mask, (np.zeros((3, 4)),), {}, "x"),
         (papers.huang_skew, (np.zeros((0, 0)),), {}, "x"),
