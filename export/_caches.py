@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.checks import check_bool, check_choice, describe
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._graph.filled_node import FilledAttentions
 from relskew_core.export._graph.grouped import DOMAIN
@@ -22,8 +22,22 @@ PAST_LENGTH = "past_length"
 """The input with the number of filled places of the caches."""
 
 
+INT8 = "int8"
+"""The dtype of caches whose rows have a scale each."""
+
+
+def scales_of(cache: str) -> str:
+    """Return the name of the scales of a cache in int8."""
+    return f"{cache}_scale"
+
+
 def caches_in_place(
-    model: onnx.ModelProto, *, past: str = "past_key_values.", present: str = "present.", contrib: bool = False
+    model: onnx.ModelProto,
+    *,
+    past: str = "past_key_values.",
+    present: str = "present.",
+    contrib: bool = False,
+    cache_dtype: str | None = None,
 ) -> onnx.ModelProto:
     """Replace the growing caches of a decoder by caches of fixed length, which it updates in place.
 
@@ -43,6 +57,11 @@ def caches_in_place(
         the whole is read if most of it is filled.
         Every layer must use one ``Attention`` whose mask hides the future, with a head dimension that is a multiple of
         8. Several tokens after a past are supported for a batch of one.
+    cache_dtype : {"int8"}, optional
+        Store keys and values in int8, each row with a scale: the decoder gets inputs ``past_key_values.N.key_scale``
+        and ``past_key_values.N.value_scale (batch, heads, cache_length)`` of float32, and outputs
+        ``present.N.key_scale`` and ``present.N.value_scale``. One node ``relskew::RelativeAttention`` must read each
+        pair of caches, and nothing else.
 
     Returns
     -------
@@ -82,16 +101,18 @@ def caches_in_place(
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"`model` must be an onnx.ModelProto, got {describe(model)}")
     check_bool("contrib", contrib)
+    if cache_dtype is not None:
+        check_choice("cache_dtype", cache_dtype, (INT8,))
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if opset < IN_PLACE_OPSET:
         raise ValueError(f"`model` must have opset {IN_PLACE_OPSET}, which brought TensorScatter, got {opset}")
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     caches = _caches(changed.graph, past, present)
-    nodes = list(_Writer(changed, caches, contrib).nodes())
+    nodes = list(_Writer(changed, caches, contrib, cache_dtype).nodes())
     del changed.graph.node[:]
     changed.graph.node.extend(nodes)
-    _declare(changed, caches)
+    _declare(changed, caches, cache_dtype)
     read_side_by_side(changed)
     if contrib:
         changed.opset_import.append(helper.make_opsetid(DOMAIN, 1))
@@ -117,12 +138,19 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[JoinedCache
     return found
 
 
-def _declare(model: onnx.ModelProto, caches: list[JoinedCache]) -> None:
-    """Name the caches' length in the inputs and outputs, and add an input."""
+def _declare(model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str | None) -> None:
+    """Name the caches' length in the inputs and outputs, and add inputs, and outputs with scales."""
     names = {name for cache in caches for name in (cache.past, cache.present)}
-    for value in (*model.graph.input, *model.graph.output):
-        if value.name in names:
-            value.type.tensor_type.shape.dim[2].dim_param = CACHE_LENGTH
+    for values in (model.graph.input, model.graph.output):
+        for value in [value for value in values if value.name in names]:
+            tensor = value.type.tensor_type
+            tensor.shape.dim[2].dim_param = CACHE_LENGTH
+            if cache_dtype is None:
+                continue
+            tensor.elem_type = TensorProto.INT8
+            scales = values.add(name=scales_of(value.name))
+            scales.type.tensor_type.elem_type = TensorProto.FLOAT
+            scales.type.tensor_type.shape.dim.extend(tensor.shape.dim[:3])
     doc = "how many places of the caches are filled, where the tokens go on"
     model.graph.input.append(helper.make_tensor_value_info(PAST_LENGTH, TensorProto.INT64, (1,), doc_string=doc))
     for entry in model.metadata_props:
@@ -133,12 +161,21 @@ def _declare(model: onnx.ModelProto, caches: list[JoinedCache]) -> None:
 class _Writer:
     """Rewrites the nodes of a decoder: joins become writes, and readers of a cache read its filled part."""
 
-    def __init__(self, model: onnx.ModelProto, caches: list[JoinedCache], contrib: bool) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, caches: list[JoinedCache], contrib: bool, cache_dtype: str | None
+    ) -> None:
         self._graph, self._caches, self._contrib = model.graph, caches, contrib
         self._joins = {cache.present: cache for cache in caches}
         self._pasts = {cache.past: cache for cache in caches}
         self._model, self._operators = model, attending(model.graph, self._joins)
         self._served = {name for node in self._operators.values() for name in node.input[1:3]}
+        self._scales = None if cache_dtype is None else scales_of
+        others = sorted(set(self._joins) - self._served)
+        if others and cache_dtype is not None:
+            raise ValueError(
+                "`cache_dtype='int8'` requires that only a node relskew::RelativeAttention, whose queries continue a "
+                f"cache, reads it, but {others[0]} is read by other nodes or at other positions"
+            )
         self._calls = GroupedAttentions(model, caches) if contrib else FilledAttentions(model.graph, caches)
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
@@ -155,7 +192,8 @@ class _Writer:
                     yield from self._written(cache)
             elif node.output[0] in self._operators:
                 keys, values = (self._joins[name] for name in node.input[1:3])
-                yield with_caches(self._model, node, (keys.new, values.new), (keys.past, values.past))
+                new, past = (keys.new, values.new), (keys.past, values.past)
+                yield with_caches(self._model, node, new, past, self._scales)
             elif node.output[0] in self._calls.nodes:
                 yield from self._calls.rewritten(node)
             else:

@@ -122,7 +122,7 @@ def write_node(
     body = BodyEmitter(np.dtype(operands.q.dtype.numpy()))
     made = emit(body, opset, Operands(**arguments), within, None)
     attributes[ALIGNED] = int(body.aligned)
-    results = [made[0].name, *(f"none/{name}" for name in OUTPUTS[1:-1]), made[1].name]
+    results = [made[0].name, *(f"none/{name}" for name in OUTPUTS[1 : OUTPUTS.index("lse")]), made[1].name]
     results = results if options.return_lse else results[:1]
     overload = functions.add(body.function(names, results, opset, attributes))
     node = op.Identity(operands.q).producer()  # an example node with the right results

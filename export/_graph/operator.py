@@ -19,10 +19,15 @@ VERSION = 1
 INPUTS = (
     "q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "key_table", "mask", "added", "sinks",
     "q_segments", "k_segments", "q_positions", "k_positions", "offset", "past_key", "past_value",
+    "past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale",
 )  # fmt: skip
 """The inputs of a node in order, as in `onnx_operator.cpp`: all except the first three are optional."""
 
-OUTPUTS = ("out", "present_key", "present_value", "lse")
+OUTPUTS = (
+    "out", "present_key", "present_value", "lse",
+    "present_key_int8", "present_value_int8", "present_key_scale", "present_value_scale",
+)  # fmt: skip
+"""The outputs, likewise: all except the first are optional."""
 
 
 def attributes_of(options: Options) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.extras import needs_extra
-from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._caches import PAST_LENGTH, scales_of
 from relskew_core.export._library import custom_ops_library
 from relskew_core.export._validate.report import Check
 
@@ -29,6 +29,9 @@ _UNSERVED = re.compile(r"Could not find an implementation for (\w+)")
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """The allowed relative L2 errors of many layers, far below the effect of a wrong position."""
+
+OF_INT8 = 5e-2
+"""The allowed error with caches in int8, whose rows have relative errors of about 1 %."""
 
 
 def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
@@ -56,12 +59,25 @@ def after(memory: Path, run: Run, inputs: Sequence[str], *, operator: bool = Fal
     return both
 
 
-def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, operator: bool = False) -> Run:
+def _quantised(array: np.ndarray[Any, Any]) -> Arrays:
+    """Return rows as caches in int8 hold them, and the scale of each row."""
+    scales = np.abs(array).max(axis=-1, initial=0).astype(np.float32) / np.float32(127)
+    rows = np.rint(array / np.where(scales > 0, scales, 1)[..., None])
+    return [rows.astype(np.int8), scales]
+
+
+def _dequantised(rows: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.multiply(rows, scales[..., None]).astype(dtype)
+
+
+def runner_in_place(
+    path: Path, names: Sequence[str], length: int | None, *, operator: bool = False, in_int8: bool = False
+) -> Run:
     """Return a function that runs a decoder with fixed caches as if they grew, in one buffer for past and present."""
     import onnxruntime
 
     session = opened(path, operator=operator)
-    outputs = [value.name for value in session.get_outputs()]
+    outputs = [value.name for value in session.get_outputs() if not value.name.endswith(scales_of(""))]
 
     def run(inputs: Sequence[Tensor], case: str, length: int | None = length) -> Arrays:
         tokens, *others = (value.numpy() for value in inputs)
@@ -72,22 +88,24 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
         binding.bind_cpu_input(names[0], np.ascontiguousarray(tokens))
         binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
         binding.bind_output(outputs[0])
-        buffers = []
+        buffers: list[Arrays] = []
         for name, array in zip(names[len(outputs) :], memory, strict=True):
             binding.bind_cpu_input(name, array)
         for name, output, past in zip(names[1 : len(outputs)], outputs[1:], pasts, strict=True):
-            batch, heads, _, width = past.shape
-            # The pages of zeros use no memory until they are written to, however long the cache is.
-            buffer = np.zeros((batch, heads, length or total + 5, width), past.dtype)
-            buffer[:, :, :filled] = past
-            buffer[:, :, filled : total + 5] = 7  # entries that no query may see
-            held = onnxruntime.OrtValue.ortvalue_from_numpy(buffer)
-            binding.bind_ortvalue_input(name, held)
-            binding.bind_ortvalue_output(output, held)
-            buffers.append(buffer)
+            buffers.append([])
+            for part, convert in zip(_quantised(past) if in_int8 else [past], (str, scales_of), strict=False):
+                # The pages of zeros use no memory until they are written to, however long the cache is.
+                buffer = np.zeros((*part.shape[:2], length or total + 5, *part.shape[3:]), part.dtype)
+                buffer[:, :, :filled] = part
+                buffer[:, :, filled : total + 5] = 7  # entries that no query may see
+                held = onnxruntime.OrtValue.ortvalue_from_numpy(buffer)
+                binding.bind_ortvalue_input(convert(name), held)
+                binding.bind_ortvalue_output(convert(output), held)
+                buffers[-1].append(buffer[:, :, :total])
         with _naming(case):
             session.run_with_iobinding(binding)
-        return [binding.get_outputs()[0].numpy(), *(buffer[:, :, :total] for buffer in buffers)]
+        presents = (_dequantised(*parts, past.dtype) if in_int8 else parts[0] for parts in buffers)
+        return [binding.get_outputs()[0].numpy(), *presents]
 
     return run
 

@@ -12,16 +12,15 @@ import numpy as np
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
-from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._caches import PAST_LENGTH, scales_of
 from relskew_core.export._whole.decoder import GROWING, IN_PLACE
 from relskew_core.export._whole.generate_encoded import EncoderDecoder
-from relskew_core.export._whole.generate_memory import results_for_memory, with_library
+from relskew_core.export._whole.generate_memory import TYPES, results_for_memory, with_library
 from relskew_core.export._whole.memory import MADE, memory_path
 from relskew_core.export._whole.sampling import Array, Sampler
 from relskew_core.export._whole.together import SET
 
-_CACHED = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+_CACHED = re.compile(rf"past_key_values\.(\d+)\.((?:key|value)(?:{scales_of('')})?)")
 
 
 def generate(
@@ -265,8 +264,8 @@ class _Decoder:
         room = (self._length or rows.shape[1] + n - 1) if self._in_place else 0
         caches = {}
         for name in self._caches:
-            _, heads, _, width = self._inputs[name].shape
-            nothing = np.zeros((len(rows), heads, room, width), _TYPES[self._inputs[name].type])
+            _, heads, _, *width = self._inputs[name].shape
+            nothing = np.zeros((len(rows), heads, room, *width), TYPES[self._inputs[name].type])
             caches[name] = self._on_device(nothing)
         kept = {self._caches[name]: cache for name, cache in caches.items()} if self._in_place else {}
         names = [output.name for output in self._session.get_outputs()]

@@ -23,7 +23,7 @@ from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.export import custom_ops_library
-from relskew_core.export._graph.operator import INPUTS, attributes_of
+from relskew_core.export._graph.operator import INPUTS, OUTPUTS, attributes_of
 
 pytestmark = needs_library
 
@@ -42,6 +42,7 @@ def call(length: int = 50) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "rel_k": random(4, 64, 16)}
 
 
+QUANTISED = ("past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale")
 CAUSAL: dict[str, Any] = {"left": 63, "right": 0, "causal": 1}
 
 
@@ -79,7 +80,7 @@ def test_every_option_of_a_call_is_the_definition(case: dense.Case, dtype: str) 
 
 def test_the_cases_have_every_input_of_a_node() -> None:
     found = set().union(*(node_of(case, "float32")[0] for case in CASES))
-    assert set(INPUTS) - found == {"offset", "past_key", "past_value"}
+    assert set(INPUTS) - found == {"offset", "past_key", "past_value", *QUANTISED}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -167,6 +168,98 @@ def test_caches_are_written_in_place_where_each_item_ends() -> None:
             assert not copied[place][item, :, n + 10 :].any()
 
 
+def in_int8(x: Any) -> tuple[Any, Any]:
+    """Return rows rounded to whole multiples of a scale of each row, and the scales."""
+    wide = x.astype(np.float32)
+    scales = np.abs(wide).max(axis=-1) / np.float32(127)
+    return np.rint(wide / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8), scales
+
+
+def quantised(arrays: dict[str, Any], filled: int, room: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the inputs behind a past in int8, the presents, and the call with the rounded keys and values."""
+    new, past = past_of(arrays, filled, room)
+    inputs = dict(zip(QUANTISED[:2], (past["past_key"], past["past_value"]), strict=True))
+    for name, scale in zip(QUANTISED[:2], QUANTISED[2:], strict=True):
+        inputs[name], inputs[scale] = in_int8(inputs[name])
+    whole, presents = dict(arrays), {}
+    for name, kind in (("k", "key"), ("v", "value")):
+        rows, scales = presents[f"present_{kind}_int8"], presents[f"present_{kind}_scale"] = in_int8(arrays[name])
+        whole[name] = (rows * scales[..., None]).astype(arrays[name].dtype)
+    return {**new, **inputs}, {name: presents[name] for name in OUTPUTS if name in presents}, whole
+
+
+OPTIONS_OF_INT8: dict[str, dict[str, Any]] = {
+    "table": {},
+    "values": {"rel_v": random(1, 64, 16, seed=5)},
+    "keys": {"key_table": random(4, 64, 16, seed=6)},
+    "softcap": {"softcap": 2.0},
+    "documents": {"k_segments": np.repeat(np.array([[0, 1], [3, 4]]), 25, axis=1)},
+}
+
+
+@pytest.mark.parametrize("filled", [0, 20, 49], ids="after {}".format)
+@pytest.mark.parametrize("kind", OPTIONS_OF_INT8)
+def test_caches_in_int8_are_attention_to_the_rounded_rows(kind: str, filled: int) -> None:
+    options = {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name not in ("softcap", "k_segments")}
+    attributes = CAUSAL | {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name == "softcap"}
+    arrays, added = call(), {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name == "k_segments"}
+    for room in (filled, 60):  # growing, and in place
+        given, presents, whole = quantised({**arrays, **options}, filled, room)
+        if room == 60:
+            given["offset"] = np.array([filled])
+        out, *made = run({**given, **added}, ("out", *presents), threads=2, **attributes)
+        expected = [
+            oracles.relative_attention(
+                *(whole[name][item] for name in ("q", "k", "v")), arrays["rel_k"], SPAN, causal=True, **options,
+                **({"softcap": 2.0} if kind == "softcap" else {}),
+                **({"segments": (added["k_segments"][item],) * 2} if added else {}),
+            ).out[:, filled:]
+            for item in range(2)
+        ]  # fmt: skip
+        assert oracles.relative_error(out, np.stack(expected)) < GATES["float32"]
+        for name, x in zip(presents, made, strict=True):
+            np.testing.assert_array_equal(x[:, :, :50], presents[name])
+            assert not x[:, :, 50:].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("filled", [20, 49])
+def test_caches_in_int8_of_other_dtypes(dtype: str, filled: int) -> None:
+    given, presents, whole = quantised({name: x.astype(dtype) for name, x in call().items()}, filled, filled)
+    out, *made = run(given, ("out", *presents), **CAUSAL)
+    expected = oracles.relative_attention(**whole, span=SPAN, causal=True).out[:, :, filled:]
+    assert oracles.relative_error(out, expected) < GATES["float16" if dtype == "float16" else "float32"]
+    for name, x in zip(presents, made, strict=True):
+        np.testing.assert_array_equal(x, presents[name])
+
+
+def test_caches_in_int8_are_written_where_each_item_ends() -> None:
+    arrays, filled = call(), np.array([30, 40])
+    given, presents, _ = quantised(arrays, 40, 60)
+    heads = {name: np.stack([x[:, n : n + 10] for x, n in zip(arrays[name], filled, strict=True)]) for name in "qkv"}
+    out, *made = run({**given, **heads, "offset": filled}, ("out", *presents), **CAUSAL)
+    for item, n in enumerate(filled):
+        whole = {
+            name: x[item : item + 1, :, : n + 10] for name, x in quantised(arrays, 40, 60)[2].items() if name in "qkv"
+        }
+        expected = oracles.relative_attention(**whole, rel_k=arrays["rel_k"], span=SPAN, causal=True).out[:, :, n:]
+        assert oracles.relative_error(out[item], expected[0]) < GATES["float32"]
+        for name, x in zip(presents, made, strict=True):
+            np.testing.assert_array_equal(x[item, :, : n + 10], presents[name][item, :, : n + 10])
+
+
+def test_rows_without_a_scale() -> None:
+    """Zeros stay zeros, and what is not finite becomes NaN."""
+    given, presents, _ = quantised(call(), 0, 0)
+    given["k"][:, :, 10], given["v"][0, 0, 49, 3] = 0, np.inf
+    out, _, _, keys, values = run(given, ("out", *presents), **CAUSAL)
+    assert not keys[:, :, 10].any()
+    assert np.isnan(values[0, 0, 49])
+    assert np.isfinite(np.delete(values.ravel(), 49)).all()
+    assert np.isnan(out[0, :2, 49]).all()  # both heads of the group, and the last query alone
+    assert np.isfinite(out[1]).all()
+
+
 def test_results_are_the_same_on_any_number_of_threads() -> None:
     arrays = {"q": random(1, 4, 700, 64), "k": random(1, 4, 700, 64, seed=1), "v": random(1, 4, 700, 64, seed=2)}
     alone, shared = (run(arrays, threads=threads, causal=1)[0] for threads in (1, 2))
@@ -201,6 +294,15 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
     ({}, {"beyond": "far"}, "`beyond` must be"),
     ({}, {"interface": 2}, "a later version of relskew"),
+    (quantised(call(), 0, 9)[0] | past_of(call(), 0, 9)[1], {}, "pass a past, or a past in int8, not both"),
+    (
+        {name: x for name, x in quantised(call(), 0, 9)[0].items() if name != QUANTISED[2]},
+        {},
+        "must have one scale for each of its rows",
+    ),
+    ({**quantised(call(), 0, 9)[0], QUANTISED[0]: np.zeros((2, 2, 9, 8), np.int8)}, {}, "the sizes of the new keys"),
+    ({**quantised(call(), 0, 9)[0], QUANTISED[2]: random(2, 2, 8)}, {}, "a past in int8 must have one scale"),
+    (quantised(call(), 0, 9)[0], {}, "must give the present"),
 ]
 
 

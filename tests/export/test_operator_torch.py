@@ -189,6 +189,51 @@ def test_decoders_give_the_same_tokens(
     np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"length": 20}, {"dtype": "float16"}], ids=str)
+def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check compares with torch, with the library and without it; here the two are compared."""
+    made = decoder_to_onnx(
+        Decoder(), tmp_path / "int8.onnx", operator=True, in_place=True, cache_dtype="int8", **options
+    )
+    graph = onnx.load(made).graph
+    types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+    for kind in ("key", "value"):
+        for name in (f"past_key_values.1.{kind}", f"present.1.{kind}"):
+            rows, scales = types[name], types[f"{name}_scale"]
+            assert (rows.elem_type, scales.elem_type) == (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT)
+            assert list(scales.shape.dim) == list(rows.shape.dim)[:3]
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    with_library = generate(made, prompts, 12)
+    wanted = generate(decoder_to_onnx(Decoder(), tmp_path / "plain.onnx", check=False), prompts, 12)
+    np.testing.assert_array_equal(with_library, wanted)
+    monkeypatch.setattr(generate_memory, "found_library", lambda: None)
+    np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
+    inlined = save(without_operator(made), tmp_path / "inlined.onnx")
+    np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
+
+
+class Shared(Decoder):
+    """Also returns the mean of a cache, which is a second reader."""
+
+    def forward(self, tokens: Tensor, past: Any) -> Any:
+        logits, caches = super().forward(tokens, past)
+        return logits + caches[1][0].mean(), caches
+
+
+def test_caches_in_int8_need_the_operator(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"in_place": True, "operator": True}
+    wrong: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (Decoder(), {"operator": False}, "`cache_dtype` requires `operator=True`, got cache_dtype='int8'"),
+        (Decoder(), {"in_place": False}, "`cache_dtype` requires `in_place=True`: .* got cache_dtype='int8'"),
+        (Decoder(), {"cache_dtype": "int4"}, "`cache_dtype` must be one of 'int8', got 'int4'"),
+        (Shared(), {}, r"only a node relskew::RelativeAttention.*but present\.\d\.key is read"),
+    ]
+    for model, other, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            decoder_to_onnx(model, tmp_path / "wrong.onnx", **{**options, "cache_dtype": "int8", **other})
+    assert not list(tmp_path.iterdir())
+
+
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """onnxruntime opens a path, and no name in the current folder; genai looks next to its configuration."""
     import onnxruntime_genai

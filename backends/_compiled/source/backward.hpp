@@ -107,7 +107,8 @@ struct Backward {
                queries.make(height) && relative.make(rows, columns) && relative_values.make(rows, columns) &&
                key_side.make(true) && sight.make() && grid.make(height, logits_row, true) &&
                (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
-               (queries.in_pairs || keys.make(room, x.width, static_cast<bool>(sight), lie_apart(x, x.k, x.width))) &&
+               (queries.in_pairs ||
+                keys.make(room, x.width, static_cast<bool>(sight), lie_apart(x, x.k.row, x.width))) &&
                d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
                d_v.make(room, x.value_width) && make_tables();
     }

@@ -4,14 +4,15 @@
 #include <type_traits>
 
 #include "forward.hpp"
+#include "int8.hpp"
 
 namespace {
 
 constexpr Index KEYS = 512;  // keys processed at once
 
 // Write the products of a query with consecutive rows of N vectors each; N = 0: any number of vectors.
-template <int N>
-inline void multiply_rows(const Real *query, const Stored *x, Index row, Index rows, Index width, Real *to) {
+template <int N, class T>
+inline void multiply_rows(const Real *query, const T *x, Index row, Index rows, Index width, Real *to) {
     const Index length = N ? N * LANES : width;
     for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
         const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after the last one repeat it
@@ -21,7 +22,7 @@ inline void multiply_rows(const Real *query, const Stored *x, Index row, Index r
         }
         Vec total[LANES];
         for (Index i = 0; i < LANES; i++) {  // row by row, which memory reads fastest
-            const Stored *at = x + std::min(i, last) * row;
+            const T *at = x + std::min(i, last) * row;
             total[i] = load(query) * load(at);
             for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
         }
@@ -29,7 +30,8 @@ inline void multiply_rows(const Real *query, const Stored *x, Index row, Index r
     }
 }
 
-inline void multiply_rows(const Real *query, const Stored *x, Index row, Index rows, Index width, Real *to) {
+template <class T>
+void multiply_rows(const Real *query, const T *x, Index row, Index rows, Index width, Real *to) {
     if (width % LANES)
         for (Index j = 0; j < rows; j++) to[j] = dot(query, x + j * row, width);
     else if (width == 4 * LANES)
@@ -41,7 +43,8 @@ inline void multiply_rows(const Real *query, const Stored *x, Index row, Index r
 }
 
 // Add rows of values, multiplied by their weights, to an output.
-inline void mix_rows(const Real *weights, const Stored *v, Index row, Index rows, Index width, Real *out) {
+template <class T>
+void mix_rows(const Real *weights, const T *v, Index row, Index rows, Index width, Real *out) {
     Index d = 0;
     const auto columns = [&](auto count) {
         constexpr int N = decltype(count)::value;
@@ -61,7 +64,7 @@ inline void mix_rows(const Real *weights, const Stored *v, Index row, Index rows
     while (d + 4 * LANES <= width) columns(std::integral_constant<int, 4>());
     while (d + LANES <= width) columns(std::integral_constant<int, 1>());
     for (; d < width; d++)
-        for (Index j = 0; j < rows; j++) out[d] += weights[j] * v[j * row + d];
+        for (Index j = 0; j < rows; j++) out[d] += weights[j] * Real(v[j * row + d]);
 }
 
 // Some heads of an item, which go through the blocks of keys together, so that shared rows are still in the cache. Rows
@@ -118,7 +121,11 @@ struct Few {
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);
             if (x.rel_k || x.bias) write_relative(head, count, key - p, keys);
-            for (Index n = 0; n < count; n++) process(item, head, n, i, key, keys);
+            for (Index n = 0; n < count; n++)
+                if (x.in_int8)
+                    process(item, head, n, i, key, keys, x.k_int8, x.v_int8);
+                else
+                    process(item, head, n, i, key, keys, x.k, x.v);
         }
         if (piece.goes_on && !tasks.wait(task)) return;
         for (Index n = 0; n < count; n++) write_result(x, item, head + n, i, softmax[n], out(n), piece.goes_on);
@@ -134,22 +141,26 @@ struct Few {
         softmax[n] = Softmax();
     }
 
-    void process(Index item, Index head, Index n, Index i, Index key, Index count) {
+    template <class T>
+    void process(Index item, Index head, Index n, Index i, Index key, Index count, const Array<const T> &k,
+                 const Array<const T> &v) {
         const Index own = (head + n) / x.group(), r = key - (x.offset + i);
-        const Stored *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
+        const T *keys = k.of(item, own, key), *values = v.of(item, own, key);
         Real *s = logits.get() + MARGIN, *out = this->out(n);
-        multiply_rows(same(n), keys, x.k.row, count, x.width, s);
+        multiply_rows(same(n), keys, k.row, count, x.width, s);
+        if (x.key_table) add_key_side(keys, k.row, head + n, r, count, s);
+        if (x.in_int8) multiply_by(x.k_scale.of(item, own, key), x.k_scale.row, s, count, s);
         if (x.rel_k || x.bias)
             for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
-        if (x.key_table) add_key_side(keys, head + n, r, count, s);
         const Row row{s, 0, count};
         finish_logits(x, row, MaskRow::of(x, item, head + n, i), key);
         const Real factor = softmax[n].take(row);
         Kept::of(x, item, head + n, i, key).drop(row);
         if (factor != 1)
             for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
-        mix_rows(s, values, x.v.row, count, x.value_width, out);
         if (x.rel_v) mix_table(s, head + n, r, count, out);
+        if (x.in_int8) multiply_by(x.v_scale.of(item, own, key), x.v_scale.row, s, count, s);
+        mix_rows(s, values, v.row, count, x.value_width, out);
     }
 
     // The columns of n keys from the relative position r on, of which `before` are before the table.
@@ -190,11 +201,12 @@ struct Few {
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
-    void add_key_side(const Stored *keys, Index head, Index r, Index n, Real *s) const {
+    template <class T>
+    void add_key_side(const T *keys, Index keys_row, Index head, Index r, Index n, Real *s) const {
         for (Index j = 0; j < n; j++) {
             const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
             if (c == row || x.clip)
-                s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(entry, head, row), x.width);
+                s[j] += x.rel_scale * dot(keys + j * keys_row, x.key_table.of(entry, head, row), x.width);
         }
     }
 

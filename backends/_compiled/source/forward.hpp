@@ -68,9 +68,7 @@ struct Packed {
 };
 
 // Whether rows of keys or values are not adjacent, and enough queries read them to pay for a compact copy.
-inline bool lie_apart(const Problem &x, const Array<const Stored> &rows, Index width) {
-    return rows.row != width && x.queries >= 2 * BLOCK;
-}
+inline bool lie_apart(const Problem &x, Index row, Index width) { return row != width && x.queries >= 2 * BLOCK; }
 
 // How many keys a task may have, rounded up to whole panels.
 inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
@@ -113,6 +111,7 @@ struct Forward {
     const Places &places;
     Grid grid;
     ByRow by_row;  // the weights for the values' table
+    HeadRows head_keys, head_values;
     Rows values, rel_v;
     Reals keys, logits, outs;
     JoinedRows value_pairs;
@@ -135,7 +134,9 @@ struct Forward {
           sight(x),
           places(sight.places),
           grid(x),
-          by_row(x, places) {
+          by_row(x, places),
+          head_keys(HeadRows::keys(x)),
+          head_values(HeadRows::values(x)) {
         relative.in_pairs = queries.in_pairs, relative.of_bias = 1 / queries.rest;
     }
 
@@ -145,11 +146,11 @@ struct Forward {
         keys = reals(room * x.width);
         logits = reals((x.key_table ? height : HIGH) * logits_row);
         outs = reals(height * value_row);
-        return keys && logits && outs && queries.make(height) &&
+        return keys && logits && outs && head_keys.make(x.keys) && head_values.make(x.keys) && queries.make(height) &&
                relative.make(places ? height : HIGH, std::max(logits_row, columns_anywhere(x))) && key_side.make() &&
                sight.make() && grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
-               (queries.in_pairs ||
-                values.make(room, x.value_width, static_cast<bool>(sight), lie_apart(x, x.v, x.value_width))) &&
+               (queries.in_pairs || values.make(room, x.value_width, static_cast<bool>(sight),
+                                                lie_apart(x, head_values.row(), x.value_width))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
 
@@ -172,13 +173,16 @@ struct Forward {
         if (seen.none()) return;
         const Index done = packed.take(item, own, seen, room);
         const Index there = done - packed.first, n = packed.end - done;
+        const Stored *own_keys = head_keys.take(item, own, done, packed.end);
+        const Stored *own_values = head_values.take(item, own, done, packed.end);
+        const Index values_row = head_values.row();
         if (n > 0)
-            pack_as(queries.in_pairs, x.k.of(item, own, done), x.k.row, n, x.width,
+            pack_as(queries.in_pairs, own_keys + done * head_keys.row(), head_keys.row(), n, x.width,
                     keys.get() + there * queries.depth());
         if (queries.in_pairs)
-            value_pairs.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
+            value_pairs.take(own_values, values_row, packed.first, done, packed.end);
         else
-            values.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
+            values.take(own_values, values_row, packed.first, done, packed.end);
     }
 
     void attend(const Task &task, Index group) {

@@ -30,7 +30,8 @@ const relskew_array *named(const relskew_call &call, const char *name) {
         {"v", &relskew_call::v},         {"rel_k", &relskew_call::rel_k},
         {"rel_v", &relskew_call::rel_v}, {"rel_bias", &relskew_call::rel_bias},
         {"rel_q", &relskew_call::rel_q}, {"key_table", &relskew_call::key_table},
-        {"mask", &relskew_call::mask},   {"out", &relskew_call::out},
+        {"mask", &relskew_call::mask},   {"k_scale", &relskew_call::k_scale},
+        {"out", &relskew_call::out},     {"v_scale", &relskew_call::v_scale},
         {"lse", &relskew_call::lse},
     };
     for (const auto &[own, at] : ALL)
@@ -130,6 +131,7 @@ struct Reader {
 
     template <class T>
     bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
+        if (need == Need::NOT) return true;
         View view{};
         if constexpr (std::is_same_v<T, const std::int32_t>) {
             const Labels &own = segments.is_of(name) ? segments : positions;
@@ -216,6 +218,7 @@ bool read_numbers(const relskew_call &call, ProblemOf<Stored> &x) {
     using Real = typename ProblemOf<Stored>::Real;
     const double scale = std::isnan(call.scale) ? 1 / std::sqrt(static_cast<double>(x.width)) : call.scale;
     x.offset = call.offset, x.mask_adds = call.mask_adds != 0, x.kept = 1;
+    x.in_int8 = call.k_scale.data || call.v_scale.data;
     x.scale = static_cast<Real>(scale);
     x.rel_scale = static_cast<Real>(std::isnan(call.rel_scale) ? scale : call.rel_scale);
     x.softcap = static_cast<Real>(call.softcap);
@@ -252,7 +255,8 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     if (!positions.read(x.queries, x.keys, std::max<Index>(1, x.block), error)) return false;
     if (x.is_too_large()) return error.refuse("the call is too large");
     Reader reader{call, segments, positions, error};
-    if (!x.arrays(reader) || !x.integers(reader) || !x.results(reader)) return false;
+    if (!x.arrays(reader) || (x.in_int8 && !x.quantised(reader))) return false;
+    if (!x.integers(reader) || !x.results(reader)) return false;
     if (call.sinks.data && (call.sinks.axes != 1 || call.sinks.sizes[0] != x.heads))
         return error.refuse("`sinks` must have a number for each head");
     if (x.items == 0 || x.heads == 0 || x.queries == 0 || x.value_width == 0) return true;

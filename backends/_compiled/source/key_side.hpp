@@ -1,6 +1,7 @@
 // Keys times a table: the mirror image of queries times a table, with transposed products.
 #pragma once
 
+#include "int8.hpp"
 #include "look_up.hpp"
 
 namespace {
@@ -153,8 +154,7 @@ struct KeySide {
     }
 
     void take_keys(Index item, Index head, Index first, Index count) {
-        for (Index j = 0; j < count; j++)
-            std::copy_n(x.k.of(item, head / x.group(), first + j), x.width, keys.get() + j * width);
+        for (Index j = 0; j < count; j++) copy_key(x, item, head / x.group(), first + j, keys.get() + j * width);
     }
 
     // Write LANES transposed rows with one entry per column, of which the first `wanted` are used.

@@ -20,7 +20,16 @@ constexpr std::uint32_t VERSION = 17;  // the first that shares its threads with
 
 enum Code : int { FAIL = 1, INVALID_ARGUMENT = 2 };
 
-enum Type : int { UNDEFINED = 0, FLOAT32 = 1, INT64 = 7, BOOL = 9, FLOAT16 = 10, FLOAT64 = 11, BFLOAT16 = 16 };
+enum Type : int {
+    UNDEFINED = 0,
+    FLOAT32 = 1,
+    INT8 = 3,
+    INT64 = 7,
+    BOOL = 9,
+    FLOAT16 = 10,
+    FLOAT64 = 11,
+    BFLOAT16 = 16
+};
 
 // The functions that are called, by their indices in the table.
 class Functions {

@@ -11,13 +11,26 @@ namespace {
 
 using namespace onnx;
 
-// The inputs of a node in order; `offset` and the past are not arrays of a call.
+// The inputs of a node in order; `offset` and the past are not arrays of a call. A past of keys is followed by that of
+// values.
 struct Input {
     const char *name;
     relskew_array relskew_call::*at;
     Type type;  // UNDEFINED: the type of the operator
 };
-enum : std::size_t { Q, K, V, MASK = 8, ADDED, Q_SEGMENTS = 11, K_SEGMENTS, OFFSET = 15, PAST_KEY, PAST_VALUE };
+enum : std::size_t {
+    Q,
+    K,
+    V,
+    MASK = 8,
+    ADDED,
+    Q_SEGMENTS = 11,
+    K_SEGMENTS,
+    OFFSET = 15,
+    PAST,
+    PAST_INT8 = PAST + 2,
+    PAST_SCALE = PAST_INT8 + 2
+};
 constexpr Input INPUTS[] = {
     {"q", &relskew_call::q, UNDEFINED},
     {"k", &relskew_call::k, UNDEFINED},
@@ -37,9 +50,13 @@ constexpr Input INPUTS[] = {
     {"offset", nullptr, INT64},
     {"past_key", nullptr, UNDEFINED},
     {"past_value", nullptr, UNDEFINED},
+    {"past_key_int8", nullptr, INT8},
+    {"past_value_int8", nullptr, INT8},
+    {"past_key_scale", nullptr, FLOAT32},
+    {"past_value_scale", nullptr, FLOAT32},
 };
-constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 4;
-enum : std::size_t { OUT, PRESENT_KEY, PRESENT_VALUE, LSE };
+constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 8;
+enum : std::size_t { OUT, PRESENT, LSE = 3, PRESENT_INT8, PRESENT_SCALE = PRESENT_INT8 + 2 };
 
 constexpr int INTERFACE = 1;  // of the attributes: nodes with a later version are rejected
 

@@ -26,7 +26,7 @@ class Run {
     relskew_call call_;
     relskew_array inputs_[INPUT_COUNT] = {};
     const Index *offsets_ = nullptr;  // one for each item, or one for all
-    bool differ_ = false, side_by_side_ = false;
+    bool differ_ = false, side_by_side_ = false, in_int8_ = false;
 
 public:
     Calls calls;
@@ -35,8 +35,8 @@ public:
         : node_(node), ort_(node.ort), context_(context), call_(node.call), calls{node.ort} {}
 
     void operator()() {
-        relskew_array present[2] = {};
-        if (read() && append(present)) attend(present[0].data != nullptr);
+        bool cached = false;
+        if (read() && append(cached)) attend(cached);
     }
 
 private:
@@ -117,26 +117,45 @@ private:
     }
 
     // Append the new keys and values to the past, in place if there is an offset; attention sees all of them.
-    bool append(relskew_array (&present)[2]) {
-        if (!inputs_[PAST_KEY].data && !inputs_[PAST_VALUE].data) return true;
-        if (!offsets_) call_.offset = inputs_[PAST_KEY].sizes[2];
-        for (std::size_t i : {0, 1}) {
-            const relskew_array &past = inputs_[PAST_KEY + i];
-            relskew_array &added = i ? call_.v : call_.k;
-            const Index count = added.sizes[2], batch = added.sizes[0], heads = added.sizes[1], width = added.sizes[3];
-            if (!past.data || past.axes != 4 || past.sizes[0] != batch || past.sizes[1] != heads ||
-                past.sizes[3] != width)
-                return calls.refuse(
-                    "relskew: a past must have the sizes of the new keys and values, except for its length");
-            const Index room = past.sizes[2] + (offsets_ ? 0 : count);
-            if (!make(PRESENT_KEY + i, {batch, heads, room, width}, present[i])) return false;
-            if (!present[i].data) return calls.refuse("relskew: a node with a past must give the present");
-            for (Index item = 0; item < batch; item++) {
-                if (offset(item) < 0 || offset(item) > room - count) return too_full(offset(item), count, room);
-                for (Index head = 0; head < heads; head++) put(past, added, present[i], item, head);
+    bool append(bool &cached) {
+        const auto is_given = [this](std::size_t first) { return inputs_[first].data || inputs_[first + 1].data; };
+        in_int8_ = is_given(PAST_INT8) || is_given(PAST_SCALE), cached = in_int8_ || is_given(PAST);
+        if (!cached) return true;
+        if (in_int8_ && is_given(PAST)) return calls.refuse("relskew: pass a past, or a past in int8, not both");
+        if (!offsets_) call_.offset = inputs_[in_int8_ ? PAST_INT8 : PAST].sizes[2];
+        return append(0, call_.k, call_.k_scale) && append(1, call_.v, call_.v_scale);
+    }
+
+    bool append(std::size_t number, relskew_array &added, relskew_array &scale) {
+        const relskew_array &past = inputs_[(in_int8_ ? PAST_INT8 : PAST) + number];
+        const relskew_array &past_scale = inputs_[PAST_SCALE + number];
+        const Index count = added.sizes[2], batch = added.sizes[0], heads = added.sizes[1], width = added.sizes[3];
+        if (!past.data || past.axes != 4 || past.sizes[0] != batch || past.sizes[1] != heads || past.sizes[3] != width)
+            return calls.refuse(
+                "relskew: a past must have the sizes of the new keys and values, except for its length");
+        if (in_int8_ &&
+            (!past_scale.data || past_scale.axes != 3 || !std::equal(past.sizes, past.sizes + 3, past_scale.sizes)))
+            return calls.refuse("relskew: a past in int8 must have one scale for each of its rows");
+        const Index room = past.sizes[2] + (offsets_ ? 0 : count);
+        relskew_array present = {}, present_scale = {};
+        if (!make((in_int8_ ? PRESENT_INT8 : PRESENT) + number, {batch, heads, room, width}, present)) return false;
+        if (in_int8_ && !make(PRESENT_SCALE + number, {batch, heads, room}, present_scale)) return false;
+        if (!present.data || (in_int8_ && !present_scale.data))
+            return calls.refuse("relskew: a node with a past must give the present");
+        for (Index item = 0; item < batch; item++) {
+            const Index first = offset(item);
+            if (first < 0 || first > room - count) return too_full(first, count, room);
+            for (Index head = 0; head < heads; head++) {
+                keep(past, present, in_int8_ ? 1 : node_.of.bytes, item, head, first, count);
+                if (in_int8_) keep(past_scale, present_scale, sizeof(float), item, head, first, count);
+                for (Index i = 0; in_int8_ && i < count; i++)
+                    *static_cast<float *>(row_of(present_scale, sizeof(float), item, head, first + i)) =
+                        quantise(row_of(added, node_.of.bytes, item, head, i), width,
+                                 static_cast<std::int8_t *>(row_of(present, 1, item, head, first + i)));
+                if (!in_int8_) put(added, present, item, head, first, count);
             }
-            added = present[i];
         }
+        added = present, scale = present_scale;
         return true;
     }
 
@@ -150,21 +169,55 @@ private:
         return calls.refuse(why);
     }
 
-    // Copy the past of a head, unless it is there already, and append the new rows.
-    void put(const relskew_array &past, const relskew_array &added, const relskew_array &to, Index item, Index head) {
-        const Index bytes = node_.of.bytes, row = to.sizes[3] * bytes, count = added.sizes[2], first = offset(item);
-        const auto at = [&](const relskew_array &x, Index i) {
-            return static_cast<char *>(x.data) + (item * x.steps[0] + head * x.steps[1] + i * x.steps[2]) * bytes;
+    static void *row_of(const relskew_array &x, Index bytes, Index item, Index head, Index i) {
+        return static_cast<char *>(x.data) + (item * x.steps[0] + head * x.steps[1] + i * x.steps[2]) * bytes;
+    }
+
+    // Copy the past of a head, unless it is there already, except for `count` rows.
+    static void keep(const relskew_array &past, const relskew_array &to, Index bytes, Index item, Index head,
+                     Index first, Index count) {
+        const auto copy = [&](Index row, Index rows) {
+            std::memcpy(row_of(to, bytes, item, head, row), row_of(past, bytes, item, head, row),
+                        static_cast<std::size_t>(rows * to.steps[2] * bytes));
         };
-        const auto copy = [&](const relskew_array &from, Index from_row, Index to_row, Index rows) {
-            std::memcpy(at(to, to_row), at(from, from_row), static_cast<std::size_t>(rows * row));
-        };
-        if (past.data != to.data) {
-            copy(past, 0, 0, first);
-            if (past.sizes[2] > first + count) copy(past, first + count, first + count, past.sizes[2] - first - count);
+        if (past.data == to.data) return;
+        copy(0, first);
+        if (past.sizes[2] > first + count) copy(first + count, past.sizes[2] - first - count);
+    }
+
+    // Write the new rows of a head.
+    void put(const relskew_array &added, const relskew_array &to, Index item, Index head, Index first, Index count) {
+        const Index bytes = node_.of.bytes, together = added.steps[2] == to.steps[2] ? count : 1;
+        for (Index i = 0; i < count; i += together)
+            std::memcpy(row_of(to, bytes, item, head, first + i), row_of(added, bytes, item, head, i),
+                        static_cast<std::size_t>(together * to.steps[2] * bytes));
+    }
+
+    // Round a row to multiples of its scale, which is returned; NaN if a number is not finite.
+    float quantise(const void *row, Index width, std::int8_t *to) const {
+        switch (node_.of.type) {
+            case FLOAT64: return quantise(static_cast<const double *>(row), width, to);
+            case FLOAT16: return quantise(static_cast<const Float16 *>(row), width, to);
+            case BFLOAT16: return quantise(static_cast<const BFloat16 *>(row), width, to);
+            default: return quantise(static_cast<const float *>(row), width, to);
         }
-        if (added.steps[2] == to.steps[2]) return copy(added, 0, first, count);
-        for (Index i = 0; i < count; i++) copy(added, i, first + i, 1);
+    }
+
+    template <class T>
+    static float quantise(const T *row, Index width, std::int8_t *to) {
+        constexpr float NEAREST = 12582912;  // a sum with it is rounded to a whole number
+        float most = 0, zero = 0;
+        for (Index d = 0; d < width; d++) {
+            const float x = static_cast<float>(row[d]);
+            most = std::max(most, std::fabs(x)), zero += x * 0;
+        }
+        const float scale = most / 127, divisor = scale > 0 ? scale : 1;
+        if (zero != 0) return std::memset(to, 0, static_cast<std::size_t>(width)), NAN;
+        for (Index d = 0; d < width; d++) {
+            const float rounded = static_cast<float>(row[d]) / divisor + NEAREST;
+            to[d] = static_cast<std::int8_t>(rounded - NEAREST);
+        }
+        return scale;
     }
 
     bool attend(bool cached) {
@@ -185,18 +238,20 @@ private:
     bool attend(Index first, Index end, bool cached) {
         relskew_call some = call_;
         some.offset = offset(first);
-        const Index bytes = node_.of.bytes, of_lse = node_.of.type == FLOAT64 ? 8 : 4;
+        const Index bytes = node_.of.bytes, of_lse = node_.of.type == FLOAT64 ? 8 : 4, of_keys = in_int8_ ? 1 : bytes;
         const auto cut = [&](relskew_array &x, std::int32_t axes, Index size) {
             if (!x.data || x.axes < axes || x.sizes[0] == 1) return;
             x.data = static_cast<char *>(x.data) + first * x.steps[0] * size, x.sizes[0] = end - first;
         };
-        for (relskew_array *x : {&some.q, &some.k, &some.v, &some.rel_q, &some.out}) cut(*x, 4, bytes);
+        for (relskew_array *x : {&some.q, &some.rel_q, &some.out}) cut(*x, 4, bytes);
+        for (relskew_array *x : {&some.k, &some.v}) cut(*x, 4, of_keys);
+        for (relskew_array *x : {&some.k_scale, &some.v_scale}) cut(*x, 3, sizeof(float));
         cut(some.lse, 3, of_lse), cut(some.mask, 4, some.mask_adds ? bytes : 1);
         for (relskew_array *x : {&some.q_segments, &some.k_segments, &some.q_positions, &some.k_positions})
             cut(*x, 2, sizeof(Index));
         if (cached) {  // only the filled part of the cache
             const Index keys = some.offset + some.q.sizes[2];
-            some.k.sizes[2] = some.v.sizes[2] = keys;
+            for (relskew_array *x : {&some.k, &some.v, &some.k_scale, &some.v_scale}) x->sizes[2] = keys;
             for (relskew_array *x : {&some.mask, &some.k_segments})
                 if (x->data && x->axes && x->sizes[x->axes - 1] > 1) x->sizes[x->axes - 1] = keys;
         }
@@ -282,6 +337,7 @@ RelativeAttention operator_of(Type type, relskew_type own_type, Index bytes) {
     };
     made.input_count = [](const Operator *) { return INPUT_COUNT; };
     made.output_type = [](const Operator *op, std::size_t i) {
+        if (i >= PRESENT_INT8) return i < PRESENT_SCALE ? INT8 : FLOAT32;
         return i != LSE || OWN(op) == FLOAT64 ? OWN(op) : FLOAT32;
     };
     made.output_count = [](const Operator *) { return OUTPUT_COUNT; };

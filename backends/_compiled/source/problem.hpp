@@ -55,6 +55,7 @@ struct Sizes {
     Index block, behind;  // and those in its block of this size and in this many blocks behind; block 0: no blocks
     Index offset;         // the position of query 0
     Index mask_adds;      // whether a mask is to be added
+    Index in_int8 = 0;    // whether keys and values are `k_int8` and `v_int8`
     Index threshold;      // dropout: the hash of a weight that is kept reaches this
     Index entries = 1;    // of a mapped call: each has the same number of items, and separate tables
 
@@ -86,6 +87,10 @@ struct ProblemOf : Sizes {
 
     Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added, axis_tables;
     Array<const unsigned char> seen;  // a boolean mask
+
+    // Keys and values, each row of which is multiplied by its scale.
+    Array<const std::int8_t> k_int8, v_int8;
+    Array<const float> k_scale, v_scale;
 
     // The segments of queries and keys: a query sees the keys of its segment. Their positions, unless consecutive.
     // Dropout keeps a weight if the mixed hashes of its query and its key reach the threshold. The keys' integers are
@@ -124,10 +129,9 @@ struct ProblemOf : Sizes {
     // Visit the arrays that a call gets, until a visit returns false.
     template <class Visit>
     bool arrays(Visit &&visit) {
-        const Need must = Need::MUST, may = Need::MAY;
+        const Need must = Need::MUST, may = Need::MAY, of_keys = in_int8 ? Need::NOT : must;
         return visit("q", q, must, Axes{{items}, {heads}, {queries}, {width}}) &&
-               visit("k", k, must, Axes{{items}, {key_heads}, {keys}, {width}}) &&
-               visit("v", v, must, Axes{{items}, {key_heads}, {keys}, {value_width}}) &&
+               visit("k", k, of_keys, keys_of(width)) && visit("v", v, of_keys, keys_of(value_width)) &&
                visit("rel_k", rel_k, may, table(rel_width)) && visit("rel_v", rel_v, may, table(value_width)) &&
                visit("rel_bias", bias, may, Axes{of_entry(), any(heads), NONE, {rows}}) &&
                visit("rel_q", rel_q, may, Axes{{items}, {heads}, {queries}, {rel_width}}) &&
@@ -135,6 +139,14 @@ struct ProblemOf : Sizes {
                visit("key_table", key_table, may, table(width)) &&
                visit("axis_tables", axis_tables, may,
                      Axes{of_entry(), any(heads), {sides_fit() ? axis_rows() : -1}, {width}});
+    }
+
+    // Visit keys and values in int8, which only hosts without Python pass.
+    template <class Visit>
+    bool quantised(Visit &&visit) {
+        const Axes of_scales{{items}, {key_heads}, {keys}, NONE};
+        return visit("k", k_int8, Need::MUST, keys_of(width)) && visit("v", v_int8, Need::MUST, keys_of(value_width)) &&
+               visit("k_scale", k_scale, Need::MUST, of_scales) && visit("v_scale", v_scale, Need::MUST, of_scales);
     }
 
     // Visit the integers of queries and keys.
@@ -166,9 +178,8 @@ struct ProblemOf : Sizes {
     // Visit the gradients, by the names of the arrays. Those of tables and masks are added to the given arrays.
     template <class Visit>
     bool gradients(Visit &&visit) {
-        return visit("q", d_q, Need::MUST, rows_of(width)) &&
-               visit("k", d_k, Need::MUST, Axes{{items}, {key_heads}, {keys}, {width}}) &&
-               visit("v", d_v, Need::MUST, Axes{{items}, {key_heads}, {keys}, {value_width}}) &&
+        return visit("q", d_q, Need::MUST, rows_of(width)) && visit("k", d_k, Need::MUST, keys_of(width)) &&
+               visit("v", d_v, Need::MUST, keys_of(value_width)) &&
                visit("rel_k", d_rel_k, as(rel_k), for_each_entry(rel_k, {rows})) &&
                visit("rel_v", d_rel_v, as(rel_v), for_each_entry(rel_v, {rows})) &&
                visit("rel_bias", d_bias, as(bias), for_each_entry(bias, NONE)) &&
@@ -241,6 +252,7 @@ private:
     Axes table(Index columns) const { return {of_entry(), any(heads), {rows}, {columns}}; }
     Axes mask() const { return {any(items), any(heads), any(queries), any(keys)}; }
     Axes rows_of(Index columns) const { return {{items}, {heads}, {queries}, {columns}}; }
+    Axes keys_of(Index columns) const { return {{items}, {key_heads}, {keys}, {columns}}; }
     Axes of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
     Axes for_each_entry(const Array<const Stored> &table, Axis row) const {
         return {{entries}, {table.sizes[1]}, row, {table.sizes[3]}};

@@ -41,6 +41,7 @@ typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as ma
 typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef std::uint16_t LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef std::int8_t LooseBytes __attribute__((vector_size(LANES), aligned(1)));
 
 #if defined(__AVX512BF16__)  // the processor multiplies pairs of bfloat16, and adds both products to a float
 constexpr bool PAIRS = std::is_same_v<Stored, BFloat16>;
@@ -89,6 +90,24 @@ inline To load(const Half *p) {
         (size << 13) + (size < 0x7C00 ? Words{} + Float16::EXPONENTS : Words{} + 2 * Float16::EXPONENTS);
     return reinterpret_cast<To>((size < 0x400 ? reinterpret_cast<Words>(small) : large) | sign);
 #endif
+}
+
+// A template, because these vectors differ from kernel to kernel.
+template <class Byte, class To = Vec, std::enable_if_t<std::is_same_v<Byte, std::int8_t>, int> = 0>
+inline To load(const Byte *p) {
+    // As instructions, for the same reason.
+#if defined(__AVX512F__)
+    if constexpr (!DOUBLE) {
+        const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+        return __builtin_convertvector((Labels32)_mm512_maskz_cvtepi8_epi32(0xFFFF, bytes), To);
+    }
+#elif defined(__AVX2__)
+    if constexpr (!DOUBLE) {
+        const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+        return __builtin_convertvector((Labels32)_mm256_cvtepi8_epi32(bytes), To);
+    }
+#endif
+    return __builtin_convertvector(*reinterpret_cast<const LooseBytes *>(p), To);
 }
 
 inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
