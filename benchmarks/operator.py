@@ -25,13 +25,14 @@ from relskew_core.layers.torch import RelativeMultiheadAttention
 
 HEADS, LAYERS, VOCABULARY = 8, 4, 256
 TOKEN, DECODER, CORES = "one token", "a decoder's token", "two threads"
-NUMPY, OPERATOR = "the kernel, from NumPy", "the operator"
+NUMPY, OPERATOR, IN_INT8 = "the kernel, from NumPy", "the operator", "the operator, caches in int8"
 BARE = "`Attention` without positions"
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "a growing cache": {},
     "in place": {"in_place": True},
     "in place, `GroupQueryAttention`": {"in_place": True, "contrib": True},
     OPERATOR: {"in_place": True, "operator": True},
+    IN_INT8: {"in_place": True, "operator": True, "cache_dtype": "int8"},
 }
 """Decoders, first those without the operator."""
 ON_CORES = {
@@ -96,7 +97,7 @@ class OperatorNodes(Benchmark):
         return node(NAME, DOMAIN, INPUTS, OUTPUTS[: 1 + len(past)], given, attributes, threads)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        if contender == BARE:
+        if contender in (BARE, IN_INT8):  # which compute something else
             return None
         if case["form"] == DECODER:
             return None if first is None else distance(result, first)
@@ -140,7 +141,9 @@ def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
 
 def baselines(form: str) -> tuple[str, ...]:
     """Return the contenders whose fastest is the reference of the operator."""
-    return {TOKEN: (BARE,), DECODER: tuple(name for name in GRAPHS if name != OPERATOR)}.get(form, (NUMPY,))
+    return {TOKEN: (BARE,), DECODER: tuple(name for name in GRAPHS if "operator" not in GRAPHS[name])}.get(
+        form, (NUMPY,)
+    )
 
 
 def rows(x: Any) -> Any:
@@ -237,13 +240,16 @@ def exported(name: str, width: int, reach: int) -> bytes:
 def decoding(name: str, past: int, width: int, reach: int) -> Call:
     """Return a function that runs one token of a decoder after a past."""
     in_place, draw = "in_place" in GRAPHS[name], np.random.default_rng(past)
-    session = open_session(exported(name, width, reach), name == OPERATOR)
+    session = open_session(exported(name, width, reach), "operator" in GRAPHS[name])
     given: dict[str, Any] = {"input_ids": np.zeros((1, 1), np.int64)}
     if in_place:
         given["past_length"] = np.array([past])
-    for cache in (value.name for value in session.get_inputs() if value.name.startswith("past_key_values")):
-        filled = draw.standard_normal((1, HEADS, past, width)).astype(np.float32)
-        given[cache] = np.zeros((1, HEADS, reach, width), np.float32) if in_place else filled
-        given[cache][:, :, :past] = filled
+    for cache in (value for value in session.get_inputs() if value.name.startswith("past_key_values")):
+        filled = draw.standard_normal((1, HEADS, past, *cache.shape[3:]))
+        if cache.type == "tensor(int8)":
+            filled *= 127 / np.abs(filled).max()
+        dtype = np.int8 if cache.type == "tensor(int8)" else np.float32
+        given[cache.name] = np.zeros((1, HEADS, reach if in_place else past, *cache.shape[3:]), dtype)
+        given[cache.name][:, :, :past] = filled
     shared = {cache.replace("past_key_values", "present"): cache for cache in given if "." in cache} if in_place else {}
     return bound(session, given, shared, "logits")

@@ -14,7 +14,7 @@ from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._graph.filled_node import FilledAttentions
 from relskew_core.export._graph.grouped import DOMAIN
 from relskew_core.export._graph.grouped_node import GroupedAttentions, JoinedCache, shared, store
-from relskew_core.export._graph.in_place_node import attending, with_caches
+from relskew_core.export._graph.in_place_node import SCALE, attending, with_caches
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET
 
@@ -24,11 +24,6 @@ PAST_LENGTH = "past_length"
 
 INT8 = "int8"
 """The dtype of caches whose rows have a scale each."""
-
-
-def scales_of(cache: str) -> str:
-    """Return the name of the scales of a cache in int8."""
-    return f"{cache}_scale"
 
 
 def caches_in_place(
@@ -148,7 +143,7 @@ def _declare(model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str
             if cache_dtype is None:
                 continue
             tensor.elem_type = TensorProto.INT8
-            scales = values.add(name=scales_of(value.name))
+            scales = values.add(name=f"{value.name}{SCALE}")
             scales.type.tensor_type.elem_type = TensorProto.FLOAT
             scales.type.tensor_type.shape.dim.extend(tensor.shape.dim[:3])
     doc = "how many places of the caches are filled, where the tokens go on"
@@ -169,9 +164,9 @@ class _Writer:
         self._pasts = {cache.past: cache for cache in caches}
         self._model, self._operators = model, attending(model.graph, self._joins)
         self._served = {name for node in self._operators.values() for name in node.input[1:3]}
-        self._scales = None if cache_dtype is None else scales_of
+        self._in_int8 = cache_dtype is not None
         others = sorted(set(self._joins) - self._served)
-        if others and cache_dtype is not None:
+        if others and self._in_int8:
             raise ValueError(
                 "`cache_dtype='int8'` requires that only a node relskew::RelativeAttention, whose queries continue a "
                 f"cache, reads it, but {others[0]} is read by other nodes or at other positions"
@@ -193,7 +188,7 @@ class _Writer:
             elif node.output[0] in self._operators:
                 keys, values = (self._joins[name] for name in node.input[1:3])
                 new, past = (keys.new, values.new), (keys.past, values.past)
-                yield with_caches(self._model, node, new, past, self._scales)
+                yield with_caches(self._model, node, new, past, in_int8=self._in_int8)
             elif node.output[0] in self._calls.nodes:
                 yield from self._calls.rewritten(node)
             else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
+
+SCALE = "_scale"
+"""The end of the names of the scales of a cache in int8, behind the name of the cache."""
 
 ALIGNED = "aligned"
 """An attribute: 1 if there is one key for each position of the past and for each query."""
@@ -40,31 +43,29 @@ def with_caches(
     node: onnx.NodeProto,
     new: tuple[str, str],
     past: tuple[str, str],
-    scales: Callable[[str], str] | None = None,
+    *,
+    in_int8: bool = False,
 ) -> onnx.NodeProto:
-    """Return a node with the same result from the new keys and values and the past, which also gives the presents.
-
-    With ``scales``, caches are in int8; it returns the name of a cache's scales.
-    """
+    """Return a node with the same result from the new keys and values and the past, which also gives the presents."""
     changed = onnx.NodeProto()
     changed.CopyFrom(node)
     presents = node.input[K], node.input[V]
     inputs, outputs = [*node.input], [node.output[0], *presents, *node.output[3:]]
-    if scales is None:
-        inputs[PAST:] = [*[""] * (PAST - len(inputs)), *past]
-    else:
-        inputs[PAST_INT8:] = [*[""] * (PAST_INT8 - len(inputs)), *past, *map(scales, past)]
+    if in_int8:
+        inputs += [*[""] * (PAST_INT8 - len(inputs)), *past, *(f"{name}{SCALE}" for name in past)]
         outputs = [node.output[0], "", "", *node.output[3:], *[""] * (PRESENT_INT8 - max(3, len(node.output)))]
-        outputs += [*presents, *map(scales, presents)]
+        outputs += [*presents, *(f"{name}{SCALE}" for name in presents)]
+    else:
+        inputs += [*[""] * (PAST - len(inputs)), *past]
     inputs[K], inputs[V] = new
     del changed.input[:]
     changed.input.extend(inputs)
     del changed.output[:]
     changed.output.extend(outputs)
-    changed.overload = f"{node.overload}_in_place" + ("_int8" if scales else "")
+    changed.overload = f"{node.overload}_in_place{'_int8' if in_int8 else ''}"
     if all(function.overload != changed.overload for function in model.functions):
         (function,) = (one for one in model.functions if one.overload == node.overload and one.name == NAME)
-        model.functions.append(_with_caches(function, changed.overload, in_int8=scales is not None))
+        model.functions.append(_with_caches(function, changed.overload, in_int8=in_int8))
     return changed
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.extras import needs_extra
-from relskew_core.export._caches import PAST_LENGTH, scales_of
+from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._graph.in_place_node import SCALE
 from relskew_core.export._library import custom_ops_library
 from relskew_core.export._validate.report import Check
 
@@ -66,7 +67,7 @@ def _quantised(array: np.ndarray[Any, Any]) -> Arrays:
     return [rows.astype(np.int8), scales]
 
 
-def _dequantised(rows: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+def _dequantised(rows: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], *, dtype: Any) -> np.ndarray[Any, Any]:
     return np.multiply(rows, scales[..., None]).astype(dtype)
 
 
@@ -77,7 +78,7 @@ def runner_in_place(
     import onnxruntime
 
     session = opened(path, operator=operator)
-    outputs = [value.name for value in session.get_outputs() if not value.name.endswith(scales_of(""))]
+    outputs = [value.name for value in session.get_outputs() if not value.name.endswith(SCALE)]
 
     def run(inputs: Sequence[Tensor], case: str, length: int | None = length) -> Arrays:
         tokens, *others = (value.numpy() for value in inputs)
@@ -93,18 +94,18 @@ def runner_in_place(
             binding.bind_cpu_input(name, array)
         for name, output, past in zip(names[1 : len(outputs)], outputs[1:], pasts, strict=True):
             buffers.append([])
-            for part, convert in zip(_quantised(past) if in_int8 else [past], (str, scales_of), strict=False):
+            for part, end in zip(_quantised(past) if in_int8 else [past], ("", SCALE), strict=False):
                 # The pages of zeros use no memory until they are written to, however long the cache is.
                 buffer = np.zeros((*part.shape[:2], length or total + 5, *part.shape[3:]), part.dtype)
                 buffer[:, :, :filled] = part
                 buffer[:, :, filled : total + 5] = 7  # entries that no query may see
                 held = onnxruntime.OrtValue.ortvalue_from_numpy(buffer)
-                binding.bind_ortvalue_input(convert(name), held)
-                binding.bind_ortvalue_output(convert(output), held)
+                binding.bind_ortvalue_input(f"{name}{end}", held)
+                binding.bind_ortvalue_output(f"{output}{end}", held)
                 buffers[-1].append(buffer[:, :, :total])
         with _naming(case):
             session.run_with_iobinding(binding)
-        presents = (_dequantised(*parts, past.dtype) if in_int8 else parts[0] for parts in buffers)
+        presents = (_dequantised(*parts, dtype=past.dtype) if in_int8 else parts[0] for parts in buffers)
         return [binding.get_outputs()[0].numpy(), *presents]
 
     return run

@@ -188,35 +188,30 @@ def quantised(arrays: dict[str, Any], filled: int, room: int) -> tuple[dict[str,
     return {**new, **inputs}, {name: presents[name] for name in OUTPUTS if name in presents}, whole
 
 
-OPTIONS_OF_INT8: dict[str, dict[str, Any]] = {
+OF_INT8: dict[str, dict[str, Any]] = {
     "table": {},
     "values": {"rel_v": random(1, 64, 16, seed=5)},
     "keys": {"key_table": random(4, 64, 16, seed=6)},
     "softcap": {"softcap": 2.0},
-    "documents": {"k_segments": np.repeat(np.array([[0, 1], [3, 4]]), 25, axis=1)},
+    "documents": {"segments": np.repeat(np.array([0, 1, 3]), (20, 15, 15))},
 }
 
 
 @pytest.mark.parametrize("filled", [0, 20, 49], ids="after {}".format)
-@pytest.mark.parametrize("kind", OPTIONS_OF_INT8)
+@pytest.mark.parametrize("kind", OF_INT8)
 def test_caches_in_int8_are_attention_to_the_rounded_rows(kind: str, filled: int) -> None:
-    options = {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name not in ("softcap", "k_segments")}
-    attributes = CAUSAL | {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name == "softcap"}
-    arrays, added = call(), {name: x for name, x in OPTIONS_OF_INT8[kind].items() if name == "k_segments"}
+    options, arrays = OF_INT8[kind], call()
+    added = {name: x for name, x in options.items() if name in INPUTS}
+    attributes = CAUSAL | {name: x for name, x in options.items() if name == "softcap"}
+    if kind == "documents":
+        added["k_segments"] = options["segments"][None]
     for room in (filled, 60):  # growing, and in place
-        given, presents, whole = quantised({**arrays, **options}, filled, room)
+        given, presents, whole = quantised(arrays, filled, room)
         if room == 60:
             given["offset"] = np.array([filled])
         out, *made = run({**given, **added}, ("out", *presents), threads=2, **attributes)
-        expected = [
-            oracles.relative_attention(
-                *(whole[name][item] for name in ("q", "k", "v")), arrays["rel_k"], SPAN, causal=True, **options,
-                **({"softcap": 2.0} if kind == "softcap" else {}),
-                **({"segments": (added["k_segments"][item],) * 2} if added else {}),
-            ).out[:, filled:]
-            for item in range(2)
-        ]  # fmt: skip
-        assert oracles.relative_error(out, np.stack(expected)) < GATES["float32"]
+        expected = oracles.relative_attention(**whole, span=SPAN, causal=True, **options).out
+        assert oracles.relative_error(out, expected[:, :, filled:]) < GATES["float32"]
         for name, x in zip(presents, made, strict=True):
             np.testing.assert_array_equal(x[:, :, :50], presents[name])
             assert not x[:, :, 50:].any()

@@ -212,28 +212,6 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
     np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
 
 
-class Shared(Decoder):
-    """Also returns the mean of a cache, which is a second reader."""
-
-    def forward(self, tokens: Tensor, past: Any) -> Any:
-        logits, caches = super().forward(tokens, past)
-        return logits + caches[1][0].mean(), caches
-
-
-def test_caches_in_int8_need_the_operator(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"in_place": True, "operator": True}
-    wrong: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (Decoder(), {"operator": False}, "`cache_dtype` requires `operator=True`, got cache_dtype='int8'"),
-        (Decoder(), {"in_place": False}, "`cache_dtype` requires `in_place=True`: .* got cache_dtype='int8'"),
-        (Decoder(), {"cache_dtype": "int4"}, "`cache_dtype` must be one of 'int8', got 'int4'"),
-        (Shared(), {}, r"only a node relskew::RelativeAttention.*but present\.\d\.key is read"),
-    ]
-    for model, other, match in wrong:
-        with pytest.raises(ValueError, match=match):
-            decoder_to_onnx(model, tmp_path / "wrong.onnx", **{**options, "cache_dtype": "int8", **other})
-    assert not list(tmp_path.iterdir())
-
-
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """onnxruntime opens a path, and no name in the current folder; genai looks next to its configuration."""
     import onnxruntime_genai
@@ -277,6 +255,20 @@ def test_a_cache_that_others_read_is_written_apart(tmp_path: Path) -> None:
     made = onnx.load(decoder_to_onnx(Shared(), tmp_path / "m.onnx", operator=True, in_place=True))
     assert len(nodes(made, "TensorScatter")) == 2
     assert len(made.functions) == 2
+
+
+def test_caches_in_int8_need_the_operator(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"in_place": True, "operator": True}
+    wrong: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (Decoder(), {"operator": False}, "`cache_dtype` requires `operator=True`, got cache_dtype='int8'"),
+        (Decoder(), {"in_place": False}, "`cache_dtype` requires `in_place=True`: .* got cache_dtype='int8'"),
+        (Decoder(), {"cache_dtype": "int4"}, "`cache_dtype` must be one of 'int8', got 'int4'"),
+        (Shared(), {}, r"only a node relskew::RelativeAttention.*but present\.0\.key is read"),
+    ]
+    for model, other, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            decoder_to_onnx(model, tmp_path / "wrong.onnx", **{**options, "cache_dtype": "int8", **other})
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
