@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -24,6 +24,8 @@ def layout_hint(likely: bool) -> str:
 
 
 def _is_traced(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_is_traced, value))
     return type(value).__name__.endswith("Tracer")
 
 
@@ -39,16 +41,15 @@ def static_hint(name: str, value: Any) -> str:
     return _make_static((name.partition("[")[0],)) if _is_traced(value) else ""
 
 
-def check_static(**constants: Any) -> None:
+def check_static(constants: Mapping[str, Any]) -> None:
     """Refuse constants of a program that ``jax.jit`` traces; the error names all of them."""
-    parts = {name: value if isinstance(value, tuple) else (value,) for name, value in constants.items()}
-    traced = tuple(name for name, values in parts.items() if any(map(_is_traced, values)))
+    traced = tuple(name for name, value in constants.items() if _is_traced(value))
     if traced:
         names = ", ".join(f"`{name}`" for name in traced)
         raise TypeError(
             f"{names} must be {'a Python value' if len(traced) == 1 else 'Python values'}, got "
             f"{'a tracer' if len(traced) == 1 else 'tracers'} of JAX{_make_static(traced)}"
-        )
+        ) from None
 
 
 def has_shape(x: Any, *shapes: tuple[Any, ...]) -> bool:

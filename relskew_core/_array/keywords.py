@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar, overload
+
+from relskew_core._array.checks import check_static
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,11 +55,12 @@ def explains(function: F) -> F: ...
 @overload
 def explains(*, hint: str) -> Callable[[F], F]: ...
 def explains(function: Any = None, *, hint: str = "") -> Any:
-    """Let a function explain unknown arguments and, if there is a ``hint``, too many positional ones."""
+    """Let a function explain unknown arguments, traced constants and, if there is a ``hint``, positional arguments."""
     if function is None:
         return functools.partial(explains, hint=hint)
     wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     known = frozenset(wanted)
+    constants = [each for each, one in wanted.items() if not re.search("Array|Tensor|Any", str(one.annotation))]
     most = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in wanted.values())
     name = function.__qualname__.removesuffix(".__init__")
     hint = f": {hint}" if hint else ""
@@ -68,6 +72,11 @@ def explains(function: Any = None, *, hint: str = "") -> Any:
         for keyword in kwargs:
             if keyword not in known:
                 refuse_unknown(name, keyword, known, hint)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            given = {**dict(zip(wanted, args, strict=False)), **kwargs}
+            check_static({each: given[each] for each in constants if each in given})
+            raise
 
     return call

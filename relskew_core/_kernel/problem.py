@@ -114,7 +114,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     alike = {name: x for name, x in given.arrays().items() if KINDS[name] is not Kind.MASK}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, alike)
     if xp.__name__ == "jax.numpy":
-        check_static(**{name: getattr(given, name) for name in CONSTANTS}, return_lse=return_lse)
+        check_static({**{name: getattr(given, name) for name in CONSTANTS}, "return_lse": return_lse})
         for name, array in given.arrays().items():
             if array is not None:
                 check_known_sizes(name, array)

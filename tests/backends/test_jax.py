@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,18 @@ import dense
 import oracles
 import strategies
 from libraries import of_name
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core import (
+    Span,
+    paged_attention,
+    relative_attention,
+    relative_attention_2d,
+    relative_attention_nd,
+    relative_attention_vjp,
+    relative_logits,
+    relative_logits_nd,
+    relative_values,
+    toeplitz,
+)
 from relskew_core._kernel.call import Arguments, Options
 from relskew_core._kernel.chunk import documents_of
 from relskew_core._kernel.problem import problem
@@ -736,3 +748,28 @@ def test_what_jit_must_not_trace_is_named(name: str, value: Any) -> None:
         1e-6,
         name,
     )
+
+
+GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}
+TRACED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
+    "2d": (relative_attention_2d, [(2, 4, 3)] * 3, {**GRID, "window": ((1, 0), (None, 1)), "return_lse": True}),
+    "nd": (relative_attention_nd, [*[(2, 4, 3)] * 3, [(3, 3), (3, 3)]], {**GRID, "offset": (0, 0), "chunk_size": 2}),
+    "logits": (relative_logits, [(2, 4, 3), (4, 3)], {"n_keys": 4, "causal": True}),
+    "logits nd": (relative_logits_nd, [(2, 4, 3), [(3, 3), (3, 3)]], {**GRID, "k_step": (1, 1)}),
+    "values": (relative_values, [(2, 4, 4), (4, 3)], {"causal": True}),
+    "toeplitz": (toeplitz, [(2, 4)], {"n_queries": 4, "n_keys": 4, "causal": True}),
+    "pages": (paged_attention, [(1, 2, 4, 3), (4, 1, 2, 3), (4, 1, 2, 3)], {"causal": True, "window": (1, 0)}),
+}
+"""Functions, the shapes of their arrays, and what a program must not trace."""
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_every_function_names_all_that_jit_must_not_trace(name: str) -> None:
+    function, shapes, constants = TRACED[name]
+    arrays = [[jnp.ones(each) for each in shape] if isinstance(shape, list) else jnp.ones(shape) for shape in shapes]
+    more = {"page_table": jnp.arange(4)[None], "lengths": jnp.asarray([4])} if name == "pages" else {}
+    names = ", ".join(f"`{each}`" for each in constants)
+    listed = re.escape(f"static_argnames={tuple(constants)!r})")
+    with pytest.raises(TypeError, match=rf"^{names} must be (a )?Python values?, got .*{listed}"):
+        jax.jit(function)(*arrays, **more, **constants)
+    jax.block_until_ready(jax.jit(function, static_argnames=tuple(constants))(*arrays, **more, **constants))
