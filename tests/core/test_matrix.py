@@ -9,12 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import dense
 import oracles
 import relskew_core as relskew
 from libraries import GATES, LIBRARIES, Library, device_of
@@ -26,94 +28,31 @@ BATCH, HEADS, DIM, VALUE_DIM = 2, 4, 4, 3
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of the arrays by argument, booleans and vetoes by name, and the options."""
+    """Shapes of the arrays by argument, and the options."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
     options: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, NDArray[Any]]:
-        """Draw the arrays; a mask is boolean where its name says so, else additive with some ``-inf``."""
+        """Draw the arrays."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
-        drawn: dict[str, NDArray[Any]] = {}
-        for name, shape in self.shapes.items():
-            drawn[name] = rng.standard_normal(shape)
-            if name in LABELS:
-                drawn[name] = rng.integers(*LABELS[name], shape)
-            if name == "mask":
-                hidden = rng.random(shape) < 0.4
-                drawn[name] = ~hidden if "boolean" in self.name else np.where(hidden, -np.inf, drawn[name])
-        return drawn
+        return {name: rng.standard_normal(shape) for name, shape in self.shapes.items()}
 
 
-def qkv(n: int, m: int, *, heads: int = HEADS, kv_heads: int = HEADS) -> dict[str, tuple[int, ...]]:
-    """Shapes of queries, keys and values."""
-    return {
-        "q": (BATCH, heads, n, DIM),
-        "k": (BATCH, kv_heads, m, DIM),
-        "v": (BATCH, kv_heads, m, VALUE_DIM),
-    }
-
-
-LABELS = {"segments": (0, 3), "query_positions": (-5, 9), "key_positions": (-5, 9)}
-"""Arrays of integers, and the range that they are drawn from."""
-
-ATTENTION = [
-    Case("no tables", qkv(5, 7)),
-    Case("full", {**qkv(9, 9), "rel_k": (HEADS, 17, DIM)}),
-    Case("causal in chunks", {**qkv(11, 11), "rel_k": (HEADS, 11, DIM)}, {"causal": True, "chunk_size": 4}),
-    Case("causal, full table", {**qkv(6, 6), "rel_k": (11, DIM)}, {"causal": True, "span": Span.full(6)}),
-    Case("cross", {**qkv(5, 12), "rel_k": (HEADS, 17, DIM)}, {"span": Span(5, 11), "offset": 0}),
-    Case("one query of a cache", {**qkv(1, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 7}),
-    Case("chunk of a cache", {**qkv(3, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 5, "chunk_size": 2}),
-    Case(
-        "clip with relative values",
-        {**qkv(9, 10), "rel_k": (5, DIM), "rel_v": (5, VALUE_DIM)},
-        {"span": Span.clipped(2), "chunk_size": 4, "offset": 0},
-    ),
-    Case(
-        "zero beyond, relative values by head",
-        {**qkv(8, 9), "rel_k": (HEADS, 5, DIM), "rel_v": (HEADS, 5, VALUE_DIM)},
-        {"span": Span(3, 1, "zero"), "offset": 0},
-    ),
-    Case("window", {**qkv(12, 12), "rel_k": (6, DIM)}, {"window": (3, 2), "span": Span(3, 2), "chunk_size": 5}),
-    Case("left window, causal", {**qkv(12, 12), "rel_k": (4, DIM)}, {"window": (3, None), "causal": True}),
-    Case(
-        "local blocks",
-        {**qkv(13, 13), "rel_k": (HEADS, 8, DIM), "rel_v": (8, VALUE_DIM)},
-        {"causal": True, "block_size": 4, "chunk_size": 5},
-    ),
-    Case("grouped queries", {**qkv(7, 7, kv_heads=2), "rel_k": (HEADS, 7, DIM)}, {"causal": True, "chunk_size": 3}),
-    Case("bias by head", {**qkv(7, 8), "rel_bias": (HEADS, 15)}, {"span": Span(7, 7, "zero"), "offset": 0}),
-    Case(
-        "shared bias, clipped",
-        {**qkv(8, 8), "rel_bias": (3,), "rel_k": (HEADS, 3, DIM)},
-        {"span": Span.clipped(1), "chunk_size": 3},
-    ),
-    Case(
-        "separate relative queries and scales",
-        {**qkv(6, 9), "rel_q": (BATCH, HEADS, 6, 5), "rel_k": (HEADS, 14, 5)},
-        {"span": Span(5, 8), "scale": 0.3, "rel_scale": 0.7, "chunk_size": 4, "offset": 0},
-    ),
-    Case("boolean mask", {**qkv(7, 9), "mask": (BATCH, 1, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4, "offset": 0}),
-    Case("boolean key padding", {**qkv(5, 9), "mask": (BATCH, 1, 1, 9)}, {"chunk_size": 2}),
-    Case("additive mask", {**qkv(7, 9), "mask": (HEADS, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4, "offset": 0}),
-    Case("queries that see nothing", {**qkv(6, 4), "rel_k": (4, DIM)}, {"causal": True, "offset": -3}),
-    Case("softcap", {**qkv(6, 6), "rel_k": (6, DIM), "mask": (6, 6)}, {"causal": True, "softcap": 1.5}),
-    Case(
-        "blocks of a stream",
-        {**qkv(9, 9), "rel_k": (9, DIM)},
-        {"block_size": 3, "blocks_before": 1, "span": Span(6, 2), "chunk_size": 4},
-    ),
-    Case("sinks", {**qkv(6, 6), "rel_k": (6, DIM), "sinks": (HEADS,)}, {"causal": True, "chunk_size": 4}),
-    Case("segments", {**qkv(7, 7), "rel_k": (13, DIM), "segments": (BATCH, 7)}, {"chunk_size": 3}),
-    Case("segments of all items", {**qkv(7, 7), "rel_v": (HEADS, 13, VALUE_DIM), "segments": (7,)}),
-    Case("scales by head", {**qkv(5, 5), "rel_k": (9, DIM), "scale": (HEADS,), "rel_scale": (HEADS,)}),
-    Case("dropout", {**qkv(7, 7), "rel_k": (13, DIM)}, {"dropout": 0.25, "seed": 12, "chunk_size": 3}),
-    Case("no heads axis", {"q": (6, DIM), "k": (7, DIM), "v": (7, VALUE_DIM), "rel_k": (13, DIM)}, {"offset": 0}),
-    Case("no batch axis", {"q": (2, 6, DIM), "k": (2, 6, DIM), "v": (2, 6, VALUE_DIM), "rel_k": (2, 11, DIM)}),
-    Case("two batch axes", {name: (2, *shape) for name, shape in qkv(4, 4).items()} | {"rel_k": (7, DIM)}),
-]
+ATTENTION: dict[str, int | None] = {
+    "plain": None, "full table": None, "causal": 4, "causal, table with a future": None, "cross, more keys": None,
+    "decoding": None, "decoding two": 1, "clipped": 4, "zero beyond": None, "window": 5, "causal window": None,
+    "blocks": 5, "blocks of a stream": 4, "grouped queries": 3, "bias alone": None, "all tables, shared": 3,
+    "values of another width": None, "relative queries of another width": 4, "scales": None,
+    "boolean mask of shape (2, 1, 7, 7)": 4, "boolean mask of shape (2, 1, 1, 7)": 2,
+    "additive with holes mask of shape (2, 7, 7)": 4, "causal, some see nothing": None, "softcap and everything": None,
+    "sinks": 4, "packed documents": 3, "packed documents, for all items": None,
+    "scales by head, relative ones too": None, "dropout": 3, "no heads axis": None, "no batch axis": None,
+    "two batch axes": None, "positions": None, "positions, clipped and causal": 4,
+    "positions, zero beyond, in a window": None, "positions in blocks, the table meets keys": 2,
+}  # fmt: skip
+"""Cases of ``dense``, and the size of their chunks."""
 
 LOGITS = [
     Case("square", {"q": (HEADS, 7, DIM), "table": (HEADS, 13, DIM)}, {"n_keys": 7}),
@@ -187,9 +126,7 @@ def cases(given: list[Case]) -> pytest.MarkDecorator:
 
 def draw(library: Library, case: Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make the arrays of a case, and the same rounded numbers for the oracle."""
-    arrays = {
-        name: library.asarray(data, dtype if data.dtype.kind == "f" else None) for name, data in case.data().items()
-    }
+    arrays = {name: library.asarray(data, dtype) for name, data in case.data().items()}
     return arrays, {name: library.to_numpy(array) for name, array in arrays.items()}
 
 
@@ -206,39 +143,24 @@ def accumulated_in(dtype: str) -> str:
     return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
-@cases(ATTENTION)
-def test_relative_attention(library: Library, dtype: str, case: Case) -> None:
-    arrays, numbers = draw(library, case, dtype)
-    out, lse = library.call(relskew.relative_attention, arrays, return_lse=True, **case.options)
-    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
-    expected = oracles.relative_attention(**numbers, **options)
+@everywhere("case", {case.name: case for case in dense.CASES if case.name in ATTENTION})
+def test_relative_attention(library: Library, dtype: str, case: dense.Case) -> None:
+    drawn = case.arrays()
+    floating = dense.floating(drawn)
+    arrays = {
+        name: dense.each(partial(library.asarray, dtype=dtype if name in floating else None), x)
+        for name, x in drawn.items()
+    }
+    numbers = {name: dense.each(library.to_numpy, x) for name, x in arrays.items()}
+    options = {**case.call(), "chunk_size": ATTENTION[case.name]}
+    out, lse = library.call(relskew.relative_attention, arrays, return_lse=True, **options)
+    expected = oracles.relative_attention(**numbers, **case.call())
     check(library, out, expected.out, dtype=dtype)
     check(library, lse, expected.lse, dtype=accumulated_in(dtype), gate=dtype)
 
 
-POSITIONS = {"query_positions": (BATCH, 6), "key_positions": (7,)}
-
-
-@cases(
-    [
-        Case("clipped", {**qkv(6, 7), **POSITIONS, "rel_k": (HEADS, 5, DIM), "rel_v": (5, VALUE_DIM)},
-             {"span": Span.clipped(2), "chunk_size": 4}),
-        Case("causal, zero beyond", {**qkv(6, 7), **POSITIONS, "rel_k": (4, DIM), "rel_bias": (HEADS, 4)},
-             {"span": Span(3, 0, "zero"), "causal": True}),
-        Case("whole, in a window", {**qkv(6, 7), **POSITIONS, "rel_k": (27, DIM), "key_table": (27, DIM)},
-             {"span": Span.full(14), "window": (4, 3), "chunk_size": 2}),
-    ]
-)  # fmt: skip
-def test_positions_in_any_order(library: Library, dtype: str, case: Case) -> None:
-    arrays, numbers = draw(library, case, dtype)
-
-    def attend(query_positions: Any, key_positions: Any, **given: Any) -> Any:
-        return relskew.relative_attention(**given, positions=(query_positions, key_positions), **case.options)
-
-    out = library.call(attend, arrays)
-    positions = numbers.pop("query_positions"), numbers.pop("key_positions")
-    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
-    check(library, out, oracles.relative_attention(**numbers, positions=positions, **options).out, dtype=dtype)
+def test_every_case_is_there() -> None:
+    assert ATTENTION.keys() <= {case.name for case in dense.CASES}
 
 
 @cases(LOGITS)

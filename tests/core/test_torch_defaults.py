@@ -16,6 +16,7 @@ from huggingface.test_drop_ins import E, T5Attention, VitsAttention
 from layers.modules import SPECS, inputs, made
 from torch import Tensor, nn
 
+import dense
 import oracles
 import relskew_core as relskew
 from libraries import GATES
@@ -29,21 +30,12 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 LONG = [
-    Case("long", {"q": (1, 2, 300, 16), "k": (1, 2, 300, 16), "v": (1, 2, 300, 16), "rel_k": (599, 16)}),
-    Case(
-        "long, padded, grouped",
-        {"q": (3, 4, 300, 8), "k": (3, 2, 200, 8), "v": (3, 2, 200, 8), "rel_k": (21, 8), "rel_v": (4, 21, 8)},
-        {"span": Span.clipped(10), "causal": True, "offset": -100, "padded": [200, 150, 64]},
-    ),
-    Case("short, padded", dict.fromkeys("qkv", (3, 2, 9, 8)), {"padded": [9, 1, 4]}),
-    Case("short, an item a document", dict.fromkeys("qkv", (3, 2, 9, 8)), {"segments": [0, 0, 1, 1, 1, 2, 2, 2, 2]}),
-    Case(
-        "positions in any order",
-        {**dict.fromkeys("qkv", (3, 2, 9, 8)), "rel_k": (7, 8)},
-        {"positions": [3, 1, 0, 2, 5, 4, 8, 7, 6], "span": Span.clipped(3)},
-    ),
-    Case("an offset for each item", {**dict.fromkeys("qkv", (2, 2, 9, 8)), "rel_k": (9, 8)},
-         {"offset": [0, 3], "span": Span(8, 0, "clip"), "causal": True}),
+    dense.Case("long", n=300, m=300, lead=(1,), d=16, own_tables=False),
+    dense.Case("long, padded, grouped", n=300, m=200, lead=(3,), heads=4, kv_heads=2, d=8, span=Span.clipped(10),
+               tables="rel_k rel_v", options={"causal": True, "offset": -100, "padded": [200, 150, 64]}),
+    dense.Case("short, padded", n=9, m=9, lead=(3,), tables="", options={"padded": [9, 1, 4]}),
+    dense.Case("an offset for each item", n=9, m=9, span=Span(8, 0, "clip"),
+               options={"offset": [0, 3], "causal": True}),
 ]  # fmt: skip
 
 
@@ -78,28 +70,26 @@ def check(results: Results, setting: Callable[[], Any], name: str) -> None:
         assert error <= GATES[str(other.dtype).rpartition(".")[2]], name
 
 
-def call(function: Callable[..., Any], case: Case, dtype: torch.dtype, **more: Any) -> Results:
+def call(function: Callable[..., Any], data: dict[str, Any], dtype: torch.dtype, **options: Any) -> Results:
     """Return a call, without gradients and with them."""
-    data: dict[str, Any] = case.data()
-    options: dict[str, Any] = {**case.options, **more}
     pull_back: Any = relskew.relative_attention_vjp
-    floating = {name: x.dtype.kind == "f" for name, x in data.items()}
+    floating = dense.floating(data)
     arrays: dict[str, Any] = {
-        name: torch.tensor(x, dtype=dtype if floating[name] else None, device=CPU) for name, x in data.items()
+        name: dense.each(partial(torch.tensor, dtype=dtype if name in floating else None, device=CPU), x)
+        for name, x in data.items()
     }
     if "padded" in options:
         keys, ends = np.arange(arrays["k"].shape[-2]), np.asarray(options.pop("padded"))
         options["mask"] = torch.from_numpy(keys < ends[:, None])[:, None, None]
-    if "segments" in options:
-        options["segments"] = torch.from_numpy(np.asarray(options["segments"]))
-    if "positions" in options:
-        options["positions"] = (torch.from_numpy(np.asarray(options["positions"])),) * 2
 
     def results() -> list[Tensor]:
-        given = {name: x.detach().requires_grad_(floating[name]) for name, x in arrays.items()}
-        out = function(**given, **options)
-        learned = [x for x in given.values() if x.requires_grad]
-        found = [out.detach(), function(**arrays, **options), *torch.autograd.grad((out * out).sum(), learned)]
+        learned = {name: arrays[name].detach().requires_grad_() for name in floating}
+        out = function(**{**arrays, **learned}, **options)
+        found = [
+            out.detach(),
+            function(**arrays, **options),
+            *torch.autograd.grad((out * out).sum(), [*learned.values()]),
+        ]
         if function is relskew.relative_attention:
             out, lse = function(**arrays, **options, return_lse=True)
             found += [out, lse, *pull_back(out, **arrays, **options)]
@@ -111,8 +101,9 @@ def call(function: Callable[..., Any], case: Case, dtype: torch.dtype, **more: A
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_attention(setting: Callable[[], Any], dtype: str, impl: Any) -> None:
-    for case in ATTENTION + LONG:
-        check(call(relskew.relative_attention, case, DTYPES[dtype], impl=impl), setting, case.name)
+    for case in [each for each in dense.CASES if each.name in ATTENTION] + LONG:
+        results = call(relskew.relative_attention, case.arrays(), DTYPES[dtype], **case.call(), impl=impl)
+        check(results, setting, case.name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +123,7 @@ def test_no_other_function(setting: Callable[[], Any], dtype: str) -> None:
         (relskew.resize_table, Case("resize", {"table": (5, 4)}, {"rows": 9})),
     ]
     for function, case in tried:
-        check(call(function, case, DTYPES[dtype]), setting, case.name)
+        check(call(function, case.data(), DTYPES[dtype], **case.options), setting, case.name)
 
 
 def trained(module: nn.Module, *given: Tensor, **options: Any) -> list[Tensor]:
