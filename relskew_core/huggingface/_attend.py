@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.buckets import t5_buckets
 from relskew_core._kernel.call import Operands
+from relskew_core._positions.span import Span
 from relskew_core.backends._torch.untranslated import must_decompose
 from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
@@ -81,6 +83,11 @@ class DropIn(nn.Module):
         if self.window is not None:
             options["window"] = self.window
         return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
+
+    def keep_buckets(self, span: Span, count: int, name: str = "buckets") -> None:
+        """Store T5's bucket of each position of a span, at whose ends the positions beyond share one."""
+        buckets = t5_buckets(span, num_buckets=count, max_distance=span.left, bidirectional=span.right > 0)
+        self.keep_rows(name, buckets)
 
     def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
         """Store the row of a table for each position, on the device of the module's weights.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights
 from relskew_core.huggingface._t5 import T5RelativeAttention
@@ -34,9 +33,7 @@ class LayoutLMv3RelativeEncoder(DropIn):
         if original.has_spatial_attention_bias:
             self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), original.max_rel_2d_pos)
         for name, far in self.far.items():
-            count = getattr(original, name).in_features
-            buckets = t5_buckets(Span.clipped(far), num_buckets=count, max_distance=far, bidirectional=True)
-            self.keep_rows(f"{name}_rows", buckets)
+            self.keep_buckets(Span.clipped(far), getattr(original, name).in_features, f"{name}_rows")
 
     def forward(
         self,

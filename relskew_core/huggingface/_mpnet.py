@@ -6,13 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, refuse_weights
 
 SPAN = Span.clipped(128)
-BUCKETS = t5_buckets(SPAN, num_buckets=32, max_distance=128, bidirectional=True)
-"""MPNet's number of buckets, which its configuration does not change."""
 
 
 class MPNetRelativeEncoder(DropIn):
@@ -27,7 +24,7 @@ class MPNetRelativeEncoder(DropIn):
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
-        self.keep_rows("buckets", BUCKETS)
+        self.keep_buckets(SPAN, 32)  # whichever number its configuration has
 
     def attends_to_itself(self) -> bool:
         return False  # its layers add them

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, one_hot
 
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, refuse_weights
 
@@ -28,10 +27,8 @@ class ProphetNetRelativeAttention(DropIn):
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
-        far = original.relative_max_distance
-        self.span = Span(far, 0, "clip")
-        buckets = t5_buckets(self.span, num_buckets=original.num_buckets, max_distance=far, bidirectional=False)
-        self.keep_rows("buckets", buckets)
+        self.span = Span(original.relative_max_distance, 0, "clip")
+        self.keep_buckets(self.span, original.num_buckets)
 
     def forward(
         self,

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, length, refuse_weights, split
 
@@ -31,13 +30,7 @@ class T5RelativeAttention(DropIn):
         # From there on all positions share a bucket, and in a decoder the whole future does.
         self.span = Span(far, 0 if original.is_decoder else far, "clip")
         if original.has_relative_attention_bias:
-            buckets = t5_buckets(
-                self.span,
-                num_buckets=original.relative_attention_num_buckets,
-                max_distance=far,
-                bidirectional=not original.is_decoder,
-            )
-            self.keep_rows("buckets", buckets)
+            self.keep_buckets(self.span, original.relative_attention_num_buckets)
 
     def attends_to_itself(self) -> bool:
         return not self.is_decoder

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, refuse_weights, split
 
@@ -25,10 +24,7 @@ class WavLMRelativeAttention(DropIn):
         super().__init__(original)
         self.span = Span.clipped(original.max_distance)
         if hasattr(original, "rel_attn_embed"):
-            buckets = t5_buckets(
-                self.span, num_buckets=original.num_buckets, max_distance=original.max_distance, bidirectional=True
-            )
-            self.keep_rows("buckets", buckets)
+            self.keep_buckets(self.span, original.num_buckets)
 
     def forward(
         self,

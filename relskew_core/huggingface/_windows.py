@@ -37,7 +37,9 @@ class SwinRelativeAttention(DropIn):
 class SwinSelfRelativeAttention(DropIn):
     """Swin in Donut, MaskFormer and CLAP: the attention contains the table, and another module the last projection."""
 
-    replaces = ("DonutSwinSelfAttention", "MaskFormerSwinSelfAttention", "ClapAudioSelfAttention")
+    replaces: ClassVar[tuple[str, ...]] = (
+        "DonutSwinSelfAttention", "MaskFormerSwinSelfAttention", "ClapAudioSelfAttention",
+    )  # fmt: skip
     projections = ("query", "key", "value", "")
     heads = "num_attention_heads"
 
@@ -46,28 +48,24 @@ class SwinSelfRelativeAttention(DropIn):
     ) -> tuple[Tensor]:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
         refuse_weights(output_attentions)
+        return (join(self.inside(hidden_states, attention_mask)),)
+
+    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the heads of the output."""
         bias = by_cell(self.relative_position_bias_table, self.window_size)
-        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
-        return (join(self.attend(*self.project(hidden_states), mask=mask)),)
+        return self.attend(*self.project(x), mask=_of_windows(bias, mask, x.shape[0]))
 
 
-class Swinv2RelativeAttention(DropIn):
+class Swinv2RelativeAttention(SwinSelfRelativeAttention):
     """``Swinv2SelfAttention``, and Swin2SR's: cosines, scaled by head, and a bias that a small network computes."""
 
     replaces = ("Swinv2SelfAttention", "Swin2SRSelfAttention")
-    projections = ("query", "key", "value", "")
-    heads = "num_attention_heads"
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
-    ) -> tuple[Tensor]:
-        """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
-        refuse_weights(output_attentions)
-        if attention_mask is not None:
-            attention_mask = 2 * attention_mask  # the model adds the mask twice
-        bias = _by_network(self.continuous_position_bias_mlp, self)
-        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
-        return (join(self.attend(*_cosines(*self.project(hidden_states), self), mask=mask, scale=1.0)),)
+    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the heads of the output."""
+        doubled = None if mask is None else 2 * mask  # the model adds the mask twice
+        both = _of_windows(_by_network(self.continuous_position_bias_mlp, self), doubled, x.shape[0])
+        return self.attend(*_cosines(*self.project(x), self), mask=both, scale=1.0)
 
 
 class WindowRelativeAttention(DropIn):

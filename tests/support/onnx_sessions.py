@@ -1,0 +1,29 @@
+"""Graphs in onnxruntime, on CPUs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import onnx
+import onnxruntime
+
+from relskew_core.export import custom_ops_library
+
+NOTHING_OPTIMISED = {"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL}
+
+
+def opened(
+    model: onnx.ModelProto | bytes | str | os.PathLike[str], *, library: bool = False, **settings: Any
+) -> onnxruntime.InferenceSession:
+    """Load a graph or a file, with the operator library if wanted. Errors are raised, and not logged.
+
+    ``settings`` are those of ``SessionOptions``.
+    """
+    options = onnxruntime.SessionOptions()
+    if library:
+        options.register_custom_ops_library(str(custom_ops_library()))
+    for name, value in {"log_severity_level": 4, **settings}.items():
+        setattr(options, name, value)
+    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
