@@ -32,11 +32,6 @@ onnx = pytest.importorskip("onnx")
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def relskew(*arguments: str) -> int:
     return main(list(arguments))
 

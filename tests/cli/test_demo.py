@@ -22,11 +22,6 @@ TUNES = list(melodies())
 EXAMPLE = Path(__file__).parents[2] / "examples" / "melody.py"
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def tune_of(*pitches: int) -> Melody:
     return Melody("test", "A test", "made up", "none", tuple((pitch, 1.0) for pitch in pitches))
 

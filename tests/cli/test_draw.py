@@ -23,11 +23,6 @@ pytest.importorskip("matplotlib")
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert main(["draw", *arguments]) == 0

@@ -20,11 +20,6 @@ BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def relskew(*arguments: str) -> int:
     return main(list(arguments))
 
