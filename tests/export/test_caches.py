@@ -11,6 +11,7 @@ import pytest
 from onnx import helper
 
 from export_forms import random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span
 from relskew_core.export import caches_in_place, to_onnx
 
@@ -26,12 +27,6 @@ def growing(**options: Any) -> onnx.ModelProto:
 
 def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
     return list[Any](opened(model).run(None, feeds))
-
-
-def opened(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
 
 
 def empty(length: int, batch: int = 1) -> dict[str, Any]:
@@ -99,8 +94,7 @@ def test_nothing_is_copied(batch: Any, capfd: pytest.CaptureFixture[str]) -> Non
     for value in (*model.graph.input, *model.graph.output):
         first = value.type.tensor_type.shape.dim[0]
         first.CopyFrom(onnx.TensorShapeProto.Dimension(**{"dim_value" if batch == 1 else "dim_param": batch}))
-    changed = caches_in_place(model, contrib=True, **NAMES).SerializeToString()
-    session = onnxruntime.InferenceSession(changed, providers=["CPUExecutionProvider"])
+    session = opened(caches_in_place(model, contrib=True, **NAMES), log_severity_level=2)
     session.run(None, {"x": np.ones((1, 1, 32), np.float32), **empty(ROOM), "past_length": np.array([0])})
     assert "copying" not in capfd.readouterr().err
 

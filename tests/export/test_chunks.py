@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from export_forms import FORMS, made, random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.cli._measure import resident_peak
 from relskew_core.export import to_onnx, validate
@@ -49,7 +49,7 @@ def test_chunks_in_other_runtimes(form: Any) -> None:
 
 
 def run(model: onnx.ModelProto, **inputs: Any) -> np.ndarray[Any, Any]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(model)
     return np.asarray(session.run(None, inputs)[0])
 
 
@@ -77,10 +77,8 @@ def test_each_head_has_what_is_its_own(spec: BlockSpec, shape: tuple[int, ...] |
 @pytest.mark.parametrize(("length", "looped"), [(1, False), (3, False), (4, True)])
 def test_a_loop_only_where_there_are_more_queries(length: int, looped: bool, tmp_path: Path) -> None:
     spec, options, weights = made("cache, grouped, no bias")
-    settings = onnxruntime.SessionOptions()
-    settings.enable_profiling, settings.profile_file_prefix = True, str(tmp_path / "profile")
-    content = to_onnx(spec, weights, chunk_size=3, **options).SerializeToString()
-    session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+    model = to_onnx(spec, weights, chunk_size=3, **options)
+    session = opened(model, enable_profiling=True, profile_file_prefix=str(tmp_path / "profile"))
     past = np.ones((1, 2, 2, 2), np.float32)
     session.run(None, {"x": np.ones((1, length, 8), np.float32), "past_key": past, "past_value": past})
     events = json.loads(Path(session.end_profiling()).read_text())
@@ -94,7 +92,7 @@ def peak(chunk_size: Any, answer: Any) -> None:
     """Run a long input and say by how many bytes the process's peak grew."""
     spec = BlockSpec(16, 2, Span.causal(4096), causal=True)
     model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(model)
     x = np.random.default_rng(0).standard_normal((1, 4096, 16)).astype(np.float32)
     answer.put(resident_peak(lambda: session.run(None, {"x": x})))
 
@@ -143,12 +141,9 @@ def test_chunks_of_one_size() -> None:
     spec = BlockSpec(4, 2, Span.clipped(3))
     x = np.random.default_rng(0).standard_normal((1, 257, 4)).astype(np.float32)
 
-    def run(chunk_size: Any) -> Any:
-        content = to_onnx(spec, random_weights(spec), chunk_size=chunk_size).SerializeToString()
-        return onnxruntime.InferenceSession(content).run(None, {"x": x})[0]
-
-    for size in ("auto", 200):
-        np.testing.assert_allclose(run(size), run(None), rtol=1e-4, atol=1e-6)
+    whole, *chunked = (run(to_onnx(spec, random_weights(spec), chunk_size=size), x=x) for size in (None, "auto", 200))
+    for y in chunked:
+        np.testing.assert_allclose(y, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_refused() -> None:

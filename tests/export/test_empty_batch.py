@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, PROFILES, made, random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import caches_in_place, quantize, to_onnx, validate
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -39,13 +39,6 @@ def exported(form: str, options: dict[str, Any]) -> tuple[onnx.ModelProto, Graph
     trials = [trial for trial, _ in make_trials(plan, None, (1,), 0) if trial.fits and trial.queries < 20]
     longest = max(trials, key=lambda trial: (trial.queries, trial.past))
     return to_onnx(spec, weights, **own, **options), plan, replace(longest, batch=0)
-
-
-def session(model: onnx.ModelProto) -> Any:
-    """Load a graph in onnxruntime, without a word about what fails."""
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"]).run
 
 
 def shapes(plan: GraphPlan, trial: Trial) -> list[tuple[int, ...]]:
@@ -76,7 +69,7 @@ def test_quantised_products_refuse_an_empty_batch_too(kind: Any, blocks: dict[st
 def test_grouped_attention_is_kept_from_an_empty_batch(options: dict[str, Any], changes: dict[str, Any]) -> None:
     """It divides by the batch: the process would end."""
     spec = replace(BlockSpec(16, 2, Span.causal(9), causal=True), **changes)
-    run = session(to_onnx(spec, random_weights(spec), profile="ort-contrib", **options))
+    run = opened(to_onnx(spec, random_weights(spec), profile="ort-contrib", **options)).run
     plan = make_plan(spec, np.dtype(np.float32), profile="ort-contrib", **options)
     past = 3 if plan.past else 0
     for queries in (1, 2):
@@ -88,7 +81,7 @@ def test_grouped_attention_is_kept_from_an_empty_batch(options: dict[str, Any], 
 def test_grouped_attention_of_changed_caches_is_kept_from_an_empty_batch() -> None:
     spec = BlockSpec(16, 2, Span.causal(9), causal=True, shared_table=True)
     growing = to_onnx(spec, random_weights(spec), profile="trt", opset=24, past=True)
-    run = session(caches_in_place(growing, past="past_", present="present_", contrib=True))
+    run = opened(caches_in_place(growing, past="past_", present="present_", contrib=True)).run
     cache, past = np.zeros((0, 2, 8, 8), np.float32), np.array([3])
     with pytest.raises(Exception, match="side_by_side"):
         run(None, {"x": np.zeros((0, 1, 16), np.float32), "past_key": cache, "past_value": cache, "past_length": past})
@@ -104,7 +97,7 @@ def test_an_empty_batch(form: str, options: dict[str, Any]) -> None:
     assert [result.shape for result in results] == shapes(plan, trial)
     refusal: Any = None
     try:
-        results = session(model)(None, feeds)
+        results = opened(model).run(None, feeds)
     except Exception as error:  # its class is not defined
         refusal = error
     if refusal is None:

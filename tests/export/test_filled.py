@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper
 
 from export_forms import random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import caches_in_place, to_onnx
 
@@ -32,10 +32,7 @@ def in_place(spec: BlockSpec, dtype: str, converted: bool) -> onnx.ModelProto:
 
 def ran(model: onnx.ModelProto, feeds: dict[str, Any], folder: Path) -> tuple[list[Any], set[str]]:
     """Return the outputs, and the operators of all nodes that ran in a branch."""
-    settings = onnxruntime.SessionOptions()
-    settings.enable_profiling, settings.log_severity_level = True, 4
-    settings.profile_file_prefix = str(folder / "profile")
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = opened(model, enable_profiling=True, profile_file_prefix=str(folder / "profile"))
     outputs = list[Any](session.run(None, feeds))
     events = json.loads(Path(session.end_profiling()).read_text())
     names = [event["name"] for event in events if event.get("cat") == "Node"]

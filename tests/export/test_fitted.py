@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torch_exports
+from onnx_sessions import opened
 from relskew_core import Span, relative_attention, sinusoidal_table
 from relskew_core.export import torch_to_onnx
 
@@ -96,7 +96,7 @@ def test_a_graph_of_any_length() -> None:
     model = All().eval()
     vary = {"x": {0: DYNAMIC, 2: DYNAMIC}}
     made = torch_to_onnx(model, heads(2, 7), opset=opset)
-    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(made)
     plain = torch_exports.session(torch_exports.export(model, (heads(2, 7),), vary, opset, optimize=False))
     for shape in [(3, 60), (1, 2), (1, 1)]:
         x = heads(*shape)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_attention
 
 from export_forms import FORMS, PROFILES, made
+from onnx_sessions import opened
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
 from relskew_core.export._validate.trials import make_inputs, make_trials
@@ -21,12 +20,6 @@ TYPED = [
     "full", "causal", "cache, mask", "cross, window", "clip, values", "blocks", "bias, full, grouped",
     "bias alone, shared, mask", "core: clip, values", "core: causal", "sinks, mask, values", "segments, stream",
 ]  # fmt: skip
-
-
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
 
 
 def turn(form: str, shift: int = 0) -> Any:
@@ -108,7 +101,7 @@ def test_queries_that_see_no_key_are_zeros_whatever_attention_makes_of_them(form
     model = to_onnx(spec, weights, profile=profile, **options)
     plan, before = make_plan(spec, np.dtype(np.float32), profile=profile, **options), Attention.made
     assert plan.fused
-    old, new = ReferenceEvaluator(model, new_ops=[Attention]), session(model)
+    old, new = ReferenceEvaluator(model, new_ops=[Attention]), opened(model)
     for trial, seed in make_trials(plan, None, (2,), 0):
         if trial.fits:
             feeds = make_inputs(plan, trial, seed)
@@ -126,7 +119,7 @@ def test_symbols_tell_the_truth(form: Any) -> None:
     del model.graph.output[1:]
     model.graph.output.extend(info for info in model.graph.value_info)
     written = {info.name: info.type.tensor_type for info in model.graph.output}
-    run = session(model)
+    run = opened(model)
     plan = make_plan(spec, np.dtype(np.float32), profile=profile, **options)
     for trial, seed in [(trial, seed) for trial, seed in make_trials(plan, None, (2,), 0) if trial.fits][:6]:
         feeds = make_inputs(plan, trial, seed)

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from export_forms import made
+from onnx_sessions import opened
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
 from relskew_core.export._validate.trials import make_inputs, make_trials
@@ -50,7 +50,7 @@ def test_the_same_nodes_and_numbers(form: str, options: dict[str, Any]) -> None:
     feeds = make_inputs(plan, make_trials(plan, [4], [3], 0)[0][0], seed=0)
     runs = []
     for model in (flat, boxed):
-        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = opened(model)
         runs.append(list[Any](session.run(None, feeds)))
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
 import small_decoder
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import generate, save, to_onnx
 from relskew_core.export._whole import genai
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_formula(make: Callable[[], onnx.ModelProto], pr
     got = generate(str(path), prompt, n)
     assert got.dtype == np.int64
     assert np.array_equal(got, greedy(prompt, n))
-    session = onnxruntime.InferenceSession(path)
+    session = opened(path)
     assert np.array_equal(generate(session, prompt[0], n, temperature=0), got[0])
     assert generate(session, prompt, 0).shape == (len(prompt), 0)
     assert generate(session, prompt[0], 0).shape == (0,)

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, made, random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import to_onnx, validate
 
@@ -36,54 +36,6 @@ def test_types(form: str, dtype: str) -> None:
     assert report.ok, report.table()
 
 
-def test_rows_go_on_where_each_of_them_ends() -> None:
-    """Three rows of different lengths, decoded together in one buffer, as the library does one by one."""
-    spec, options, weights = made("in place: cache")
-    model = to_onnx(spec, weights, **options)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(0).standard_normal((3, 9, 8)).astype(np.float32)
-    lengths = np.array([4, 1, 6])
-    shape = (3, spec.num_kv_heads, 9, spec.head_dim)
-    caches = {name: np.zeros(shape, np.float32) for name in ("past_key", "past_value")}
-    # The padding of the shorter rows of the prefill is written after their ends, and overwritten later.
-    y, keys, values = list[Any](session.run(None, {"x": x[:, :6], **caches, "past_lengths": np.zeros(3, np.int64)}))
-    whole: Any = attention_block(x, weights, spec)
-    for row, length in enumerate(lengths):
-        np.testing.assert_allclose(y[row, :length], whole[row, :length], atol=1e-5)
-    for _ in range(3):
-        step = np.stack([x[row, length][None] for row, length in enumerate(lengths)])
-        feeds = {"x": step, "past_key": keys, "past_value": values, "past_lengths": lengths}
-        y, keys, values = list[Any](session.run(None, feeds))
-        for row, length in enumerate(lengths):
-            np.testing.assert_allclose(y[row, 0], whole[row, length], atol=1e-5)
-        lengths = lengths + 1
-
-
-def test_one_buffer_serves_as_past_and_present() -> None:
-    """With IO binding onnxruntime writes into the cache that it was given."""
-    spec, options, weights = made("in place: cache")
-    session = onnxruntime.InferenceSession(
-        to_onnx(spec, weights, **options).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    x = np.random.default_rng(0).standard_normal((1, 5, 8)).astype(np.float32)
-    shape = (1, spec.num_kv_heads, 9, spec.head_dim)
-    caches = [onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for _ in range(2)]
-    steps = []
-    for position in range(5):
-        binding = session.io_binding()
-        binding.bind_cpu_input("x", x[:, position : position + 1])
-        binding.bind_cpu_input("past_lengths", np.array([position]))
-        for cache, name in zip(caches, ("key", "value"), strict=True):
-            binding.bind_ortvalue_input(f"past_{name}", cache)
-            binding.bind_ortvalue_output(f"present_{name}", cache)
-        binding.bind_output("y")
-        session.run_with_iobinding(binding)
-        steps.append(binding.get_outputs()[2].numpy())
-    whole: Any = attention_block(x, weights, spec)
-    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, atol=1e-5)
-    assert np.count_nonzero(caches[0].numpy()[0, 0].any(-1)) == 5
-
-
 def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
     spec, options, weights = made("in place: cache")
     model = to_onnx(spec, weights, **options)
@@ -104,7 +56,7 @@ def test_a_mask_by_head_where_no_table_makes_logits() -> None:
     weights = random_weights(spec)
     model = to_onnx(spec, weights, past=True, in_place=True, mask=True)
     assert validate(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,)).ok
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(model)
     draw = np.random.default_rng(0)
     x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
     past = np.zeros((1, 2, 6, 2), np.float32)

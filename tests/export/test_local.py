@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from export_forms import random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 from relskew_core.export._plan import make_plan
@@ -25,7 +25,7 @@ def test_what_is_multiplied(spec: BlockSpec, before: int, length: int, blocks: i
     names = [f"relskew/compute/blocks/{name}" for name in ("queries", "keys_values_folded")]
     for name in names:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(model)
     queries, keys = list[Any](session.run(names, {"x": np.ones((2, length, 8), np.float32)}))
     assert queries.shape == (2 * blocks, size, 8)
     assert keys.shape == (2 * blocks, (1 + before) * size, 16)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import compose, numpy_helper
 
 import relskew_core
 from export_forms import FORMS, PROFILES, made, random_weights
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span
 from relskew_core._positions.span import Beyond
 from relskew_core.export import to_onnx, validate
@@ -42,7 +42,7 @@ def export(form: Any, **options: Any) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(model)
     return list[Any](session.run(None, feeds))
 
 

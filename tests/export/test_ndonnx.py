@@ -6,9 +6,9 @@ from typing import Any
 
 import ndonnx
 import numpy as np
-import onnxruntime
 import pytest
 
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import to_onnx
 
@@ -25,7 +25,7 @@ FORMS = {
 
 
 def run(content: bytes, feeds: dict[str, Any]) -> np.ndarray[Any, Any]:
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = opened(content)
     (out,) = list[Any](session.run(None, feeds))
     result: np.ndarray[Any, Any] = out
     return result

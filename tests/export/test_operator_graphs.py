@@ -11,7 +11,8 @@ import pytest
 from onnx import helper
 
 from export_forms import FORMS, made
-from operator_runs import needs_library, session_options
+from onnx_sessions import opened
+from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import custom_ops_library, save, to_onnx, validate, without_operator
 from relskew_core.export._graph.operator import DOMAIN, NAME
@@ -24,18 +25,10 @@ pytestmark = needs_library
 MIXED = ("cross, clip, short", "cross, zero, short")
 """Forms that cut a table at one end, and continue it at the other."""
 
-CPU = ["CPUExecutionProvider"]
 
-
-def quiet() -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return options
-
-
-def results(model: onnx.ModelProto, options: onnxruntime.SessionOptions, feeds: dict[str, Any]) -> list[Any] | None:
+def results(model: onnx.ModelProto, feeds: dict[str, Any], **settings: Any) -> list[Any] | None:
     """Return what a session gives, nothing where it fails."""
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=CPU)
+    session = opened(model, **settings)
     try:
         return list(session.run(None, feeds))
     except Exception as error:
@@ -53,9 +46,9 @@ def test_every_form_gives_the_same_with_the_library_and_without(form: str) -> No
     plan = make_plan(spec, np.dtype(np.float32), **own)
     for trial, seed in make_trials(plan, [4, 10], [3], 0)[:4]:
         feeds = make_inputs(plan, trial, seed)
-        expected = results(to_onnx(spec, weights, **own), quiet(), feeds)
-        for options in (session_options(), quiet()):
-            found = results(model, options, feeds)
+        expected = results(to_onnx(spec, weights, **own), feeds)
+        for library in (True, False):
+            found = results(model, feeds, library=library)
             assert (found is None) == (expected is None)
             for one, other in zip(found or (), expected or (), strict=True):
                 np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
@@ -99,11 +92,9 @@ def test_the_operator_wins_over_the_function(level: str) -> None:
     del function.node[:]
     function.node.extend([seven, zero, helper.make_node("Add", ["seven", "zero"], [function.output[0]])])
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)}
-    found = []
-    for options in (session_options(), quiet()):
-        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-        found.append(results(model, options, feeds))
-    expected = results(right, quiet(), feeds)
+    optimised = getattr(onnxruntime.GraphOptimizationLevel, level)
+    found = [results(model, feeds, library=each, graph_optimization_level=optimised) for each in (True, False)]
+    expected = results(right, feeds)
     assert found[0] is not None
     assert found[1] is not None
     assert expected is not None

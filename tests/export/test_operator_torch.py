@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from operator_runs import needs_library, session_options
+from onnx_sessions import opened
+from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table
@@ -23,8 +24,6 @@ from relskew_core.export._whole import generate_memory
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 pytestmark = needs_library
-
-CPU = ["CPUExecutionProvider"]
 
 
 def nodes(model: onnx.ModelProto, kind: str = NAME) -> list[onnx.NodeProto]:
@@ -103,8 +102,8 @@ def test_calls_of_one_kind_share_a_function() -> None:
     plain = without_operator(made)
     x = np.random.default_rng(0).standard_normal((3, 9, 16)).astype(np.float32)
     found = [
-        onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=CPU).run(None, {"input": x})[0]
-        for graph, options in ((made, session_options()), (made, None), (plain, None))
+        opened(graph, library=library).run(None, {"input": x})[0]
+        for graph, library in ((made, True), (made, False), (plain, False))
     ]
     for one in found[1:]:
         np.testing.assert_allclose(one, found[0], rtol=0, atol=1e-5)
@@ -122,8 +121,8 @@ def test_torchs_own_exporter_writes_nodes() -> None:
     (node,) = nodes(made)
     assert node.overload == "call_1_q4x4_k2x4_v2x4_out4"
     for given in (x, torch.randn(1, 1, 16)):
-        for options in (session_options(), None):
-            session = onnxruntime.InferenceSession(made.SerializeToString(), options, providers=CPU)
+        for library in (True, False):
+            session = opened(made, library=library)
             found = session.run(None, {session.get_inputs()[0].name: given.numpy()})[0]
             np.testing.assert_allclose(found, model(given).detach().numpy(), rtol=0, atol=1e-5)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import quantize, save, to_onnx, validate
 
@@ -26,7 +26,7 @@ def inputs(factor: float = 1.0) -> list[dict[str, np.ndarray]]:
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = opened(path)
     result: np.ndarray = session.run(None, {"x": x})[0]
     return result
 
@@ -105,7 +105,7 @@ def test_a_query_that_is_not_finite_gives_nan(number: float, place: int, tmp_pat
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 32)).astype(np.float32)
     wrong = q.copy()
     wrong[0, 0, 1, place] = number
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = opened(path)
     first, second = (session.run(None, {"q": x, "end": np.array([40])})[0] for x in (q, wrong))
     assert np.isnan(second[0, 0, 1]).all()
     second[0, 0, 1] = first[0, 0, 1]
@@ -132,7 +132,7 @@ def test_a_static_table_is_rounded_once_and_as_a_whole(tmp_path: Path) -> None:
     (cut,) = (node for node in made.graph.node if node.op_type == "Slice")
     assert [node.op_type for node in made.graph.node if cut.output[0] in node.input] == ["DequantizeLinear"]
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 32)).astype(np.float32)
-    session = onnxruntime.InferenceSession(str(tmp_path / "static.onnx"), providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "static.onnx")
     y, wanted = session.run(None, {"q": q, "end": np.array([64])})[0], q @ table.swapaxes(1, 2)
     assert np.linalg.norm(y - wanted) < 0.1 * np.linalg.norm(wanted)
 
@@ -162,7 +162,7 @@ def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> No
         sizes = WEIGHTS["rel_k"].shape[:: 1 if other == "Neg" else -1]
         model.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, sizes))
     made = static_products(model, tmp_path / "static.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "static.onnx"), providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "static.onnx")
     q = np.ones((1, 2, 3, 32), np.float32)
     y, second = session.run(None, {"q": q, "end": np.array([10])})
     table = WEIGHTS["rel_k"]
@@ -175,7 +175,7 @@ def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
 def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
     path = quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = opened(path)
     q = np.ones((1, 2, 3, 32), np.float32)
     y, table = session.run(None, {"q": q, "end": np.array([40])})
     np.testing.assert_array_equal(table, WEIGHTS["rel_k"])
@@ -309,7 +309,7 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     assert kept - {"shape"} == in_bits | {"both", "small", "given", "packed", "crossed"}
     assert all(node.name for node in made.node)
     tokens = rng.integers(0, 64, (3, 5))
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = opened(path)
     found = dict(zip(outputs, session.run(None, {"tokens": tokens}), strict=True))
     for name in read:  # each column has a separate scale, or each row if columns are looked up
         axis = 1 if name == "wide" else 0
@@ -366,7 +366,7 @@ def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     path = quantize(model, tmp_path / "turned.onnx", "dynamic")
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = opened(path)
     x = np.random.default_rng(1).standard_normal((16, 3, 5)).astype(np.float32)
     (found,) = session.run(None, {"x": x, "end": np.array([8])})
     assert np.abs(found - x @ table[:, 3:8].T).max() < 0.2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import to_onnx
 
@@ -28,9 +28,7 @@ CASES: dict[str, tuple[BlockSpec, dict[str, Any], str]] = {
 def test_the_node_that_fails_names_the_table(name: str) -> None:
     spec, options, told = CASES[name]
     model = to_onnx(spec, init_weights(spec, seed=0), **options)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = opened(model)
     x = np.ones((1, 7, 8), np.float32)
     assert session.run(None, {"x": x[:, : options.get("max_length", 6)]})[0].size
     with pytest.raises(Exception, match=f"{told}'"):
@@ -42,9 +40,7 @@ def test_behind_a_past_a_table_shorter_than_blocks_ends_the_graph() -> None:
     spec = BlockSpec(8, 2, Span(0, 1), block_size=2, blocks_before=0)
     weights = init_weights(spec, seed=0)
     model = to_onnx(spec, weights, past=True)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    session = opened(model)
     x, none, two = np.ones((1, 1, 8), np.float32), np.zeros((1, 2, 0, 4), np.float32), np.ones((1, 2, 2, 4), np.float32)
     y, _ = attention_block(x, weights, spec, past=(none, none))
     found = session.run(None, {"x": x, "past_key": none, "past_value": none})[0]

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.record import Record
 from benchmarks.runtimes import RELEASES, Graph, graphs
 from benchmarks.trial import RUNTIMES, attempt
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
@@ -114,15 +115,11 @@ def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> No
 )
 def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
     """As in `docs/export.md`: if it supports one some day, our graphs can, too."""
-    import onnxruntime
-
     sizes = {"x": [0, 2, 3, 4], **shapes}
     given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
     graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])
     opsets = [onnx.helper.make_opsetid("", 23)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = opened(model)
     with pytest.raises(Exception, match=message):
         session.run(None, {name: np.zeros(size, np.float32) for name, size in sizes.items()})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onnx_sessions import opened
 from relskew_core import Span, relative_attention
 from relskew_core.cli._measure import resident_peak
 from relskew_core.export import torch_to_onnx, torch_translation_table
@@ -76,16 +77,12 @@ def test_any_length(opset: int) -> None:
 
 
 def test_past_a_table(tmp_path: Any) -> None:
-    import onnxruntime
-
     model = Ends().eval()
     made = torch_to_onnx(model, random(2, 2, 9, 4), tmp_path / "ends.onnx", chunk_size=4)
     names = [node.name for node in made.graph.node]
     assert len(set(names)) == len(names)
     assert not any("relskew" in name for name in names)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    run = onnxruntime.InferenceSession(tmp_path / "ends.onnx", settings)
+    run = opened(tmp_path / "ends.onnx")
     for length in (1, 4, 16):
         x = random(1, 2, length, 4)
         with torch.no_grad():
@@ -122,7 +119,6 @@ def test_chosen() -> None:
 
 def test_memory() -> None:
     """At 4096 positions less than a tenth of one tensor of logits, of which a graph without chunks has several."""
-    import onnxruntime
 
     class Encoder(nn.Module):
         def forward(self, x: Any, shown: Any) -> Any:
@@ -131,7 +127,7 @@ def test_memory() -> None:
 
     shown = torch.ones(2, 9, dtype=torch.bool)
     made = torch_to_onnx(Encoder(), {"x": random(2, 12, 9, 4), "shown": shown})
-    run = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    run = opened(made)
     given = {"x": random(1, 12, 4096, 4).numpy(), "shown": np.ones((1, 4096), dtype=np.bool_)}
     grown = resident_peak(lambda: run.run(None, given))
     if grown is None:

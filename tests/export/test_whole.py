@@ -19,6 +19,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
+from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, __version__, relative_attention
 from relskew_core.export import (
     ExportReport,
@@ -207,7 +208,7 @@ def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
     assert got.dtype == np.int64
     assert np.array_equal(got, want.numpy())
     assert np.array_equal(generate(str(path), torch.tensor(prompt[1]).numpy(), 5), want[1, :5].numpy())
-    session = onnxruntime.InferenceSession(path)
+    session = opened(path)
     assert np.array_equal(generate(session, range(1, 5), 5), want[0, :5].numpy())
     assert generate(session, prompt, 0).shape == (3, 0)
 
@@ -242,7 +243,7 @@ def test_generate_needs_no_torch(made: tuple[Decoder, Path]) -> None:
 
 
 def test_past_the_table_the_runtime_names_it(made: tuple[Decoder, Path]) -> None:
-    session = onnxruntime.InferenceSession(made[1])
+    session = opened(made[1])
     empty = {value.name: np.zeros((1, 2, 0, 4), np.float32) for value in session.get_inputs()[1:]}
     with pytest.raises(Exception, match=r"layers\.0\.attention/skew/rows/rel_k_reaches_19_back"):
         session.run(None, {"input_ids": np.zeros((1, REACH + 1), np.int64), **empty})
@@ -357,7 +358,7 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     ):
         generate(path, [1, 2], 1, memory=given)
     with pytest.raises(TypeError, match="`model` must be a path with `memory`"):
-        generate(onnxruntime.InferenceSession(path), [[1, 2], [7, 8]], 1, memory=given)
+        generate(opened(path), [[1, 2], [7, 8]], 1, memory=given)
     decoder_to_onnx(model, tmp_path / "other.onnx", memory=[states, seen], check=False, opset=24)
     (tmp_path / "other_memory.onnx").rename(tmp_path / "decoder_memory.onnx")
     with pytest.raises(ValueError, match=r"got 'decoder_memory\.onnx', written for another"):
@@ -504,7 +505,7 @@ def test_models_export_in_one_call(tmp_path: Path) -> None:
         "shown_keys": ["batch", "source_length"],
     }
     assert list(shapes(made.graph.output)) == ["memory", "result_0"]
-    session = onnxruntime.InferenceSession(tmp_path / "translator.onnx")
+    session = opened(tmp_path / "translator.onnx")
     for batch, keys, queries in ((1, 1, 1), (3, 30, 2)):
         source, target = (torch.randn(batch, length, 16, generator=generator) for length in (keys, queries))
         given = {"source": source, "target": target, "shown_keys": torch.arange(keys).expand(batch, keys) >= keys // 3}
@@ -684,7 +685,7 @@ def test_masks_are_subtracted_from_a_number(model: Callable[[Tensor], Tensor], m
             return model(mask)
 
     made = torch_to_onnx(Inverted(), mask)
-    (got,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"mask": mask.numpy()})
+    (got,) = opened(made).run(None, {"mask": mask.numpy()})
     want = model(mask).numpy()
     assert got.dtype == want.dtype
     assert np.array_equal(got, want)

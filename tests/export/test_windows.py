@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 
+from onnx_sessions import NOTHING_OPTIMISED, opened
 from relskew_core import BlockSpec, Span, attention_block, init_weights, relative_attention
 from relskew_core._positions.span import Beyond
 from relskew_core.export import to_onnx
@@ -26,13 +26,6 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cross, in chunks": ({"cross": True}, {"chunk_size": 2}),
     "blocks": ({"causal": True, "block_size": 2}, {}),
 }
-
-
-def quiet(model: Any) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("beyond", ["clip", "zero", "error"])
@@ -54,7 +47,7 @@ def test_right_or_refused(form: Any, beyond: Beyond) -> None:
             assert longest is not None
             assert longest > reach + 1
             continue
-        run = quiet(model).run
+        run = opened(model, **NOTHING_OPTIMISED).run
         for n in LENGTHS:
             m = 3 if cross else n
             given = {"q": q[:, :, :n], "k": k[:, :, :m], "v": v[:, :, :m]}
@@ -88,7 +81,9 @@ def test_a_window_longer_than_any_length_is_none(window: tuple[int, int], profil
     spec = BlockSpec(8, 2, Span.clipped(2), window=window)
     weights, x = init_weights(spec, seed=0), np.random.default_rng(0).standard_normal((2, 7, 8)).astype(np.float32)
     model: Any = to_onnx(spec, weights, profile=profile)
-    np.testing.assert_allclose(quiet(model).run(None, {"x": x})[0], attention_block(x, weights, spec), atol=1e-5)
+    np.testing.assert_allclose(
+        opened(model, **NOTHING_OPTIMISED).run(None, {"x": x})[0], attention_block(x, weights, spec), atol=1e-5
+    )
 
 
 def test_no_table_is_lengthened_without_end() -> None:

@@ -171,15 +171,16 @@ class Step(torch.nn.Module):
 @torch.no_grad()
 def test_onnx(tmp_path: Path) -> None:
     """A graph of one chunk and its cache, for any batch."""
-    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    from onnx_sessions import opened
     from relskew_core.export import torch_to_onnx
 
     module = drawn(STREAM).float()
     given, past = x(5 * SIZE, 1).float(), module.empty_cache(2)
     vary = {"chunk": [0], "keys": [0], "values": [0], "length": []}
     torch_to_onnx(Step(module), (given[:, :SIZE].repeat(2, 1, 1), *past), tmp_path / "step.onnx", vary=vary)
-    session = onnxruntime.InferenceSession(tmp_path / "step.onnx", providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "step.onnx")
     state = [part.numpy() for part in module.empty_cache(1)]
     chunks = []
     for chunk in given.split(SIZE, dim=1):

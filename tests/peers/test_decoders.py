@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
 from peers.families import FAMILIES
 from peers.family import built
 
+from onnx_sessions import opened
 from relskew_core.export import decoder_to_onnx, generate
 from relskew_core.huggingface import register_attention, replace_attention
 
@@ -99,5 +99,5 @@ def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
     wanted = copy.deepcopy(model).double()(tokens).logits.numpy()
     path = decoder_to_onnx(replace_attention(model), tmp_path / "decoder.onnx", check=False)
     past = dict.fromkeys((f"past_key_values.0.{name}" for name in ("key", "value")), np.zeros((1, 8, 0, 2), np.float16))
-    logits, *_ = onnxruntime.InferenceSession(path).run(None, {"input_ids": tokens.numpy(), **past})
+    logits, *_ = opened(path).run(None, {"input_ids": tokens.numpy(), **past})
     assert np.linalg.norm(logits - wanted) < 2e-3 * np.linalg.norm(wanted)

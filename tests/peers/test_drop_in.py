@@ -12,6 +12,7 @@ import pytest
 import torch
 from peers.common import check, padding, peer, randomised
 
+from onnx_sessions import opened
 from relskew_core.huggingface import replace_attention
 
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -57,7 +58,7 @@ def export(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], path: Pa
     program = torch.onnx.export(model.eval(), arguments, dynamo=True, dynamic_shapes=shapes, verbose=False)
     assert program is not None
     program.save(path)
-    return onnxruntime.InferenceSession(path)
+    return opened(path)
 
 
 def run(session: onnxruntime.InferenceSession, arguments: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

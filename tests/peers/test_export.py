@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from peers.common import check, peer
 from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
+from onnx_sessions import opened
 from relskew_core import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core.cli._measure import resident_peak
@@ -41,7 +41,7 @@ def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tup
     )  # fmt: skip
     assert program is not None
     content = program.model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = opened(content)
 
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
         feed = {value.name: x.numpy() for value, x in zip(session.get_inputs(), given, strict=True)}
@@ -88,7 +88,7 @@ def test_t5_in_one_call(tmp_path: Path) -> None:
     assert [value.name for value in graph.output] == ["logits", "encoder_last_hidden_state"]
     nodes = [node.name for part in all_graphs(graph) for node in part.node]
     assert "decoder.block.0.layer.1.EncDecAttention/short/attention" in nodes
-    session = onnxruntime.InferenceSession(tmp_path / "t5.onnx", providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "t5.onnx")
     for shape in [(1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
         given = arguments(*shape)
         logits, memory = session.run(None, {name: x.numpy() for name, x in given.items()})
@@ -111,7 +111,7 @@ def test_memory(name: str) -> None:
 
     ids, mask = tokens(2, 7, 50)
     made = torch_to_onnx(Encoder(), {"input_ids": ids, "attention_mask": mask}, check=False)
-    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = opened(made)
     given = dict(zip(("input_ids", "attention_mask"), (x.numpy() for x in tokens(1, 4096, 50)), strict=True))
     grown = resident_peak(lambda: session.run(None, given))
     if grown is None:

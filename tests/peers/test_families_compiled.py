@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from peers.common import check
 from peers.families import FAMILIES
 from peers.test_families_numbers import given, tensors
 
+from onnx_sessions import opened
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import replace_attention
 
@@ -64,7 +64,7 @@ def test_onnx(name: str, tmp_path: Path) -> None:
     fixed = name == "Phi-4" or name.startswith("Funnel") or images
     vary = dict.fromkeys(inputs, (0,)) if fixed else None
     torch_to_onnx(model, inputs, tmp_path / "model.onnx", vary=vary, tolerance=1e-3)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "model.onnx")
     for length, batch in [(long, 1), (short, 2)]:
         some = {key: of_batch(x, batch) for key, x in given(family, length, model).items()}
         if fixed and length != long:

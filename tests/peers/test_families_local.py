@@ -7,7 +7,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from peers.common import check, peer
@@ -17,6 +16,7 @@ from peers.test_families_numbers import drop_ins, given, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onnx_sessions import opened
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import replace_attention
 from relskew_core.huggingface._attend import DropIn, attend
@@ -186,7 +186,7 @@ def test_onnx(name: str, window: tuple[int, int], tmp_path: Path) -> None:
         return inputs
 
     torch_to_onnx(ours, feed(30), tmp_path / "local.onnx", tolerance=1e-3)
-    session = onnxruntime.InferenceSession(tmp_path / "local.onnx", providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "local.onnx")
     for length in (1, 7, 64, 150):
         for batch in (1, 2):
             inputs = {key: x[-batch:] for key, x in feed(length).items()}
@@ -207,7 +207,7 @@ def test_an_hour_of_sound(tmp_path: Path) -> None:
     ours = replace_attention(copy.deepcopy(theirs), window=WINDOW)
     short = {"input_features": torch.randn(2, 400, 16), "attention_mask": torch.ones(2, 400, dtype=torch.bool)}
     torch_to_onnx(ours, short, tmp_path / "parakeet.onnx", tolerance=1e-3)
-    session = onnxruntime.InferenceSession(tmp_path / "parakeet.onnx", providers=["CPUExecutionProvider"])
+    session = opened(tmp_path / "parakeet.onnx")
     sound = torch.randn(1, 360_000, 16, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(1, 360_000, dtype=torch.bool)
     out, _ = session.run(None, {"input_features": sound.numpy(), "attention_mask": mask.numpy()})

@@ -11,19 +11,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from relskew_core.export import custom_ops_library
+from onnx_sessions import opened
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 from relskew_core.export._library import found_library
 
 needs_library = pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
-
-
-def session_options(threads: int = 1) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(custom_ops_library()))
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # errors are raised in Python
-    return options
 
 
 def model_of(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), **attributes: Any) -> onnx.ModelProto:
@@ -53,8 +45,7 @@ def session_of(
     arrays: dict[str, Any], wanted: Sequence[str] = ("out",), threads: int = 1, **attributes: Any
 ) -> onnxruntime.InferenceSession:
     """Return a session of one node."""
-    model = model_of(arrays, wanted, **attributes).SerializeToString()
-    return onnxruntime.InferenceSession(model, session_options(threads), providers=["CPUExecutionProvider"])
+    return opened(model_of(arrays, wanted, **attributes), library=True, intra_op_num_threads=threads)
 
 
 def run(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), threads: int = 1, **attributes: Any) -> list[Any]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from onnx_sessions import opened
 from relskew_core.export import torch_translation_table
 
 VARY = torch.export.Dim.DYNAMIC
@@ -29,11 +29,7 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, Any], o
 
 
 def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    made = onnxruntime.InferenceSession(
-        program.model_proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
+    made = opened(program.model_proto)
     names = [value.name for value in made.get_inputs()]
 
     def run(*inputs: Tensor) -> list[np.ndarray[Any, Any]]:

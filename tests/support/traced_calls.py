@@ -16,10 +16,10 @@ import array_api_compat.numpy as xp
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import onnxscript
 import pytest
 
+from onnx_sessions import NOTHING_OPTIMISED, opened
 from relskew_core import Span
 from relskew_core._kernel import forward, problem
 from relskew_core._kernel.call import TABLES, Arguments, Operands, Options
@@ -382,13 +382,9 @@ class Traced:
         self.graph.outputs.clear()
         self.graph.outputs.extend([tensor for tensor, _ in self.computed] if everything else [])
         self.graph.outputs.extend(self.results)
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 4
-        if everything:  # nodes that are folded cannot be outputs in older releases
-            settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        model = ir.to_proto(ir.Model(self.graph, ir_version=10)).SerializeToString()
-        made = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-        run: Callable[..., Any] = made.run
+        model = ir.to_proto(ir.Model(self.graph, ir_version=10))
+        # Nodes that are folded cannot be outputs in older releases.
+        run: Callable[..., Any] = opened(model, **(NOTHING_OPTIMISED if everything else {})).run
         return lambda feeds: list(run(None, dict(feeds)))
 
 
