@@ -24,6 +24,7 @@ from relskew_core.backends import _compiled
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+transforms = pytest.importorskip("jax_transforms")
 
 compiled = pytest.importorskip("relskew_core.backends._jax.compiled")
 foreign = pytest.importorskip("relskew_core.backends._jax.foreign")
@@ -254,26 +255,6 @@ def test_the_gradient_of_a_mapped_call_sums_what_the_items_share() -> None:
         close(np.asarray(x), getattr(expected, name), name)
 
 
-def pushed(function: Any, q: Any, rel_k: Any) -> Any:
-    return jax.jvp(function, (q, rel_k), (jnp.cos(q), jnp.sin(rel_k)))
-
-
-def linearized(function: Any, q: Any, rel_k: Any) -> Any:
-    return jax.linearize(lambda q: function(q, rel_k), q)[1](jnp.cos(q))
-
-
-def twice(function: Any, q: Any, rel_k: Any) -> Any:
-    def slope(q: Any, rel_k: Any) -> Any:
-        gradients = jax.grad(lambda *x: jnp.sin(function(*x)[0]).sum() + function(*x)[1].sum(), argnums=(0, 1))
-        return sum(jnp.sin(x).sum() for x in gradients(q, rel_k))
-
-    return jax.grad(slope, argnums=(0, 1))(q, rel_k)
-
-
-def hessian(function: Any, q: Any, rel_k: Any) -> Any:
-    return jax.hessian(lambda shift: jnp.sin(function(q, rel_k + shift * jnp.sin(rel_k))[0]).sum())(jnp.float32(0))
-
-
 def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
     """The gradient of the function of gradients, at results that it is given."""
     out, lse = function(q, rel_k)
@@ -286,23 +267,14 @@ def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
     return jax.grad(slope, argnums=(0, 1, 2, 3))(q, rel_k, out, lse)
 
 
-def checkpointed(function: Any, q: Any, rel_k: Any) -> Any:
-    return jax.grad(lambda *x: jnp.sin(jax.checkpoint(function)(*x)[0]).sum(), argnums=(0, 1))(q, rel_k)
-
-
-def scanned(function: Any, q: Any, rel_k: Any) -> Any:
-    def total(q: Any, rel_k: Any) -> Any:
-        return jax.lax.scan(lambda x, _: (function(x, rel_k)[0], None), q, None, length=3)[0].sum()
-
-    return jax.value_and_grad(total, argnums=(0, 1))(q, rel_k)
-
-
 @pytest.mark.parametrize(
     ("transformed", "way"),
-    [*((each, "jit") for each in (pushed, linearized, twice, hessian, pulled_twice, checkpointed, scanned)),
-     (pushed, "eager"), (twice, "eager")],
+    [
+        *((each, "jit") for each in (*transforms.TRANSFORMS, pulled_twice)),
+        *((each, "eager") for each in (transforms.pushed, transforms.twice)),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
-)  # fmt: skip
+)
 def test_every_transformation_goes_through(transformed: Any, way: str) -> None:
     rng = np.random.default_rng(0)
     q, rel_k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 4, 8), (4, 8)))
