@@ -92,19 +92,21 @@ inline To load(const Half *p) {
 #endif
 }
 
-// A template, because these vectors differ from kernel to kernel.
-template <class Byte, class To = Vec, std::enable_if_t<std::is_same_v<Byte, std::int8_t>, int> = 0>
+// A template, because these vectors differ from kernel to kernel. `Integers` is one of its types, so that Clang does
+// not compare sizes where the branch is not compiled.
+template <class Byte, class To = Vec, class Integers = Labels32,
+          std::enable_if_t<std::is_same_v<Byte, std::int8_t>, int> = 0>
 inline To load(const Byte *p) {
     // As instructions, for the same reason.
 #if defined(__AVX512F__)
     if constexpr (!DOUBLE) {
         const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
-        return __builtin_convertvector((Labels32)_mm512_maskz_cvtepi8_epi32(0xFFFF, bytes), To);
+        return __builtin_convertvector((Integers)_mm512_maskz_cvtepi8_epi32(0xFFFF, bytes), To);
     }
 #elif defined(__AVX2__)
     if constexpr (!DOUBLE) {
         const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
-        return __builtin_convertvector((Labels32)_mm256_cvtepi8_epi32(bytes), To);
+        return __builtin_convertvector((Integers)_mm256_cvtepi8_epi32(bytes), To);
     }
 #endif
     return __builtin_convertvector(*reinterpret_cast<const LooseBytes *>(p), To);
