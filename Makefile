@@ -17,6 +17,8 @@
 #                       long; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls on another processor, ARCH=s390x
 #   make test-compilers the warnings of GCC and Clang, in every version and for every machine that is installed
+#   make test-clang-cl  the warnings of Clang in place of Microsoft's compiler; MSVC_HEADERS=… names the folders of
+#                       the headers of Microsoft's C++ library, of its C library and of Windows
 #   make test-newest    the tests on the newest releases, without the pins
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must detect; takes hours; ONLY=relskew_core/_positions
@@ -57,7 +59,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 KERNELS_COMPILER= \
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
-.PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-operator
+.PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-clang-cl test-operator
 .PHONY: sanitize fuzz mutants check check-style check-mypy check-pyright clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -120,6 +122,10 @@ COMPILERS := g++ clang++ $(foreach release,10 11 12 13 14 15 16,g++-$(release)) 
 # Those that are not here are skipped, and named.
 test-compilers: .venv/dev.stamp
 	KERNELS_COMPILERS='$(COMPILERS)' $(BIN)/python -m pytest -n $(WORKERS) tests/backends/test_compilers.py
+
+test-clang-cl: .venv/dev.stamp
+	MSVC_HEADERS='$(or $(MSVC_HEADERS),$(error MSVC_HEADERS must name folders of headers))' \
+		$(BIN)/python -m pytest tests/backends/test_compilers.py -k clang_cl
 
 # In a copy for each compiler, which leaves the kernels in use as they are, compiled in a third of the time. Of leaks,
 # Python's own are too many. SANITIZED_LEVELS=base leaves out the kernels of newer processors.

@@ -1,6 +1,7 @@
 """No compiler warns of anything in the kernels: this machine's, older and newer ones, and those for other machines.
 
-`make test-compilers` tries every compiler that is installed; otherwise it is this machine's GCC and Clang.
+`make test-compilers` tries every compiler that is installed, and `make test-clang-cl` Clang in place of Microsoft's
+compiler; otherwise it is this machine's GCC and Clang.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import kernels_built
 from kernels_built import SSE2
 
 COMPILERS = os.environ.get("KERNELS_COMPILERS", "g++ clang++").split()
+MSVC_HEADERS = os.environ.get("MSVC_HEADERS", "").split()
+"""The folders of the headers of Microsoft's C++ library, of its C library and of Windows."""
+
 HEADERS = Path(sysconfig.get_path("include"))
 
 PYCONFIG = """
@@ -63,6 +67,37 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(HEADERS / "Python.h", folder)
     (folder / "pyconfig.h").write_text(PYCONFIG)
     return folder
+
+
+AS_CL = {
+    "-std=c++17": ["/std:c++17"],
+    "-O3": ["/O2"],
+    "-Wall": ["/W4"],  # here -Wall means every warning there is
+    "-Wextra": [],
+    "-fno-exceptions": ["/EHs-c-", "-D_HAS_EXCEPTIONS=0"],
+    "-fno-rtti": ["/GR-"],
+    "-fvisibility=hidden": [],  # the default of Windows
+    "-g0": [],
+}
+"""The flags of Microsoft's compiler in the place of others; further ones are passed on by ``/clang:``."""
+
+
+def as_cl(flag: str) -> list[str]:
+    return AS_CL.get(flag, [f"/clang:{flag}" if flag.startswith(("-f", "-m")) else flag])
+
+
+@pytest.mark.skipif(not MSVC_HEADERS, reason="no headers of Windows: make test-clang-cl")
+@pytest.mark.parametrize("unit", kernels_built.WARNED_OF, ids=str)
+def test_clang_cl_compiles_without_warnings(unit: kernels_built.Unit, headers: Path, tmp_path: Path) -> None:
+    found = [part for folder in MSVC_HEADERS for part in ("-imsvc", folder)]
+    given = [part for flag in (*unit.flags, *kernels_built.warnings("clang-cl")) for part in as_cl(flag)]
+    command = ["clang", "--driver-mode=cl", "--target=x86_64-pc-windows-msvc", *found, f"-I{headers}", *given]
+    made = tmp_path / "made.obj"
+    command += ["-DLEVELS_OF_X86_64=1", "/WX", "/c", f"/Fo{made}", "--", str(unit.source)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert made.read_bytes()[:2] == b"\x64\x86"  # an object for x86-64
+    assert not ended.stderr
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 
 UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
-    *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("tasks.cpp", *OF_LIBRARY)),
+    *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("tasks.cpp", "threads.cpp", *OF_LIBRARY)),
     *(
         Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS
@@ -94,8 +94,12 @@ ARM = ("-DHIGH_ROWS=12", "-DPOISON", *os.environ.get("KERNELS_FLAGS", "").split(
 """Vectors as short and products as high as on ARM; fresh memory is full of NaN. `make sanitize` asks for more."""
 
 
-WARNED_OF = [unit for place, unit in enumerate(UNITS) if unit.level not in ("v3", "v4") or place % 3 == 0]
-"""Every source, its levels for every dtype at the least one and in turn at the others: the text is the same."""
+WARNED_OF = [
+    unit
+    for place, unit in enumerate(UNITS)
+    if unit.level not in ("v3", "v4") or place % 3 == 0 or "-DSTORED=double" in unit.flags
+]
+"""Every source, with its levels for every dtype at the least one. At the others, double has branches of its own."""
 
 
 @functools.cache

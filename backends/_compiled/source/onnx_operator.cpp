@@ -1,20 +1,9 @@
 // `relskew::RelativeAttention` for onnxruntime; a session loads it with `register_custom_ops_library`.
-#include <pthread.h>
-#include <unistd.h>
-
 #include <cstring>
 
 #include "onnx_node.hpp"
 
 namespace {
-
-Index count_processors() {
-#if defined(_WIN32)
-    return pthread_num_processors_np();
-#else
-    return sysconf(_SC_NPROCESSORS_ONLN);
-#endif
-}
 
 const Index processors = count_processors();  // once: the C library reads a file, which takes as long as a token
 

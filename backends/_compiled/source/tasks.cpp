@@ -1,8 +1,5 @@
 #include "tasks.hpp"
 
-#include <sched.h>
-#include <time.h>
-
 #include <cmath>
 #include <new>
 
@@ -46,14 +43,8 @@ bool Tasks::make() {
     return static_cast<bool>(done_);
 }
 
-double Tasks::now() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
 bool Tasks::take(Task &task) {
-    if (go_on_ && pthread_equal(caller_, pthread_self()) && now() > asked_ + PATIENCE) {
+    if (go_on_ && caller_ == this_thread() && now() > asked_ + PATIENCE) {
         if (!go_on_(of_)) give_up();
         asked_ = now();
     }
@@ -64,7 +55,7 @@ bool Tasks::take(Task &task) {
 }
 
 bool Tasks::wait(const Task &task) const {
-    while (task.number && !done_[task.number - 1].load(std::memory_order_acquire) && !given_up_) sched_yield();
+    while (task.number && !done_[task.number - 1].load(std::memory_order_acquire) && !given_up_) yield_thread();
     return !given_up_;
 }
 
@@ -146,28 +137,4 @@ Index Tasks::pairs(const Task &task) const {
         total += pairs(group, own.low, own.high);
     });
     return total;
-}
-
-namespace {
-
-struct Started {
-    void (*work)(void *);
-    void *of;
-
-    static void *run(void *own) {
-        const Started *started = static_cast<Started *>(own);
-        started->work(started->of);
-        return nullptr;
-    }
-};
-
-}  // namespace
-
-void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned) {
-    Started own{work, of};
-    const auto others = memory<pthread_t>(threads);
-    unsigned count = 0;  // if no more threads can be started, these do all the work
-    while (others && count + 1 < threads && !pthread_create(&others[count], nullptr, Started::run, &own)) count++;
-    work(of);
-    while (count) pthread_join(others[--count], nullptr);
 }

@@ -4,8 +4,6 @@
 // results are identical to the bit for any number of threads.
 #pragma once
 
-#include <pthread.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +11,7 @@
 #include <memory>
 
 #include "problem.hpp"
+#include "threads.hpp"
 
 #if defined(POISON)
 #include <sanitizer/asan_interface.h>
@@ -125,9 +124,6 @@ struct Grain {
 // Run a function on a number of threads, including this one, as `GOMP_parallel` of OpenMP's libraries does.
 using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
 
-// The same on new threads, which end afterwards.
-void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned flags);
-
 // The tasks of a call; each thread takes the next one.
 class Tasks {
 public:
@@ -146,7 +142,7 @@ public:
     Index most_queries_of_a_group() const { return std::min(x_.queries, grain_.queries); }
 
     // Ask regularly, in the thread that calls this, whether to continue.
-    void ask(bool (*go_on)(void *), void *of) { go_on_ = go_on, of_ = of, asked_ = now(), caller_ = pthread_self(); }
+    void ask(bool (*go_on)(void *), void *of) { go_on_ = go_on, of_ = of, asked_ = now(), caller_ = this_thread(); }
 
     // Take the next task; false if there is none, or the call was cancelled.
     bool take(Task &task);
@@ -178,9 +174,8 @@ private:
     bool (*go_on_)(void *) = nullptr;
     void *of_ = nullptr;
     double asked_ = 0;
-    pthread_t caller_{};
+    std::uintptr_t caller_ = 0;
 
-    static double now();
     Index count_pairs();
     Index units_of_item() const { return (x_.heads + grain_.heads - 1) / grain_.heads; }
     Seen seen(Index first, Index end) const;

@@ -1,8 +1,6 @@
 // Run a function on the threads of XLA's pool.
 #pragma once
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -10,6 +8,7 @@
 #include <new>
 
 #include "problem.hpp"
+#include "threads.hpp"
 #include "xla_interface.hpp"
 
 namespace xla {
@@ -34,9 +33,7 @@ public:
             }
         }
         team->take_turns();
-        pthread_mutex_lock(&team->lock);
-        while (team->finished < count) pthread_cond_wait(&team->all, &team->lock);
-        pthread_mutex_unlock(&team->lock);
+        team->turns.wait();
         team->leave();
     }
 
@@ -53,13 +50,9 @@ private:
     void *const of;  // the caller's memory, which is gone when all turns are over
     const Index count;
     std::atomic<Index> next{0}, users{1};
-    Index finished = 0;
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t all = PTHREAD_COND_INITIALIZER;
+    Turns turns;
 
-    Team(Work work, void *of, Index count) : work(work), of(of), count(count) {}
-
-    ~Team() { pthread_cond_destroy(&all), pthread_mutex_destroy(&lock); }
+    Team(Work work, void *of, Index count) : work(work), of(of), count(count), turns(count) {}
 
     static void destroy(const Frame *frame, Error *error) {
         OldError args{sizeof(OldError), nullptr, error};
@@ -71,9 +64,7 @@ private:
     void take_turns() {
         while (next++ < count) {
             work(of);
-            pthread_mutex_lock(&lock);
-            if (++finished == count) pthread_cond_signal(&all);
-            pthread_mutex_unlock(&lock);
+            turns.finish_one();
         }
     }
 
