@@ -101,8 +101,8 @@ def decoder_to_onnx(
         filled; no other runtime runs the file. It supports head widths that are multiples of 8, attention without
         relative values, and several tokens after a past only for a batch of one.
     cache_dtype : {"int8"}, optional
-        With ``in_place`` and ``operator``, store keys and values in int8, rounded when they are written, with a scale in
-        float32 for each row: a quarter of the memory of float32, and a token after a long past takes less time.
+        With ``in_place`` and ``operator``, store keys and values in int8, rounded when they are written, with a scale
+        in float32 for each row: a quarter of the memory of float32, and a token after a long past takes less time.
         The graph gets inputs ``past_key_values.N.key_scale`` and ``past_key_values.N.value_scale (batch, heads,
         cache_length)``, and outputs ``present.N.key_scale`` and ``present.N.value_scale``. By default the caches have
         the dtype of the model.
