@@ -100,6 +100,24 @@ def test_clang_cl_compiles_without_warnings(unit: kernels_built.Unit, headers: P
     assert not ended.stderr
 
 
+MINGW, WINE = "x86_64-w64-mingw32-g++-posix", shutil.which("wine64") or shutil.which("wine")
+
+
+@pytest.mark.skipif(shutil.which(MINGW) is None or WINE is None, reason="needs MinGW and Wine")
+def test_a_program_of_windows_attends_on_several_threads(tmp_path: Path) -> None:
+    units = [unit for unit in kernels_built.UNITS if unit.level in (None, "base") and unit.source.name != "module.cpp"]
+    flags = [flag for flag in units[0].flags if flag != "-O3"]
+    program = tmp_path / "host.exe"
+    objects = [tmp_path / f"{place}.o" for place in range(len(units))]
+    for unit, made in zip(units, objects, strict=True):
+        subprocess.run([MINGW, *unit.flags, "-O1", "-c", str(unit.source), "-o", str(made)], check=True)
+    include = f"-I{kernels_built.SOURCE.parent / 'include'}"
+    host = str(kernels_built.ROOT / "tests" / "support" / "windows_host.cpp")
+    subprocess.run([MINGW, *flags, "-O1", include, host, *map(str, objects), "-static", "-o", str(program)], check=True)
+    ended = subprocess.run([str(WINE), str(program)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("unit", kernels_built.WARNED_OF, ids=str)
 def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit, headers: Path) -> None:
