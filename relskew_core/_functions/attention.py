@@ -1,4 +1,4 @@
-"""Relative attention: the public function, and the merge of attention over parts of the keys."""
+"""Relative attention, and its gradients: the public functions."""
 
 from __future__ import annotations
 
