@@ -21,6 +21,7 @@ from relskew_core._array.checks import describe
 from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table
 from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
+from relskew_core.export._whole.bfloat16 import compute_in_float32
 from relskew_core.export._whole.names import name_lengths, name_nodes
 from relskew_core.export._whole.rotary import expand_rotary
 from relskew_core.export._whole.stored import store_once
@@ -112,6 +113,8 @@ def convert(
     reach = min(reaches, default=None)
     names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths(shapes).items()))}
     expand_rotary(model)
+    if not any(x.dtype == torch.bfloat16 for x in (*flat.inputs(), *flat.parameters(), *flat.buffers())):
+        compute_in_float32(model)
     name_nodes(model, prefix)
     name_lengths(model, {**names, **(sums or {})})
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
