@@ -31,7 +31,7 @@ GPT2 = built(
     "GPT2LMHeadModel", "GPT2Config", n_embd=24, n_layer=2, n_head=3, vocab_size=50, n_positions=64,
     add_cross_attention=True,
 )  # fmt: skip
-MODELS = {"Llama": llama(2), "MPT": FAMILIES["MPT"].make, "Bloom": FAMILIES["Bloom"].make, "GPT-2": GPT2}
+MODELS = {"Llama": llama(2), "GPT-2": GPT2, **{name: FAMILIES[name].make for name in ("MPT", "Bloom", "Falcon")}}
 OPTIONS: dict[str, dict[str, Any]] = {"Llama": {"dtype": "float32"}, "MPT": {"in_place": True}}
 STEPS = 40
 
