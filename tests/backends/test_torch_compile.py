@@ -16,6 +16,13 @@ from relskew_core.backends import _compiled
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
 LEAF = Q.clone().requires_grad_()
 
+NUMBERS = [x / 7 for x in range(9, 30)]
+
+
+def attend(q: Any = Q, **options: Any) -> Any:
+    return relative_attention(q, q, q, TABLE, Span(31, 32), **options)
+
+
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "offset": (
         lambda offset: relative_attention(Q[:, :1], KEYS, KEYS, TABLE, Span(31, 32), offset=offset, causal=True),
@@ -27,32 +34,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         ),
         [KEYS[:, :n] for n in range(3, 30)],
     ),
-    "softcap": (
-        lambda softcap: relative_attention(Q, Q, Q, TABLE, Span(31, 32), softcap=softcap),
-        [x / 7 for x in range(9, 30)],
-    ),
-    "scale": (
-        lambda scale: relative_attention(Q, Q, Q, TABLE, Span(31, 32), scale=scale),
-        [x / 7 for x in range(9, 30)],
-    ),
-    "scale, and gradients": (
-        lambda scale: relative_attention(LEAF, LEAF, LEAF, TABLE, Span(31, 32), scale=scale),
-        [x / 7 for x in range(9, 30)],
-    ),
-    "rel_scale": (
-        lambda scale: relative_attention(
-            Q, Q, Q, TABLE, Span(31, 32), rel_q=Q, key_table=TABLE, scale=0.3, rel_scale=scale
-        ),
-        [x / 7 for x in range(9, 30)],
-    ),
-    "softcap, and gradients": (
-        lambda softcap: relative_attention(LEAF, LEAF, LEAF, TABLE, Span(31, 32), softcap=softcap),
-        [x / 7 for x in range(9, 30)],
-    ),
-    "scale of the portable code": (
-        lambda scale: relative_attention(Q, Q, Q, TABLE, Span(31, 32), scale=scale, impl="portable"),
-        [x / 7 for x in range(9, 30)],
-    ),
+    "softcap": (lambda softcap: attend(softcap=softcap), NUMBERS),
+    "scale": (lambda scale: attend(scale=scale), NUMBERS),
+    "scale, and gradients": (lambda scale: attend(LEAF, scale=scale), NUMBERS),
+    "rel_scale": (lambda scale: attend(rel_q=Q, key_table=TABLE, scale=0.3, rel_scale=scale), NUMBERS),
+    "softcap, and gradients": (lambda softcap: attend(LEAF, softcap=softcap), NUMBERS),
+    "scale of the portable code": (lambda scale: attend(scale=scale, impl="portable"), NUMBERS),
 }
 
 
