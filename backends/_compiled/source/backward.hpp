@@ -57,7 +57,7 @@ struct Backward {
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights, by row of the table
     Rows keys, rel_k, key_table;
     JoinedRows key_pairs, table_pairs;
-    Rounded rounded_outs, rounded_changes;  // of a block; of HIGH of its queries
+    Rounded rounded_outs, rounded_changes;  // of a block; of a strip of it
     Joined joined_outs, joined_queries;     // of a block
     Turned turned_weights, turned_changes;
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
@@ -102,11 +102,13 @@ struct Backward {
         weights = reals(height * logits_row);
         d_logits = reals(height * logits_row);
         slopes = reals(logits_row), d_added = reals(logits_row);
-        const Index columns = std::max(logits_row, columns_anywhere(x)), rows = places ? height : HIGH;
+        const Index columns = std::max(logits_row, columns_anywhere(x));
+        const bool whole = static_cast<bool>(places);
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
-               queries.make(height) && relative.make(rows, columns) && relative_values.make(rows, columns) &&
-               key_side.make(true) && sight.make() && grid.make(height, logits_row, true) &&
-               (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
+               queries.make(height) && relative.make(height, columns, whole) &&
+               relative_values.make(height, columns, whole) && key_side.make(true) && sight.make() &&
+               grid.make(height, logits_row, true) && (!relative || changed_by_row.make(height)) &&
+               (!x.rel_v || mixed_by_row.make(height)) &&
                (queries.in_pairs ||
                 keys.make(room, x.width, static_cast<bool>(sight), lie_apart(x, x.k.row, x.width))) &&
                d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
@@ -117,7 +119,7 @@ struct Backward {
 
     bool make_pairs() {
         return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
-               rounded_outs.make(height, value_width) && rounded_changes.make(HIGH, logits_row, margin) &&
+               rounded_outs.make(height, value_width) && rounded_changes.make(STRIP, logits_row, margin) &&
                joined_outs.make(height, value_width) && joined_queries.make(height, width) &&
                turned_weights.make(height, logits_row, margin) && turned_changes.make(height, logits_row, margin);
     }
@@ -330,8 +332,8 @@ struct Backward {
                            p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
-        for (Index m = 0; m < count; m += HIGH) {
-            const Index rows = std::min<Index>(HIGH, count - m);
+        for (Index m = 0; m < count; m += STRIP) {
+            const Index rows = std::min(STRIP, count - m);
             const Seen own = sight.of(m, rows, position + m, start, start + n);
             const Index from = own.low - start, to = own.high - start;
             if (from < to) multiply_block(item, head, first, m, rows, position, start, from, to);
@@ -474,7 +476,7 @@ struct Backward {
     }
 
     void mix_pairs(Index m, const Weights &changed) {
-        const Index around = x.rel_k ? HIGH : 0, first = changed.start + changed.low,
+        const Index around = x.rel_k ? STRIP : 0, first = changed.start + changed.low,
                     end = changed.start + changed.high;
         Real *own = own_q + m * d_q.row;
         rounded_changes.take(changed.at, logits_row, changed.count, changed.low - around, changed.high + around);

@@ -95,8 +95,8 @@ inline void write_result(const Problem &x, Index item, Index head, Index query, 
 struct Forward {
     static constexpr Index KEYS = 512;  // keys per block
     // zeros around weights, and extra columns
-    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;
-    static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read this many entries next to the weights");
+    static constexpr Index AROUND = std::max<Index>(2 * LANES, STRIP), EDGE = 2 * AROUND;
+    static_assert(AROUND >= STRIP - 1, "skewed products of a strip read this many entries next to the weights");
 
     const Problem &x;
     Tasks &tasks;
@@ -115,7 +115,7 @@ struct Forward {
     Rows values, rel_v;
     Reals keys, logits, outs;
     JoinedRows value_pairs;
-    Rounded weights;  // of HIGH queries
+    Rounded weights;  // of a strip
     Packed packed;
     Softmax softmax[ROWS];
 
@@ -141,14 +141,14 @@ struct Forward {
     }
 
     bool make() {
-        if (queries.in_pairs && !(value_pairs.make(room, x.value_width) && weights.make(HIGH, logits_row)))
+        if (queries.in_pairs && !(value_pairs.make(room, x.value_width) && weights.make(STRIP, logits_row)))
             return false;
         keys = reals(room * x.width);
-        logits = reals((x.key_table ? height : HIGH) * logits_row);
+        logits = reals((x.key_table ? height : STRIP) * logits_row);
         outs = reals(height * value_row);
         return keys && logits && outs && head_keys.make(x.keys) && head_values.make(x.keys) && queries.make(height) &&
-               relative.make(places ? height : HIGH, std::max(logits_row, columns_anywhere(x))) && key_side.make() &&
-               sight.make() && grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
+               relative.make(height, std::max(logits_row, columns_anywhere(x)), static_cast<bool>(places)) &&
+               key_side.make() && sight.make() && grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
                (queries.in_pairs || values.make(room, x.value_width, static_cast<bool>(sight),
                                                 lie_apart(x, head_values.row(), x.value_width))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
@@ -217,8 +217,8 @@ struct Forward {
         if (x.key_table)
             key_side.write(item, head, count, position, start, n, keys.get() + (start - packed.first) * x.width, logits,
                            logits_row);
-        for (Index m = 0; m < count; m += HIGH) {
-            const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
+        for (Index m = 0; m < count; m += STRIP) {
+            const Index rows = std::min(STRIP, count - m), p = position + m;
             const Seen seen = sight.of(m, rows, p, start, start + n);
             const Index low = seen.low, high = seen.high;
             if (low >= high) continue;

@@ -51,7 +51,7 @@ struct KeySide {
         }
         const Index height = padded(ROWS, HIGH);
         keys = zeros(height * width);
-        return keys && relative.make(height, std::max(ROWS, columns_anywhere(x))) && places.make() &&
+        return keys && relative.make(height, std::max(ROWS, columns_anywhere(x)), true) && places.make() &&
                (!backward || by_row.make(height));
     }
 

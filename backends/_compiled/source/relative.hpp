@@ -106,7 +106,7 @@ struct Relative {
     bool in_pairs = false;  // whether the table is packed by pairs
     Real of_bias = 1;       // the factor of biases
     Index row = 0;          // the step between rows of `products`
-    bool whole = false;     // whether `products` holds all rows of a block, or HIGH rows, which are overwritten
+    bool whole = false;     // whether `products` holds all rows of a block; else a strip, which the next one overwrites
     Reals panels, biases, products;
     Index entry = -1, head = -1;
     Real edges[2][ROWS];
@@ -116,15 +116,14 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // Allocate for blocks of this many rows and columns. Up to HIGH rows are overwritten by the next ones, so that they
-    // stay in the fastest cache.
-    bool make(Index height, Index columns) {
+    // Allocate for blocks of this many rows and columns.
+    bool make(Index height, Index columns, bool all) {
         if (!*this) return true;
-        whole = height > HIGH;
+        whole = all;
         row = columns + ROWS + 4 * PANEL;
         panels = reals(padded(span.rows, PANEL) * width);
         biases = reals(padded(span.rows, PANEL) + PANEL);
-        products = reals(height * row);
+        products = reals((whole ? height : STRIP) * row);
         return panels && biases && products;
     }
 
@@ -196,7 +195,7 @@ struct Relative {
         }
     }
 
-    // The row of `products` of query m, the first one of HIGH.
+    // The row of `products` of query m, the first one of a strip.
     Index place(Index m) const { return whole ? m : 0; }
 
     // The address of the product of query m, at position p, with a key; the next row is a step shorter than `row` away.

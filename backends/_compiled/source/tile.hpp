@@ -21,6 +21,11 @@ constexpr int HIGH = 12;  // and rows, as many as there are registers for
 constexpr int HIGH = 6;
 #endif
 
+// Rows of a block that all steps of a pass take together. Tiles multiply faster than the other factor is read, so that
+// more rows have to share it; for vectors, it is better that the rows of logits stay in the fastest cache.
+constexpr Index STRIP = TILES ? BLOCK : HIGH;
+static_assert(STRIP % HIGH == 0);
+
 // A matrix whose entry (row, column) is at[row * row_step + column * step], where one of the steps is 1. It may be
 // transposed, or skewed: then the step between rows is one entry shorter or longer.
 //
@@ -210,8 +215,9 @@ void multiply_panels(Index columns, Index rows, Index depth, const A &a, const R
     if constexpr (std::is_same_v<A, Paired>)
         if (depth % TILE_PAIRS == 0) {  // two at a time, as many sums as there are tiles for
             for (; j + PANEL < columns; j += 2 * PANEL)
-                product_by_tiles(depth, a, b + j * depth, PANEL, depth * PANEL, false, c + j, c_row,
-                                 std::make_integer_sequence<int, 4>());
+                for (Index n = 0; n < rows; n += HIGH)
+                    product_by_tiles(depth, a.below(n), b + j * depth, PANEL, depth * PANEL, false, c + n * c_row + j,
+                                     c_row, std::make_integer_sequence<int, 4>());
             for (Index i = 0; i < j; i += PANEL)
                 if (const auto start = start_of(i); start.at) add_start(rows, PANEL, start.at, start.row, c + i, c_row);
         }
