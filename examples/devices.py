@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.multiprocessing.spawn import spawn
 
 from relskew_core import BlockSpec, Span
 from relskew_core.distributed.torch import ContextParallel, context_parallel_attention, shard_sequence
@@ -96,6 +96,7 @@ def balance(rank: int, processes: int, length: int) -> None:
     layout: Any
     for layout in ("contiguous", "zigzag", "striped"):
         q, k, v = (torch.randn(4, length, 32, requires_grad=True, **FLOAT32) for _ in range(3))
+        spent = torch.empty(1, **FLOAT32)
         for _ in range(2):  # the first run warms up
             distributed.barrier()
             start = time.thread_time()
@@ -109,7 +110,7 @@ def balance(rank: int, processes: int, length: int) -> None:
                 layout=layout,
             )
             out.sum().backward()
-            spent = torch.tensor([time.thread_time() - start], **FLOAT32)
+            spent.fill_(time.thread_time() - start)
         everyone = [torch.empty(1, **FLOAT32) for _ in range(processes)]
         distributed.all_gather(everyone, spent)
         rows.append((layout, [float(x) for x in everyone]))
@@ -137,4 +138,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (given.processes, given.steps, given.length, f"{folder}/store")
-        torch.multiprocessing.spawn(run, arguments, nprocs=given.processes)
+        spawn(run, arguments, nprocs=given.processes)
