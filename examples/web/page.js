@@ -61,7 +61,7 @@ async function make() {
     say(`${decoder.why}${count} tokens on ${name()}, ${rate.toFixed(0)} a second.`);
     listen();
   } catch (error) {
-    say(`It failed: ${error.message}`);
+    say(`Error: ${error.message}`);
     throw error;
   } finally {
     at("make").disabled = false;
@@ -89,7 +89,7 @@ at("form").addEventListener("submit", (event) => {
   make();
 });
 at("stop").addEventListener("click", stop);
-at("provider").addEventListener("change", () => open(at("provider").value).catch((error) => say(`It failed: ${error.message}`)));
+at("provider").addEventListener("change", () => open(at("provider").value).catch((error) => say(`Error: ${error.message}`)));
 addEventListener("resize", () => sound ?? show());
 show();
-open(at("provider").value).catch((error) => say(`It failed: ${error.message}`));
+open(at("provider").value).catch((error) => say(`Error: ${error.message}`));
