@@ -13,6 +13,7 @@ from keras import ops
 from relskew_core import Span, alibi_bias, relative_attention, relative_attention_vjp, t5_buckets
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
+POSITIONS = ("keys", "bias", "t5", "alibi")
 
 
 @keras.saving.register_keras_serializable(package="relskew")
@@ -39,6 +40,10 @@ class RelativeAttention(keras.layers.Layer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if positions not in POSITIONS:
+            raise ValueError(f"`positions` must be one of {list(POSITIONS)}, got {positions!r}")
+        if positions == "t5" and max(left, right) <= (exact := 8 if right else 16):
+            raise ValueError(f"`left` or `right` must be more than {exact} with T5's buckets, got {left} and {right}")
         self.num_heads, self.key_dim, self.left, self.right = num_heads, key_dim, left, right
         self.positions, self.causal, self.dropout, self.seed = positions, causal, dropout, seed
         self.span = Span(left, right, beyond="error" if positions == "alibi" else "clip")
@@ -54,8 +59,6 @@ class RelativeAttention(keras.layers.Layer):
         self._project("out", "bhtk,hkd->btd", (None, features), "d", (batch, self.num_heads, length, self.key_dim))
         numbers = (self.num_heads, self.span.rows)
         shapes = {"keys": (*numbers, self.key_dim), "bias": numbers, "t5": (32, self.num_heads), "alibi": None}
-        if self.positions not in shapes:
-            raise ValueError(f"`positions` must be one of {list(shapes)}, got {self.positions!r}")
         shape, random = shapes[self.positions], keras.initializers.RandomNormal(stddev=0.2)
         self.table = None if shape is None else self.add_weight(name="table", shape=shape, initializer=random)
 

@@ -57,9 +57,18 @@ def check_precision(given: Any) -> None:
 
 
 def check_what_is_refused(given: Any) -> None:
-    for reach, positions, error in [(3, "ropes", "`positions` must be one of"), (3, "alibi", "reach")]:
+    layer = RelativeAttention(2, 4, left=3, right=3, positions="alibi")
+    with pytest.raises(ValueError, match="reach"):
+        layer(given["x"])
+    for reach, positions, error in [
+        ((3, 3), "ropes", "`positions` must be one of"),
+        ((8, 8), "t5", "`left` or `right` must be more than 8 with T5's buckets, got 8 and 8"),
+        ((16, 0), "t5", "`left` or `right` must be more than 16"),
+    ]:
         with pytest.raises(ValueError, match=error):
-            RelativeAttention(2, 4, left=reach, right=reach, positions=positions)(given["x"])
+            RelativeAttention(2, 4, *reach, positions=positions)
+    for reach in ((9, 9), (17, 0)):
+        assert RelativeAttention(2, 4, *reach, positions="t5")(given["x"]).shape == given["x"].shape
 
 
 def check_dropout_in_tensorflow() -> None:
