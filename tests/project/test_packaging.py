@@ -125,7 +125,10 @@ def package_sources() -> set[str]:
     }
 
 
-@pytest.mark.skipif(not IN_GIT, reason="an sdist holds no links")
+with_links = pytest.mark.skipif(not IN_GIT, reason="an sdist holds no links")
+
+
+@with_links
 def test_mapping_and_links_are_in_step(setuptools_table: dict[str, Any]) -> None:
     mapping = setuptools_table["package-dir"]
     assert mapping
@@ -285,7 +288,7 @@ def test_an_editable_install_needs_no_links(tmp_path: Path) -> None:
     assert run.stdout == f"{tmp_path / 'backends' / '__init__.py'}\n"
 
 
-@pytest.mark.parametrize("link", [Path.symlink_to, written_as_text])
+@pytest.mark.parametrize("link", [pytest.param(Path.symlink_to, marks=with_links), written_as_text])
 def test_an_editable_install_is_a_path_where_there_are_links(
     link: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
