@@ -118,7 +118,7 @@ def _writing(past: str, new: str, present: str, filled: str) -> list[onnx.NodePr
 NUMBERS: dict[str, dict[str, Any]] = {
     "last": {"value_ints": [-1]},
     "most": {"value_float": 127.0},
-    "nothing": {"value_float": 0.0},
+    "least": {"value_float": 2.0**-126},  # of normal numbers: quotients by smaller scales may exceed 127
     "unit": {"value_float": 1.0},
 }
 
@@ -134,7 +134,7 @@ def _quantising(kind: str, filled: str) -> Iterator[onnx.NodeProto]:
     yield node("Abs", "wide", "size")
     yield node("ReduceMax", "size cache/last", "largest", keepdims=0)
     yield node("Div", "largest cache/most", "scale")
-    yield node("Greater", "scale cache/nothing", "is_scaled")
+    yield node("Greater", "scale cache/least", "is_scaled")
     yield node("Where", "is_scaled scale cache/unit", "divisor")
     yield node("Unsqueeze", "divisor cache/last", "divisor_of_row")
     yield node("Div", "wide divisor_of_row", "divided")

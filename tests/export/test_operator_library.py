@@ -255,6 +255,14 @@ def test_rows_without_a_scale() -> None:
     assert np.isfinite(out[1]).all()
 
 
+def test_rows_of_subnormal_numbers_do_not_overflow() -> None:
+    """Their scale has few bits, so a quotient by it may be far beyond 127."""
+    given, presents, _ = quantised(call(), 0, 0)
+    given["k"][:, :, 10] = 180 * 2.0**-149
+    keys = run(given, ("out", *presents), **CAUSAL)[1]
+    assert (keys[:, :, 10] >= 0).all()
+
+
 def test_results_are_the_same_on_any_number_of_threads() -> None:
     arrays = {"q": random(1, 4, 700, 64), "k": random(1, 4, 700, 64, seed=1), "v": random(1, 4, 700, 64, seed=2)}
     alone, shared = (run(arrays, threads=threads, causal=1)[0] for threads in (1, 2))

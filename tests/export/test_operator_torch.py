@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import helper
 from torch import Tensor, nn
 
 from onnx_sessions import opened
@@ -19,6 +20,7 @@ from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table
+from relskew_core.export._graph.in_place_node import NUMBERS, _quantising
 from relskew_core.export._graph.operator import NAME
 from relskew_core.export._whole import generate_memory
 from relskew_core.layers.torch import RelativeMultiheadAttention
@@ -209,6 +211,27 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
     np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
+
+
+def test_subnormal_rows_do_not_overflow_without_the_library() -> None:
+    numbers: dict[str, dict[str, Any]] = {
+        **NUMBERS,
+        **{name: {"value_ints": [value]} for name, value in {"zero": 0, "total": 1, "axis": 2, "starts": 0}.items()},
+    }
+    constants = [helper.make_node("Constant", [], [f"cache/{name}"], **value) for name, value in numbers.items()]
+    feeds: dict[str, Any] = {
+        "past/k": np.zeros((1, 1, 1, 1), np.int8),
+        "past_scale/k": np.zeros((1, 1, 1), np.float32),
+        "new/k": np.full((1, 1, 1, 1), 180 * 2.0**-149, np.float32),
+    }
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in feeds.items()
+    ]
+    output = helper.make_tensor_value_info("present/k", onnx.TensorProto.INT8, [1, 1, 1, 1])
+    graph = helper.make_graph([*constants, *_quantising("k", "filled")], "one row", inputs, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    assert opened(model).run(None, feeds)[0] == 0
 
 
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 // `relskew::RelativeAttention` for onnxruntime; a session loads it with `register_custom_ops_library`.
+#include <cfloat>
 #include <cstring>
 
 #include "onnx_node.hpp"
@@ -200,7 +201,7 @@ private:
             const float x = static_cast<float>(row[d]);
             most = std::max(most, std::fabs(x)), zero += x * 0;
         }
-        const float scale = most / 127, divisor = scale > 0 ? scale : 1;
+        const float scale = most / 127, divisor = scale > FLT_MIN ? scale : 1;
         if (zero != 0) return std::memset(to, 0, static_cast<std::size_t>(width)), NAN;
         for (Index d = 0; d < width; d++) {
             const float rounded = static_cast<float>(row[d]) / divisor + NEAREST;
