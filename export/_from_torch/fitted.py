@@ -29,23 +29,32 @@ class Reach:
         return Reach(self.right, self.left, self.beyond, self.sees[::-1])
 
 
-def ends_of(g: TracedEmitter, args: Sequence[Any]) -> tuple[tuple[Dim, Dim] | None, list[Any]]:
+Ends = tuple[Any, Any]
+"""The reach of tables to both sides: ints, or numbers that exist only in the graph."""
+
+
+def ends_of(args: Sequence[Any]) -> tuple[Ends | None, list[Any]]:
     """Return the reach of a call's tables, ``None`` if it is known; and the arguments with numbers."""
     from relskew_core.backends._torch.operator import COUNT, NAMES
 
     given = list(args)
     left, right = (COUNT + NAMES.index(f"span_{side}") for side in ("left", "right"))
-    if isinstance(given[left], int) and isinstance(given[right], int):
+    ends = given[left], given[right]
+    if all(isinstance(end, int) for end in ends):
         return None, given
+    given[left] = given[right] = 0
+    return ends, given
+
+
+def dims_of(g: TracedEmitter, ends: Ends) -> tuple[Dim, Dim]:
+    """Return the reach as dimensions of the graph."""
 
     def dim(end: Any, name: str) -> Dim:
         if isinstance(end, int):
             return end
         return g.index("Reshape", [g.adopt(end, f"span/{name}", (), INT64), g.constant([1])], f"span/{name}_end")
 
-    ends = dim(given[left], "left"), dim(given[right], "right")
-    given[left] = given[right] = 0
-    return ends, given
+    return dim(ends[0], "left"), dim(ends[1], "right")
 
 
 class FittedWindow(TableWindow):

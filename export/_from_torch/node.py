@@ -12,6 +12,7 @@ from onnx import helper
 
 from relskew_core._kernel.call import Operands, Options
 from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._from_torch.fitted import Ends
 from relskew_core.export._graph.emitter import Emitter, Shape, Value
 from relskew_core.export._graph.in_place_node import ALIGNED
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS, VERSION, attributes_of
@@ -96,16 +97,20 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
 
 
 def is_served(operands: Operands, options: Options) -> bool:
-    """Whether the operator supports all of a call, including numbers that exist only in the graph."""
-    span = options.span
-    known = isinstance(span.left, int) and isinstance(span.right, int)
-    return known and len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES
+    """Whether the operator supports all of a call."""
+    return len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES
 
 
 def write_node(
-    op: Any, operands: Operands, options: Options, opset: int, functions: Functions, emit: Callable[..., Any]
+    op: Any,
+    operands: Operands,
+    options: Options,
+    ends: Ends | None,
+    opset: int,
+    functions: Functions,
+    emit: Callable[..., Any],
 ) -> tuple[Any, Any]:
-    """Write a call as a node; ``emit(body, opset, operands, options, None)`` makes its function."""
+    """Write a call as a node; ``emit(body, opset, operands, options, ends)`` makes its function."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     arguments: dict[str, Any] = {name: _Argument(name, x) for name, x in given.items()}
     mask = given.pop("mask", None)
@@ -116,11 +121,19 @@ def write_node(
     if not isinstance(offset, int):
         given["offset"] = offset
         within = replace(options, visibility=replace(options.visibility, offset=_Argument("offset", offset)))
+    within_ends = None
+    if ends is not None:
+        sides = ("span_left", "span_right")
+        given |= {
+            side: op.Constant(value_int=end) if isinstance(end, int) else end
+            for side, end in zip(sides, ends, strict=True)
+        }
+        within_ends = tuple(_Argument(side, given[side]) for side in sides)
     last = max(place for place, name in enumerate(INPUTS) if name in given)
     names = INPUTS[: last + 1]
     attributes = attributes_of(options)
     body = BodyEmitter(np.dtype(operands.q.dtype.numpy()))
-    made = emit(body, opset, Operands(**arguments), within, None)
+    made = emit(body, opset, Operands(**arguments), within, within_ends)
     attributes[ALIGNED] = int(body.aligned)
     results = [made[0].name, *(f"none/{name}" for name in OUTPUTS[1 : OUTPUTS.index("lse")]), made[1].name]
     results = results if options.return_lse else results[:1]

@@ -18,10 +18,10 @@ from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall, with_one_leading_axis
 from relskew_core.export._from_torch.chunked import attend_by_length, chunk_sizes
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._from_torch.fitted import Reach, ends_of
+from relskew_core.export._from_torch.fitted import Ends, Reach, dims_of, ends_of
 from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
-from relskew_core.export._graph.emitter import Dim, Value
+from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.parts import (
     content_logits,
@@ -149,15 +149,15 @@ def torch_translation_table(
         graph = args[0].graph
         calls[graph] = calls.get(graph, 0) + 1
         g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()), f"attention_{calls[graph]}")
-        ends, given = ends_of(g, args)
+        ends, given = ends_of(args)
         operands, options = OPERATOR.parts(given)
         if options.dropout:
             raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
         names = unsupported(operands, options, SUPPORTED)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
-        if functions is not None and is_served(operands, options) and ends is None:
-            return write_node(op, operands, options, opset, functions, _attention)
+        if functions is not None and is_served(operands, options):
+            return write_node(op, operands, options, ends, opset, functions, _attention)
         operands = with_one_leading_axis(g, operands)
 
         def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
@@ -174,10 +174,11 @@ def torch_translation_table(
 
 
 def _attention(
-    g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: tuple[Dim, Dim] | None
+    g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: Ends | None
 ) -> tuple[Any, Any]:
     """Translate one call; ``chunk_size`` does not change the result and is ignored."""
     pattern = options.visibility
+    dims = None if ends is None else dims_of(g, ends)
     call = TracedCall(g, operands, pattern.offset)
     g.aligned = call.aligned
     # Graphs have no window of a table before all keys, or before all queries (for a table of the keys), and no blocks
@@ -187,14 +188,14 @@ def _attention(
     if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
         options = replace(options, visibility=replace(pattern, by_value=True))
     reach = None
-    if ends is not None:
+    if dims is not None:
         if options.visibility.by_value or pattern.block_size is not None:
             raise ValueError(
                 "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` "
                 "allow queries at any position: give a table of a fixed number of rows and its Span, such as "
                 "Span.full(1000)"
             )
-        reach = Reach(*ends, options.span.beyond, (pattern.left, pattern.right))
+        reach = Reach(*dims, options.span.beyond, (pattern.left, pattern.right))
     plan = _plan(g, opset, call, operands, options, fitted=reach is not None)
     nothing = g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
     if plan.local:

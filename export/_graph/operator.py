@@ -18,10 +18,13 @@ VERSION = 1
 
 INPUTS = (
     "q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "key_table", "mask", "added", "sinks",
-    "q_segments", "k_segments", "q_positions", "k_positions", "offset", "past_key", "past_value",
-    "past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale",
+    "q_segments", "k_segments", "q_positions", "k_positions", "offset", "span_left", "span_right",
+    "past_key", "past_value", "past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale",
 )  # fmt: skip
-"""The inputs of a node in order, as in `onnx_operator.cpp`: all except the first three are optional."""
+"""The inputs of a node in order, as in `onnx_operator.cpp`: all except the first three are optional.
+
+``span_left`` and ``span_right`` are for tables whose length depends on the input; they replace the attributes.
+"""
 
 OUTPUTS = (
     "out", "present_key", "present_value", "lse",

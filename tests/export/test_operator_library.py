@@ -80,7 +80,7 @@ def test_every_option_of_a_call_is_the_definition(case: dense.Case, dtype: str) 
 
 def test_the_cases_have_every_input_of_a_node() -> None:
     found = set().union(*(node_of(case, "float32")[0] for case in CASES))
-    assert set(INPUTS) - found == {"offset", "past_key", "past_value", *QUANTISED}
+    assert set(INPUTS) - found == {"offset", "span_left", "span_right", "past_key", "past_value", *QUANTISED}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -90,6 +90,14 @@ def test_projected_heads_are_read_where_they_are(dtype: str) -> None:
     heads = {name: side_by_side(arrays[name]) for name in "qkv"}
     (out,) = run({**arrays, **heads}, num_heads=4, kv_num_heads=2, threads=2, **CAUSAL)
     assert oracles.relative_error(out, side_by_side(expected)) < GATES[dtype]
+
+
+def test_the_reach_of_a_table_may_be_an_input() -> None:
+    arrays = {**call(), "rel_k": random(4, 93, 16)}
+    expected = oracles.relative_attention(**arrays, span=Span(52, 40, "clip")).out
+    for left, right in ((np.array(52), np.array(40)), (np.array([52]), np.array([40]))):
+        (out,) = run({**arrays, "span_left": left, "span_right": right}, left=1, right=2, beyond="clip")
+        assert oracles.relative_error(out, expected) < GATES["float32"]
 
 
 def test_sinks_take_their_share_of_output_and_lse() -> None:
@@ -295,6 +303,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
     ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
     ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
+    ({"span_left": np.array([63, 63])}, {}, "`span_left` and `span_right` must be numbers"),
+    ({"span_left": np.array(40)}, {}, "`rel_k` has a different size|reaches relative positions -40"),
     ({}, {"beyond": "far"}, "`beyond` must be"),
     ({}, {"interface": 2}, "a later version of relskew"),
     (quantised(call(), 0, 9)[0] | past_of(call(), 0, 9)[1], {}, "pass a past, or a past in int8, not both"),

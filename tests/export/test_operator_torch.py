@@ -21,7 +21,7 @@ from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table
 from relskew_core.export._graph.in_place_node import NUMBERS, _quantising
-from relskew_core.export._graph.operator import NAME
+from relskew_core.export._graph.operator import INPUTS, NAME
 from relskew_core.export._whole import generate_memory
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -144,10 +144,50 @@ class Fitted(nn.Module):
         return relative_attention(x, x, x, torch.arange(1 - n, n).to(x.dtype)[:, None] * torch.linspace(0.1, 1, 8))
 
 
-def test_what_the_operator_does_not_serve_stays_as_it_is() -> None:
+def test_tables_as_long_as_the_input_are_served() -> None:
     made = torch_to_onnx(Fitted(), torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    (node,) = nodes(made)
+    assert all(node.input[INPUTS.index(name)] for name in ("span_left", "span_right"))
+
+
+def test_what_the_operator_does_not_serve_stays_as_it_is() -> None:
+    """Heads without a batch, here."""
+    made = torch_to_onnx(Fitted(), torch.randn(4, 6, 8), vary={"x": [1]}, operator=True)
     assert not nodes(made)
     assert not made.functions
+
+
+class Sloped(nn.Module):
+    """A decoder with ALiBi, whose bias is made for the keys that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(10, 16)
+        self.projections = nn.Linear(16, 48)
+
+    def empty_cache(self, batch: int) -> list[list[Tensor]]:
+        return [[torch.zeros(batch, 4, 0, 4) for _ in "kv"]]
+
+    def forward(self, tokens: Tensor, past: Any) -> Any:
+        x = self.embedding(tokens)
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.projections(x).chunk(3, -1))
+        before = past[0][0].shape[2]
+        k, v = (torch.cat(pair, 2) for pair in zip(past[0], (k, v), strict=True))
+        span = Span.causal(k.shape[2])
+        bias = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None] * torch.arange(1 - k.shape[2], 1)
+        out = relative_attention(q, k, v, None, span, rel_bias=bias, causal=True, offset=before)
+        return (x + out.transpose(1, 2).flatten(2)) @ self.embedding.weight.T, [[k, v]]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_decoders_with_a_bias_for_the_length_that_comes(cache_dtype: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sloped.onnx"
+    decoder_to_onnx(Sloped(), path, operator=True, in_place=True, cache_dtype=cache_dtype)
+    graph = onnx.load(path)
+    assert (len(nodes(graph)), len(nodes(graph, "TensorScatter"))) == (1, 0)
+    plain = decoder_to_onnx(Sloped(), tmp_path / "plain.onnx", check=False)
+    np.testing.assert_array_equal(generate(path, [1, 2, 3], 12), generate(plain, [1, 2, 3], 12))
 
 
 class Decoder(nn.Module):

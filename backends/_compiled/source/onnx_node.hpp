@@ -11,7 +11,7 @@ namespace {
 
 using namespace onnx;
 
-// The inputs of a node in order; `offset` and the past are not arrays of a call. A past of keys is followed by that of
+// The inputs of a node in order; those from `offset` on are not arrays of a call. A past of keys is followed by that of
 // values.
 struct Input {
     const char *name;
@@ -27,6 +27,8 @@ enum : std::size_t {
     Q_SEGMENTS = 11,
     K_SEGMENTS,
     OFFSET = 15,
+    SPAN_LEFT,
+    SPAN_RIGHT,
     PAST,
     PAST_INT8 = PAST + 2,
     PAST_SCALE = PAST_INT8 + 2
@@ -48,6 +50,8 @@ constexpr Input INPUTS[] = {
     {"q_positions", &relskew_call::q_positions, INT64},
     {"k_positions", &relskew_call::k_positions, INT64},
     {"offset", nullptr, INT64},
+    {"span_left", nullptr, INT64},
+    {"span_right", nullptr, INT64},
     {"past_key", nullptr, UNDEFINED},
     {"past_value", nullptr, UNDEFINED},
     {"past_key_int8", nullptr, INT8},

@@ -30,6 +30,11 @@ public:
     }
 
 private:
+    struct Side {
+        std::size_t number;
+        std::int64_t *to;
+    };
+
     bool read() {
         for (std::size_t i = 0; i < INPUT_COUNT; i++) {
             if (!read(i, inputs_[i])) return false;
@@ -38,6 +43,13 @@ private:
         if (inputs_[MASK].data && inputs_[ADDED].data)
             return calls.refuse("relskew: pass either `mask` or `added`, not both");
         call_.mask_adds = inputs_[ADDED].data != nullptr;
+        for (const auto &[number, to] : {Side{SPAN_LEFT, &call_.left}, Side{SPAN_RIGHT, &call_.right}}) {
+            const relskew_array &given = inputs_[number];
+            if (!given.data) continue;
+            if (given.axes > 1 || (given.axes && given.sizes[0] != 1))
+                return calls.refuse("relskew: `span_left` and `span_right` must be numbers");
+            *to = *static_cast<const Index *>(given.data);
+        }
         cut_tables();
         if (call_.sinks.data && call_.sinks.axes == 3) call_.sinks.axes = 1;  // (heads, 1, 1)
         for (const relskew_array *x : {&call_.q, &call_.k, &call_.v})
