@@ -21,7 +21,6 @@ from relskew_core.export._profiles import IN_PLACE_OPSET
 PAST_LENGTH = "past_length"
 """The input with the number of filled places of the caches."""
 
-
 INT8 = "int8"
 """The dtype of caches whose rows have a scale each."""
 

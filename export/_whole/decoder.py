@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core.export._caches import PAST_LENGTH, caches_in_place
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe
+from relskew_core.export._caches import INT8, PAST_LENGTH, caches_in_place
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
@@ -207,9 +207,8 @@ def decoder_to_onnx(
         raise ValueError("`operator=True` excludes `contrib=True`: only one of them can compute attention")
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
-    opset = _opset(opset, in_place, length, contrib, cache_dtype, genai)
-    if cache_dtype is not None and not operator:
-        raise ValueError(f"`cache_dtype` requires `operator=True`, got cache_dtype={cache_dtype!r}")
+    opset = _opset(opset, in_place, length, contrib, genai)
+    _check_cache_dtype(cache_dtype, in_place, operator)
     target = target_path(path)
     targets = [target] if memory is None else [target, memory_path(target)]
     for one in targets:
@@ -300,16 +299,12 @@ def _why(length: int | None, name: str, axis: int) -> str:
     return {1: "the heads of the layer", 2: f"`length` is {length}", 3: "the width of a head"}[axis]
 
 
-def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, cache_dtype: Any, genai: Any) -> int:
+def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, genai: Any) -> int:
     """Return the opset, if the arguments for caches in place fit together."""
     check_bool("in_place", in_place)
     check_bool("contrib", contrib)
     if not in_place:
-        for name, value, unset in (
-            ("length", length, None),
-            ("contrib", contrib, False),
-            ("cache_dtype", cache_dtype, None),
-        ):
+        for name, value, unset in (("length", length, None), ("contrib", contrib, False)):
             if value != unset:
                 raise ValueError(f"`{name}` requires `in_place=True`: caches that grow have none, got {name}={value!r}")
         return 23 if opset is None else opset
@@ -323,6 +318,18 @@ def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool,
     if length is not None:
         check_int("length", length, minimum=1)
     return IN_PLACE_OPSET if opset is None else opset
+
+
+def _check_cache_dtype(cache_dtype: Any, in_place: bool, operator: bool) -> None:
+    """Refuse a dtype of caches that is unknown, or that nothing would read."""
+    if cache_dtype is None:
+        return
+    check_choice("cache_dtype", cache_dtype, (INT8,))
+    if not (in_place and operator):
+        raise ValueError(
+            f"`cache_dtype` requires `in_place=True` and `operator=True`, got in_place={in_place} and "
+            f"operator={operator}"
+        )
 
 
 def _in_place(

@@ -70,7 +70,7 @@ class FunnelRelativeStructure(DropIn):
 class FunnelRelativeAttention(DropIn):
     """``FunnelRelMultiheadAttention``, with both kinds of ``attention_type``.
 
-    The rows of ``"relative_shift"`` are a table by ``r = j - shift · i``. What is of no position, a separate ``<cls>``,
+    The rows of ``"relative_shift"`` are a table by ``r = j - shift · i``. A separate ``<cls>``, which has no position,
     is too far from all to be in the table. ``"factorized"`` has products with a width of the model instead.
     """
 

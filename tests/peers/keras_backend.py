@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 root = Path(sys.argv[1])
-sys.path.insert(0, str(root / "examples"))
+sys.path.insert(0, str(root / "examples"))  # the next imports need it, so they follow
 
 import keras  # noqa: E402
 import pytest  # noqa: E402

@@ -116,7 +116,7 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // Allocate for blocks of this many rows and columns.
+    // Allocate for blocks of this many rows and columns: for the products of all rows, or of one strip.
     bool make(Index height, Index columns, bool all) {
         if (!*this) return true;
         whole = all;
