@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import jedi
 import pytest
@@ -15,6 +16,14 @@ import stubs
 from tracked import ROOT
 
 PROJECT = jedi.Project(ROOT)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A file that another worker is still writing in the shared cache reads as ``EOFError: Ran out of input``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.mktemp("jedi")))
+        yield
 
 
 @pytest.mark.parametrize("package", stubs.PACKAGES)
