@@ -798,7 +798,8 @@ for to in (np.asarray, torch.from_numpy):
 
 def test_a_new_array_of_a_call_is_refused_where_it_is_used_and_changes_nothing_else(tmp_path: Path) -> None:
     shutil.copytree(kernels_built.ROOT / "relskew_core", tmp_path / "relskew_core")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]  # emulated, the libraries are there
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ended = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
