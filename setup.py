@@ -131,19 +131,19 @@ levels = list(LEVELS) if platform.endswith(("x86_64", "amd64")) else ["base"]
 if not platform.startswith("linux"):
     levels = [level for level in levels if level != "v4_amx"]
 FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else []
+stable = not sysconfig.get_config_var("Py_GIL_DISABLED")  # a Python without the GIL has no limited API
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
     [str(SOURCE / name) for name in (*WITHOUT_LEVEL, "level.cpp")],
     define_macros=[("LEVELS_OF_X86_64", "1")] if len(levels) > 1 else [],
     depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
-    py_limited_api=True,
+    py_limited_api=stable,
     optional=pure != "0",
 )
-# The compiler of Windows has other flags, and a Python without the GIL has no limited API.
-without = pure == "1" or sys.platform == "win32" or sysconfig.get_config_var("Py_GIL_DISABLED")
+without = pure == "1" or sys.platform == "win32"  # whose compiler has other flags
 
 setup(
     ext_modules=[] if without else [kernels],
     cmdclass={"build_ext": Build, "editable_wheel": Editable},
-    options={} if without else {"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={} if without or not stable else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

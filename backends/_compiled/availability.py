@@ -8,13 +8,13 @@ import math
 import os
 import platform
 import sys
-import sysconfig
 
 from relskew_core._array.extras import compile_line, where_to_run
 from relskew_core._array.namespace import is_compiling, on_cpu
 from relskew_core._array.warned import warn_caller
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
+from relskew_core.backends._compiled.call import NOT_LOADED
 
 LONG = 2**28
 """The multiplications of queries with keys, including hidden ones, that take tenths of a second without kernels."""
@@ -29,13 +29,11 @@ def availability() -> str:
     except ModuleNotFoundError:
         if sys.platform == "win32":
             return "none: they are not made for Windows"
-        if sysconfig.get_config_var("Py_GIL_DISABLED"):
-            return "none: they are not made for a Python without the GIL"
         return (
             "none: no C++ compiler served at installation, or relskew was made without them "
             f"(RELSKEW_PURE=1, a wheel for every platform); with a compiler, {TO_COMPILE}"
         )
-    except ImportError as error:
+    except NOT_LOADED as error:
         return f"none: what was compiled at installation cannot be loaded: {error}; with a compiler, {TO_COMPILE} anew"
     level = kernels.LEVELS[-1]
     return f"for {f'any {platform.machine()}' if level == 'base' else level}, every floating dtype on CPUs"

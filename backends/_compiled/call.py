@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from relskew_core._kernel.call import GridOptions, Operands, Options, Side
 from relskew_core._kernel.dropout import threshold
 
+NOT_LOADED = (ImportError, SystemError)
+"""The errors of kernels that this Python cannot load; without the GIL, those for the stable ABI are a `SystemError`."""
+
 try:
     kernels: Any = importlib.import_module("relskew_core.backends._compiled._kernels")
-except ImportError:
+except NOT_LOADED:
     kernels = None
 
 _declared: list[tuple[str, ...]] = [

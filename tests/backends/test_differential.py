@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 
 import differential
-from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core import backends, relative_attention, relative_attention_2d, relative_attention_vjp
+from relskew_core._functions import grid_windows, prepared
 from relskew_core.backends import _compiled
+from relskew_core.backends._numpy import compiled as of_numpy
 from tracked import ROOT
 
 pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
@@ -24,6 +30,54 @@ def test_random_calls_are_right(level: str, capsys: pytest.CaptureFixture[str]) 
     finally:
         _compiled.kernels.use(_compiled.kernels.LEVELS[-1])
     assert capsys.readouterr().out.endswith("60 calls, 0 wrong\n")
+
+
+def attend_both_ways(given: dict[str, Any]) -> list[differential.Numbers]:
+    """Return the results of a call, and its gradients; of a call on a grid, only the output."""
+    if "q_grid" in given:
+        return [relative_attention_2d(**given)]
+    out, lse = relative_attention(**given, return_lse=True)
+    gradients = relative_attention_vjp(np.ones_like(out), **given, out=out, lse=lse)
+    return [out, lse, *(x for x in gradients if x is not None)]
+
+
+@pytest.mark.parametrize("most", [2, 256], ids=["forgotten", "remembered"])
+def test_threads_that_call_at_once_get_what_each_call_gives_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls have other shapes and the same arrays, and several threads prepare and forget their kinds at once."""
+    for module in (prepared, grid_windows):
+        monkeypatch.setattr(module, "MOST", most)
+    # two threads for each of these short calls
+    monkeypatch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
+    monkeypatch.setattr(backends._threads, "_numpy_threads", 2)
+    calls = [differential.drawn(np.random.default_rng([5, number])) for number in range(12)]
+    given = [{**call.arrays, **call.labels, **call.options} for call in calls]
+    for side in (2, 3):
+        q, k, v = np.random.default_rng(side).standard_normal((3, 2, side * side, 4))
+        bias = q[:, 0, :1, None] + np.arange((2 * side - 1) ** 2.0).reshape(2 * side - 1, -1)
+        given.append({"q": q, "k": k, "v": v, "rel_bias": bias, "q_grid": (side, side), "k_grid": (side, side)})
+    alone = list(map(attend_both_ways, given))
+    threads = 4
+    together = Barrier(threads)
+
+    def differ(thread: int) -> list[int]:
+        order = np.random.default_rng(thread).permutation(len(given) * 3) % len(given)
+        together.wait(60)
+        return [
+            number
+            for number in map(int, order)
+            if not all(map(np.array_equal, attend_both_ways(given[number]), alone[number]))
+        ]
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert list(pool.map(differ, range(threads))) == [[]] * threads
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has the GIL")
+def test_the_kernels_leave_the_gil_off() -> None:
+    code = "import sys; from relskew_core.backends import _compiled; print(_compiled.missing(), sys._is_gil_enabled())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "None False\n"
+    assert not ended.stderr
 
 
 def attend_wrongly(*arrays: Any, **options: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,19 +93,22 @@ def test_whoever_has_kernels_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> N
     availability.warn_of_long_calls(Operands(q, q, q))
 
 
-@pytest.mark.parametrize(
-    ("where", "why"),
-    [
-        ((sys, "platform", "win32"), "none: they are not made for Windows"),
-        (
-            (sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get),
-            "none: they are not made for a Python without the GIL",
-        ),
-    ],
-    ids=["Windows", "no GIL"],
-)
-def test_where_there_are_none_nothing_is_to_be_done(
-    where: tuple[Any, str, Any], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(*where)
-    assert availability.availability() == why
+def test_on_windows_there_are_none_and_nothing_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert availability.availability() == "none: they are not made for Windows"
+
+
+@pytest.mark.parametrize("error", [ImportError, SystemError])
+def test_kernels_for_another_python_are_none(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without the GIL finds kernels for the stable ABI next to the sources, and cannot load them."""
+
+    def fail(name: str) -> Any:
+        raise error(f"{name} does not fit")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    module = runpy.run_path(str(Path(_compiled.__file__).with_name("call.py")))
+    assert module["kernels"] is None
+    assert module["WHOLE"] == ()
+    name = "relskew_core.backends._compiled._kernels"
+    told = f"none: what was compiled at installation cannot be loaded: {name} does not fit; with a compiler, "
+    assert availability.availability().startswith(told)

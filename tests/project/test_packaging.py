@@ -27,12 +27,14 @@ from tracked import IN_GIT, PACKED, ROOT, tracked
 COMPILED = "_compiled/source/"
 """What the kernels are compiled from, which no wheel holds."""
 
-KERNELS = "relskew_core/backends/_compiled/_kernels.abi3.so"
+STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
+"""Whether this Python has the stable ABI, which one without the GIL does not have."""
+
+KERNELS = f"relskew_core/backends/_compiled/_kernels{'.abi3.so' if STABLE else sysconfig.get_config_var('EXT_SUFFIX')}"
 LIBRARY = "relskew_core/backends/_compiled/librelskew.so"
 COMPILER = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
 CAN_COMPILE = (
     sys.platform != "win32"
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")
     and shutil.which(COMPILER.split()[0]) is not None
     and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 )
@@ -161,10 +163,12 @@ def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> Non
 
 
 @needs_compiler
-def test_wheel_holds_the_kernels_of_one_platform_for_every_python(built: dict[str, Path]) -> None:
+def test_wheel_holds_the_kernels_of_one_platform_for_every_python_with_the_stable_abi(built: dict[str, Path]) -> None:
     assert {KERNELS, LIBRARY} <= content(built[".whl"])
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
-    assert built[".whl"].name == f"relskew_core-{relskew_core.__version__}-cp311-abi3-{platform}.whl"
+    version = "".join(map(str, sys.version_info[:2]))
+    tag = "cp311-abi3" if STABLE else f"cp{version}-cp{version}t"
+    assert built[".whl"].name == f"relskew_core-{relskew_core.__version__}-{tag}-{platform}.whl"
 
 
 @needs_compiler

@@ -1,9 +1,13 @@
 // The Python module `_kernels`: it reads the arguments of calls and chooses the kernels compiled for this processor.
 #define PY_SSIZE_T_CLEAN
+#include <pyconfig.h>
+#if !defined(Py_GIL_DISABLED)  // a Python without the GIL has no limited API
 #define Py_LIMITED_API 0x030B0000
+#endif
 #include <Python.h>
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 
 #include "levels.hpp"
@@ -11,7 +15,13 @@
 
 namespace {
 
-const Level *chosen = nullptr;
+std::atomic<const Level *> chosen{nullptr};  // calls of other threads may read it while tests change it
+
+// The kernels of the chosen level for one dtype.
+template <class Stored>
+const Passes<Stored> &passes() {
+    return chosen.load()->of<Stored>();
+}
 
 // use(name): select the kernels of a kind of processor. Only tests call it.
 PyObject *use(PyObject *, PyObject *name) {
@@ -255,8 +265,7 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
 template <class Stored>
 PyObject *attend_of(Reader &from) {
     ProblemOf<Stored> x{};
-    return read_call(from, x) && x.results(from) ? work(chosen->of<Stored>().attend, x, grain_of_attend(x), from)
-                                                 : nullptr;
+    return read_call(from, x) && x.results(from) ? work(passes<Stored>().attend, x, grain_of_attend(x), from) : nullptr;
 }
 
 // pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, *GRADIENTS, team, threads)
@@ -264,7 +273,7 @@ template <class Stored>
 PyObject *pull_back_of(Reader &from) {
     ProblemOf<Stored> x{};
     if (!read_call(from, x) || !x.cotangents(from) || !x.gradients(from)) return nullptr;
-    return work(chosen->of<Stored>().pull_back, x, grain_of_pull_back(x), from);
+    return work(passes<Stored>().pull_back, x, grain_of_pull_back(x), from);
 }
 
 // The dtype of a call is that of the queries, its first array.
@@ -301,14 +310,14 @@ PyMethodDef methods[] = {
 // The functions that XLA calls, at the addresses XLA_ATTEND and XLA_PULL_BACK.
 xla::Error *xla_attend(xla::Frame *frame) {
     if (xla::give_version(frame)) return nullptr;
-    return xla::of_doubles(frame) ? xla::attend(chosen->of<double>().attend, frame)
-                                  : xla::attend(chosen->of<float>().attend, frame);
+    return xla::of_doubles(frame) ? xla::attend(passes<double>().attend, frame)
+                                  : xla::attend(passes<float>().attend, frame);
 }
 
 xla::Error *xla_pull_back(xla::Frame *frame) {
     if (xla::give_version(frame)) return nullptr;
-    return xla::of_doubles(frame) ? xla::pull_back(chosen->of<double>().pull_back, frame)
-                                  : xla::pull_back(chosen->of<float>().pull_back, frame);
+    return xla::of_doubles(frame) ? xla::pull_back(passes<double>().pull_back, frame)
+                                  : xla::pull_back(passes<float>().pull_back, frame);
 }
 
 bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
@@ -349,7 +358,14 @@ int start(PyObject *module) {
     return done ? 0 : -1;
 }
 
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(start)}, {0, nullptr}};
+// Calls keep nothing: two threads may call at the same time without the GIL.
+PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, reinterpret_cast<void *>(start)},
+#if defined(Py_GIL_DISABLED)
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, nullptr},
+};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, methods, slots, nullptr, nullptr, nullptr};
 
 }  // namespace
