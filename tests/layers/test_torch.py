@@ -94,7 +94,16 @@ def test_what_is_fixed_is_neither_saved_nor_learned() -> None:
         module.reset_parameters()
         assert name not in module.state_dict()
         assert name not in dict(module.named_parameters())
-        torch.testing.assert_close(getattr(module, name), getattr(RelativeMultiheadAttention(spec), name))
+        made = RelativeMultiheadAttention(spec)
+        torch.testing.assert_close(getattr(module, name), getattr(made, name))
+        for assign in (False, True):  # a model that is made without memory and loads its weights
+            model = torch.nn.Sequential(RelativeMultiheadAttention(spec, device="meta"))
+            if not assign:
+                model.to_empty(device="cpu")
+                getattr(model[0], name).zero_()
+            model.load_state_dict(torch.nn.Sequential(made).state_dict(), assign=assign)
+            x = torch.randn(2, 5, spec.embed_dim)
+            torch.testing.assert_close(model(x), made(x), rtol=0, atol=0)
     assert RelativeMultiheadAttention(SPECS["alibi"]).table_parameters() == []
     halved = RelativeMultiheadAttention(SPECS["alibi, causal, grouped"], dtype=torch.bfloat16)
     assert halved.empty_cache(1).keys.dtype == torch.bfloat16

@@ -49,9 +49,19 @@ class TableAttention(nn.Module):
             empty = None if made is None else torch.empty(made[0], device=device, dtype=made[1])
             self.register_buffer(name, empty, persistent=False)
         self.reset_fixed()
+        after_loading: Any = self.register_load_state_dict_post_hook
+        after_loading(_reset_fixed)
 
     def reset_fixed(self) -> None:
-        """Compute the buffers that are not learned; repeat this after a module has left the device "meta"."""
+        """Compute the buffers that are not learned.
+
+        Loading a state does so, too. Repeat this if a module leaves the device "meta" otherwise.
+        """
+        where = next((x.device for x in self.parameters()), None)
+        for name in ("slopes", "buckets"):
+            fixed = getattr(self, name)
+            if fixed is not None and fixed.is_meta and where is not None:  # of a state that took the parameters' place
+                setattr(self, name, torch.empty_like(fixed, device=where))
         if self.slopes is not None:
             self.slopes.copy_(torch.tensor(alibi_slopes(self.spec.num_heads), dtype=torch.float64, device="cpu"))
         if self.buckets is not None:
@@ -131,3 +141,8 @@ class TableAttention(nn.Module):
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables of the heads of some queries, in their dtype."""
         return {name: x if x is None else local_table(name, x, q, self.spec) for name, x in self.tables().items()}
+
+
+def _reset_fixed(module: TableAttention, _: Any) -> None:
+    """Compute the buffers of a module that has loaded a state, which does not contain them."""
+    module.reset_fixed()

@@ -23,6 +23,11 @@ class FixedCache(NamedTuple):
         were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
         then overwrite the padding.
 
+    Notes
+    -----
+    The next call overwrites what the gradients of the calls before it need, and torch then raises an error in the
+    backward pass. Use a growing cache to train through several calls.
+
     Examples
     --------
     >>> import torch
