@@ -36,14 +36,21 @@ def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> M
     if all(one == [1, digest] for one in answers) and error is None:
         return facts
     everything: list[Any] = [None] * ranks.size
-    distributed.all_gather_object(everything, (None if error is None else str(error), facts), group=ranks.group)
+    shape = tuple(like.shape) if isinstance(like, Tensor) else None
+    distributed.all_gather_object(everything, (None if error is None else str(error), facts, shape), group=ranks.group)
+    if any(message is not None for message, _, _ in everything):
+        for rank, (_, _, other) in enumerate(everything):  # different lengths are why a table seems too short
+            if shape and other and other != shape:
+                raise ValueError(
+                    f"`q` must be alike on all ranks, got shape {shape} on rank {ranks.rank} and {other} on rank {rank}"
+                )
     if error is not None:
         raise error
-    for rank, (message, _) in enumerate(everything):
+    for rank, (message, _, _) in enumerate(everything):
         if message is not None:
             raise ValueError(f"rank {rank} of the group failed: {message}")
     for name, fact in facts.items():
-        for rank, (_, others) in enumerate(everything):
+        for rank, (_, others, _) in enumerate(everything):
             if others.get(name) != fact:
                 raise ValueError(
                     f"`{name}` must be alike on all ranks, got {fact} on rank {ranks.rank} and {others.get(name)} on "

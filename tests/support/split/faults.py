@@ -36,6 +36,8 @@ def errors_are_everyones(p: int) -> None:
         call(x, x, x, layout=here)
     with pytest.raises(ValueError, match="`q` must be alike on all ranks"):
         call(x[:1] if last else x, x[:1] if last else x, x[:1] if last else x)
+    with pytest.raises(ValueError, match=r"`q` must be alike on all ranks, got shape \(2, [34], 8\) on rank"):
+        call(*[x[:, :3] if last else x] * 3, table[: 4 * p - 1])
     message = "`mask` must broadcast" if last else rf"rank {p - 1} of the group failed: `mask` must broadcast"
     with pytest.raises(ValueError, match=message):
         call(x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
