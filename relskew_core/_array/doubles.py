@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from relskew_core._array.namespace import is_compiling
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 
@@ -17,6 +18,8 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
     """
     dtype = xp.asarray(0.0, dtype=dtype).dtype
     code, buffered = ("d", dtype) if dtype == xp.float64 else ("f", xp.float32)
+    if is_compiling():  # torch.compile supports no buffers
+        return cast(xp.asarray(list(rows), dtype=buffered, device=device), dtype, xp=xp)
     numbers: array[float] = array(code)
     count = 0
     for row in rows:

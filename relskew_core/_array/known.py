@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from relskew_core._array.namespace import is_torch, on_cpu
+from relskew_core._array.namespace import is_compiling, is_torch, on_cpu
 from relskew_core._array.typing import Array
 
 
@@ -23,12 +23,20 @@ def exporting() -> bool:
     return torch is not None and torch.compiler.is_exporting()
 
 
+def symbolic(*sizes: Any) -> bool:
+    """Whether torch traces a program in which one of these sizes varies between calls."""
+    if not is_compiling():
+        return False
+    shapes = sys.modules["torch"].fx.experimental.symbolic_shapes
+    return not all(shapes.has_static_value(size) for size in sizes)
+
+
 def exported(*sizes: Any) -> bool:
     """Whether torch exports a program for other sizes, too, so that nothing may depend on the present ones.
 
     ``torch.compile`` guards what was decided, and a program of ``torch.export`` says it; ONNX forgets it.
     """
-    return exporting() and any(type(size).__name__ == "SymInt" for size in sizes)
+    return exporting() and symbolic(*sizes)
 
 
 def holds(comparison: Any) -> bool:
@@ -40,6 +48,14 @@ def holds(comparison: Any) -> bool:
         return bool(comparison)
     torch._check(comparison)
     return True
+
+
+def comparable(number: int) -> bool:
+    """Whether an int can be compared while ``torch.compile`` traces it, which one that a program computes cannot."""
+    if not is_compiling():
+        return True
+    known: bool = sys.modules["torch"].fx.experimental.symbolic_shapes.guard_or_false(number < 2**62)
+    return known
 
 
 def same_length(n: Any, m: Any) -> bool:

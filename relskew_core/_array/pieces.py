@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relskew_core._array.typing import Array, Namespace
@@ -18,6 +18,19 @@ def in_turn(arrays: Any, names: Sequence[str], done: list[Array], *, xp: Namespa
         return arrays
     given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
     return arrays._replace(**{name: wait(x, done) for name, x in given.items()})
+
+
+def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """Return the ranges of ``size`` numbers, and a last one of the rest, that ``0 … n - 1`` consists of.
+
+    A program of ``torch.compile`` depends on how many there are, but not on ``n``; ``range`` would make it a constant.
+    """
+    start = 0
+    while start + size < n:
+        yield start, start + size
+        start += size
+    if start < n:
+        yield start, n
 
 
 def joined(pieces: list[Array], *, axis: int, xp: Namespace) -> Array:

@@ -9,7 +9,7 @@ from relskew_core import backends
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.integers import integers
 from relskew_core._array.keywords import explains
-from relskew_core._array.known import exported
+from relskew_core._array.known import exported, symbolic
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import nothing
 from relskew_core._array.typing import Array, Namespace
@@ -124,7 +124,7 @@ def diagonals(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
     library = backends.library_name(xp)
     if library in ("numpy", "cupy"):
         return xp.lib.stride_tricks.sliding_window_view(row, m, axis=-1)[..., ::-1, :]
-    if library == "torch" and not exported(n, m):
+    if library == "torch" and not symbolic(n, m):
         return xp.flip(row.unfold(-1, m, 1), axis=-2)
     spare = pad_last(row, 1, 0, xp=xp)[..., None, :]
     return skew_from(xp.broadcast_to(spare, (*row.shape[:-1], n, n + m)), n_keys=m, first=n, xp=xp)

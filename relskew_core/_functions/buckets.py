@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 
 from relskew_core._array.checks import check_bool, check_int
 from relskew_core._array.keywords import explains
+from relskew_core._array.known import exported
 from relskew_core._positions.span import Span, check_span_given
 
 
@@ -61,7 +62,7 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     >>> t5_buckets(Span(5, 1), num_buckets=4, max_distance=4, bidirectional=False)
     (3, 3, 3, 2, 1, 0, 0)
     """
-    check_span_given(span)
+    _check_span(span)
     bidirectional = check_bool("bidirectional", bidirectional)
     num_buckets = check_int("num_buckets", num_buckets, minimum=4 if bidirectional else 2)
     side = num_buckets // 2 if bidirectional else num_buckets
@@ -74,6 +75,15 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
         return bisect_right(starts, abs(r)) - 1 + (side if r > 0 else 0)
 
     return tuple(bucket(r) for r in range(-span.left, span.right + 1))
+
+
+def _check_span(span: Span) -> None:
+    check_span_given(span)
+    if exported(span.left, span.right):
+        raise ValueError(
+            "`span` must have ints, whose buckets are constants of a program, got lengths that vary in torch.export: "
+            "use a span that is clipped where the last bucket begins, as Span.clipped(max_distance)"
+        )
 
 
 def _t5_starts(side: int, max_distance: int) -> list[int]:
@@ -135,7 +145,7 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
     >>> deberta_buckets(Span(8, 2), position_buckets=6, max_distance=10)
     (11, 11, 11, 10, 10, 9, 8, 7, 6, 5, 4)
     """
-    check_span_given(span)
+    _check_span(span)
     size = check_int("position_buckets", position_buckets, minimum=1 if max_distance is None else 4)
     if max_distance is not None:
         max_distance = check_int("max_distance", max_distance, minimum=size // 2 + 2)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from relskew_core._array.checks import check_int
 from relskew_core._array.doubles import from_doubles
 from relskew_core._array.keywords import explains
+from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
-from relskew_core._array.precision import cast
+from relskew_core._array.precision import cast, wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 
@@ -66,8 +66,13 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
     n_heads = check_int("n_heads", n_heads, minimum=1)
     check_span_given(span)
     check_endless(span)
-    rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in alibi_slopes(n_heads))
-    return _made(rows, xp, like, dtype)
+    xp, dtype, where = _placed(xp, like, dtype)
+    slopes = alibi_slopes(n_heads)
+    if symbolic(span.left, span.right):
+        between = xp.asarray(slopes, dtype=wide(dtype, xp=xp), device=where)
+        return cast(alibi_between(between, span.left, span.right, xp=xp), dtype, xp=xp)
+    rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in slopes)
+    return from_doubles(rows, xp=xp, dtype=dtype, device=where)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -112,19 +117,24 @@ def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtyp
     """
     check_span_given(span)
     check_endless(span)
+    xp, dtype, where = _placed(xp, like, dtype)
+    if symbolic(span.left, span.right):
+        r = xp.arange(-span.left, span.right + 1, dtype=wide(dtype, xp=xp), device=where)
+        return cast(0.0 - xp.log1p(xp.abs(r)), dtype, xp=xp)
     row = [0.0 - math.log1p(abs(r)) for r in range(-span.left, span.right + 1)]
-    return _made([row], xp, like, dtype)[0, ...]
+    return from_doubles([row], xp=xp, dtype=dtype, device=where)[0, ...]
 
 
-def _made(rows: Iterable[list[float]], xp: Any, like: Array | None, dtype: Any) -> Array:
-    """Return numbers as an array of a library, or like another array."""
+def _placed(xp: Any, like: Array | None, dtype: Any) -> tuple[Namespace, Any, Any]:
+    """Return the library, the dtype and the device of an array to be made, by those of another if it is given."""
     if (xp is None) == (like is None):
         both = "None" if xp is None else "both"
         raise TypeError(f"either `xp` or `like` must be given, got {both}")
     if like is None:
-        return from_doubles(rows, xp=namespace_of(xp), dtype=dtype)
+        xp = namespace_of(xp)
+        return xp, xp.asarray(0.0, dtype=dtype).dtype, None
     xp = namespace_of_arrays({"like": like}, floating=dtype is None)
-    return from_doubles(rows, xp=xp, dtype=like.dtype if dtype is None else dtype, device=device(like))
+    return xp, like.dtype if dtype is None else dtype, device(like)
 
 
 def check_endless(span: Span) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, has_shape, is_array
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import depending
-from relskew_core._array.pieces import joined
+from relskew_core._array.pieces import joined, ranges
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
@@ -106,6 +105,8 @@ class GridCall:
             if cut is not None and cut.shape[-1] != 1:
                 cut = laid.of_rows(cut, -1, rows, xp=xp)
             bias = _combine(bias, _both(cut, visible, xp=xp), xp=xp)
+            if bias is not None and not xp.isdtype(bias.dtype, "bool"):
+                bias = cast(bias, q.dtype, xp=xp)  # NumPy's sums lose the order of bytes
             options: Any = {"mask": bias, "scale": factor, "chunk_size": stop - start, "return_lse": True}
             parts.append(relative_attention(q[..., start:stop, :], keys, values, **options))
 
@@ -245,4 +246,4 @@ def _chunks(
         step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
         if reach < grids.keys[0]:
             step = max(1, min(step // 2, reach))  # a chunk of `reach` rows sees about twice as many
-    return pairwise([*range(0, height, step), height])
+    return ranges(height, step)

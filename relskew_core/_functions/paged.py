@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_window, describe, shape_of
@@ -208,19 +209,27 @@ def _at_once(
 
 def _integers(name: str, value: Any, q: Array, rank: int, *, xp: Namespace) -> Any:
     """Return integers as nested lists, or as an array if their values are unknown."""
-    wanted = f"`{name}` must be integers of shape {'(B, n)' if rank == 2 else '(B,)'} with B = {q.shape[0]}"
+
+    def refused() -> ValueError:  # torch.compile makes a constant of a size that a message contains
+        shape = "(B, n)" if rank == 2 else "(B,)"
+        return ValueError(f"`{name}` must be integers of shape {shape} with B = {q.shape[0]}, got {describe(value)}")
+
     if isinstance(value, (list, tuple)):
         rows = [list(row) if isinstance(row, (list, tuple)) else row for row in value]
         flat = rows if rank == 1 else [each for row in rows if isinstance(row, list) for each in row]
         shaped = rank == 1 or (all(isinstance(row, list) for row in rows) and len(set(map(len, rows))) <= 1)
-        if len(rows) != q.shape[0] or not shaped or not all(type(each) is int for each in flat):
-            raise ValueError(f"{wanted}, got {describe(value)}")
+        if len(rows) != q.shape[0] or not shaped or not all(map(_is_int, flat)):
+            raise refused()
         return rows
     check_companion(name, value, "q", q, xp=xp)
     if len(shape_of(value)) != rank or value.shape[0] != q.shape[0] or not xp.isdtype(value.dtype, "integral"):
-        raise ValueError(f"{wanted}, got {describe(value)}")
+        raise refused()
     known = known_values(value)
     return value if known is None else known
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, rel_q: Array | None) -> None:

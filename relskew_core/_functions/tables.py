@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
 from relskew_core._array.keywords import explains
-from relskew_core._array.known import exported
+from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.ranks import moved
@@ -89,7 +89,7 @@ def sinusoidal_table(
     base = check_real("base", base, positive=True)
     xp = namespace_of(xp)
     rates = sinusoid_rates(dim, direction=direction, base=base)
-    if exported(span.left, span.right):
+    if symbolic(span.left, span.right):
         return sinusoids(span, rates, order, xp=xp, dtype=dtype)
 
     def row(r: int) -> list[float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.checks import is_symbol
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import on_cpu
+from relskew_core._array.pieces import ranges
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.labels import Documents
@@ -21,6 +21,9 @@ SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
 
 SMALLEST = 16
 """The fewest queries of a chunk: smaller chunks cost more calls than they save memory."""
+
+LARGEST = 512
+"""The most queries of a chunk."""
 
 UNKNOWN_BATCH = 8
 """The assumed size of a leading axis whose size is unknown."""
@@ -93,8 +96,7 @@ def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     size = options.chunk_size
     if size is None:
         size = SMALLEST if n_queries <= SMALLEST else chunk_size(operands, options, documents)
-    edges = [*range(0, n_queries, size), n_queries]
-    for start, stop in pairwise(edges):
+    for start, stop in ranges(n_queries, size):
         yield Chunk.of(options, start, stop, documents)
 
 
@@ -128,7 +130,10 @@ def chunk_size(
     cpu = on_cpu(q) if cpu is None else cpu
     keys = keys_seen(options, documents)
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)
-    return max(SMALLEST, min(512, 1 << max(size, 1).bit_length() - 1))
+    found = SMALLEST
+    while found < LARGEST and 2 * found <= size:  # torch.compile makes a constant of a size whose bits are counted
+        found *= 2
+    return found
 
 
 def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from relskew_core._array.checks import check_offset, describe, has_shape, is_array
 from relskew_core._array.gather import within
 from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
-from relskew_core._array.known import known_values
+from relskew_core._array.known import comparable, known_values
 from relskew_core._array.namespace import check_companion, device, is_torch, on_cpu
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
@@ -153,10 +153,9 @@ def is_ragged(offset: Any) -> bool:
     if offset.ndim:
         return True
     try:
-        operator.index(offset)
+        return not comparable(operator.index(offset))
     except (TypeError, RuntimeError, ValueError):  # JAX traces it, torch maps or fakes it, or MLX does
         return True
-    return False
 
 
 def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:

@@ -9,18 +9,38 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from relskew_core import Span, relative_attention
+from relskew_core import (
+    Span,
+    alibi_bias,
+    attention_weights,
+    paged_attention,
+    proximal_bias,
+    relative_attention,
+    relative_attention_2d,
+    sinusoidal_table,
+    toeplitz,
+)
 from relskew_core._kernel.chunk import SMALLEST
 from relskew_core.backends import _compiled
 
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
 LEAF = Q.clone().requires_grad_()
 
+LENGTHS = [KEYS[:, :n] for n in range(17, 30)]
+"""More queries than in the smallest chunk."""
+
+PAGES = torch.randn(2, 6, 3, 2, 4, generator=torch.Generator().manual_seed(0))
+ORDER, FILLED = torch.arange(10).reshape(5, 2) % 6, torch.arange(2, 7)
+
 NUMBERS = [x / 7 for x in range(9, 30)]
 
 
 def attend(q: Any = Q, **options: Any) -> Any:
     return relative_attention(q, q, q, TABLE, Span(31, 32), **options)
+
+
+def attend_on(q: Any, grid: Any) -> Any:
+    return relative_attention_2d(q, q, q, TABLE[0, :31], TABLE[1, :31], q_grid=grid, k_grid=grid)
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
@@ -33,6 +53,22 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
             Q[:, :1], keys, keys, TABLE, Span(63, 0), offset=keys.shape[-2] - 1, causal=True
         ),
         [KEYS[:, :n] for n in range(3, 30)],
+    ),
+    "length of attention weights": (lambda x: attention_weights(x, x, TABLE, Span(31, 32)), LENGTHS),
+    "length of a matrix of biases": (
+        lambda x: toeplitz(TABLE[0].mT, Span(31, 32), n_queries=x.shape[-2], n_keys=x.shape[-2]),
+        LENGTHS,
+    ),
+    "length of ALiBi": (lambda x: alibi_bias(2, Span.causal(x.shape[-2]), like=x), LENGTHS),
+    "length of the proximal bias": (lambda x: proximal_bias(Span.full(x.shape[-2]), like=x), LENGTHS),
+    "length of sinusoids": (lambda x: sinusoidal_table(Span.full(x.shape[-2]), 4, xp=torch), LENGTHS),
+    "grid": (
+        lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2]),
+        [torch.randn(height, 12 - height, 4) for height in range(3, 9)],
+    ),
+    "batch with pages": (
+        lambda q: paged_attention(q, *PAGES, page_table=ORDER[: q.shape[0]], lengths=FILLED[: q.shape[0]]),
+        [torch.randn(batch, 2, 1, 4) for batch in range(2, 6)],
     ),
     "softcap": (lambda softcap: attend(softcap=softcap), NUMBERS),
     "scale": (lambda scale: attend(scale=scale), NUMBERS),
@@ -57,6 +93,20 @@ def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
         if theirs.requires_grad:
             torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), LEAF) for out in (ours, theirs)))
     assert counter.frame_count == 2
+
+
+def test_an_offset_that_a_program_computes() -> None:
+    """As that of a second step, after the cache's length has grown."""
+    torch.compiler.reset()
+
+    def attend(offset: Any) -> Any:
+        return relative_attention(Q[:, :1], KEYS, KEYS, TABLE, Span(63, 0), offset=offset + 1, causal=True)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for place in (3, 0, 20):
+        torch.testing.assert_close(compiled(torch.tensor(place)), attend(place))
+    assert counter.frame_count == 1
 
 
 def test_shapes_that_vary_are_those_of_the_queries() -> None:

@@ -91,6 +91,11 @@ def test_lists_arrays_and_empty_items() -> None:
     want = paged_attention(q, k, v, page_table=TABLE, lengths=LENGTHS)
     as_arrays = paged_attention(q, k, v, page_table=np.asarray(TABLE, np.int16), lengths=np.asarray(LENGTHS, np.uint8))
     np.testing.assert_array_equal(as_arrays, want)
+    of_numpy: dict[str, Any] = {
+        "page_table": [list(row) for row in np.asarray(TABLE)],
+        "lengths": list(np.asarray(LENGTHS)),
+    }
+    np.testing.assert_array_equal(paged_attention(q, k, v, **of_numpy), want)
     empty, lse = paged_attention(q, k, v, page_table=TABLE, lengths=[0, 1, 12, 9], return_lse=True)
     assert not empty[0].any()
     assert np.isneginf(lse[0]).all()

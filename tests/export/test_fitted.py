@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torch_exports
 from onnx_sessions import opened
-from relskew_core import Span, relative_attention, sinusoidal_table
+from relskew_core import Span, alibi_bias, proximal_bias, relative_attention, sinusoidal_table, t5_buckets
 from relskew_core.export import torch_to_onnx
 
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -73,6 +73,8 @@ class Network(nn.Module):
         results: list[Any] = [
             relative_attention(q, q, q, rel_bias=biases(length - 1, length - 1)),
             relative_attention(q, k, k, rel_bias=biases(2 * length - 1, 0), span=past, causal=True, offset=length),
+            relative_attention(q, q, q, rel_bias=alibi_bias(2, Span.full(length), like=x)),
+            relative_attention(q, k, k, rel_bias=proximal_bias(past, like=x), span=past, causal=True, offset=length),
         ]
         return torch.stack(results)
 
@@ -112,6 +114,16 @@ def test_a_program_of_any_length() -> None:
     for shape in [(3, 60), (1, 2)]:
         for got, want in zip(program(heads(*shape)), model(heads(*shape)), strict=True):
             torch.testing.assert_close(got, want)
+
+
+def test_buckets_of_a_length_that_varies_are_refused() -> None:
+    class Bucketed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            buckets = t5_buckets(Span.full(x.shape[-2]), num_buckets=8, max_distance=9, bidirectional=True)
+            return torch.tensor(buckets) + x.sum()
+
+    with pytest.raises(ValueError, match=r"^`span` must have ints, .* got lengths that vary in torch.export: use"):
+        torch.export.export(Bucketed(), (heads(2, 7),), dynamic_shapes=({2: DYNAMIC},), strict=False)
 
 
 class Chosen(nn.Module):
