@@ -69,12 +69,11 @@ class Network(nn.Module):
             far = torch.arange(-left, right + 1, dtype=x.dtype, device=x.device)[:, None]
             return self.bias(far.sign() * far.abs().log1p()).mT
 
-        past, q, k = Span(2 * length - 1, 0), cast(Any, x), cast(Any, keys)
+        span, past, q, k = Span.full(length), Span(2 * length - 1, 0), cast(Any, x), cast(Any, keys)
         results: list[Any] = [
             relative_attention(q, q, q, rel_bias=biases(length - 1, length - 1)),
             relative_attention(q, k, k, rel_bias=biases(2 * length - 1, 0), span=past, causal=True, offset=length),
-            relative_attention(q, q, q, rel_bias=alibi_bias(2, Span.full(length), like=x)),
-            relative_attention(q, k, k, rel_bias=proximal_bias(past, like=x), span=past, causal=True, offset=length),
+            relative_attention(q, q, q, rel_bias=alibi_bias(2, span, like=x) + proximal_bias(span, like=x)),
         ]
         return torch.stack(results)
 
