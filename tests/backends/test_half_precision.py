@@ -29,7 +29,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.fixture(params=[*LEVELS, "ARM"])
+TURNS = [*LEVELS, *kernels_built.OTHERS]
+
+
+@pytest.fixture(params=TURNS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Work as on an older processor, or another one."""
     with kernels_built.at(request.param) as level:
@@ -88,8 +91,8 @@ TRIED = [*CASES, *PAIRS]
 @pytest.mark.parametrize("case", TRIED, ids=str)
 def test_results_and_gradients_equal_those_in_float64_of_the_same_arrays(case: dense.Case, level: str) -> None:
     """In one dtype at a level, and in the other one at the next; and what multiplies pairs of bfloat16 in that."""
-    of_pairs = "bfloat16" in level
-    dtype = [*DTYPES][1 if of_pairs else (TRIED.index(case) + [*LEVELS, "ARM"].index(level)) % 2]
+    of_pairs = "bfloat16" in level or "software" in level
+    dtype = [*DTYPES][1 if of_pairs else (TRIED.index(case) + TURNS.index(level)) % 2]
     given, d_out = {name: rounded(x, dtype) for name, x in case.arrays().items()}, rounded(case.d_out(), dtype)
     found = results(given, case.call(), d_out, impl="native")
     wide = {name: x if is_label(x) else x.double() for name, x in given.items()}

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -102,24 +102,41 @@ WARNED_OF = [
 """Every source, with its levels for every dtype at the least one. At the others, double has branches of its own."""
 
 
-@functools.cache
-def built(*flags: str) -> ModuleType:
-    """Compile the kernels for the least of this kind of processors, quickly, and once until a source changes."""
-    units = [unit for unit in UNITS if unit.level in (None, "base") and unit.source.name not in OF_LIBRARY]
+IN_SOFTWARE = Path(__file__).parent / "in_software"
+
+OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "ARM": (ARM, ()),
+    "pairs in software": (ARM, ("-DEMULATED", f"-I{IN_SOFTWARE}", "-Wno-psabi")),
+    "tiles in software": (ARM, ("-DEMULATED", "-DAMX", f"-I{IN_SOFTWARE}", "-Wno-psabi")),
+}
+"""Processors that this one need not be: flags for all kernels, and more for those of bfloat16.
+
+Products of pairs (AVX512-BF16) and of tiles (AMX) are computed in C++ then.
+"""
+
+
+def made(name: str, what: Sequence[str], sources: Sequence[Path]) -> Path:
+    """Return a file that a command of the compiler makes, once until the command or a source changes."""
 
     def make(folder: Path) -> None:
-        objects = [str(folder / f"{place}.o") for place in range(len(units))]
-        for unit, target in zip(units, objects, strict=True):
-            given = [*unit.flags, "-O1", "-fPIC", *flags, "-c", str(unit.source), "-o", target]
-            subprocess.run([str(COMPILER), *given], check=True)
-        linked = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
-        target = str(folder / "_kernels.so")
-        subprocess.run([str(COMPILER), "-shared", *flags, *linked, *objects, "-o", target], check=True)
+        subprocess.run([str(COMPILER), *what, "-o", str(folder / name)], check=True)
 
-    texts = [path.read_bytes() for path in sorted(SOURCE.iterdir())]
-    of_all = repr((COMPILER, flags, [unit.flags for unit in units], texts))
-    folder = once(ROOT / "build" / "kernels" / hashlib.sha256(of_all.encode()).hexdigest()[:16], make)
-    found = importlib.util.spec_from_file_location("_kernels", folder / "_kernels.so")
+    of_all = repr((COMPILER, what, [path.read_bytes() for path in sources]))
+    return once(ROOT / "build" / "kernels" / hashlib.sha256(of_all.encode()).hexdigest()[:16], make) / name
+
+
+@functools.cache
+def built(flags: tuple[str, ...], of_bfloat16: tuple[str, ...] = ()) -> ModuleType:
+    """Compile the kernels for the least of this kind of processors, quickly."""
+    sources = [path for folder in (SOURCE, IN_SOFTWARE) for path in sorted(folder.iterdir())]
+    objects = []
+    for unit in UNITS:
+        if unit.level in (None, "base") and unit.source.name not in OF_LIBRARY:
+            more = [*flags, *(of_bfloat16 if "-DSTORED=BFloat16" in unit.flags else ())]
+            objects.append(made("unit.o", [*unit.flags, "-O1", "-fPIC", *more, "-c", str(unit.source)], sources))
+    linking = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
+    linked = made("_kernels.so", ["-shared", *flags, *linking, *map(str, objects)], objects)
+    found = importlib.util.spec_from_file_location("_kernels", linked)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -129,12 +146,12 @@ def built(*flags: str) -> ModuleType:
 
 @contextmanager
 def at(level: str) -> Iterator[str]:
-    """Work as on an older processor, or on another one, ``"ARM"``."""
+    """Work as on an older processor, or on another one, such as ``"ARM"``."""
     kernels = _compiled.kernels
-    if level == "ARM":
+    if level in OTHERS:
         if COMPILER is None:
             pytest.skip("no compiler is here")
-        _compiled.kernels = built(*ARM)
+        _compiled.kernels = built(*OTHERS[level])
     else:
         kernels.use(level)
     try:

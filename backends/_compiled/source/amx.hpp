@@ -17,7 +17,11 @@ constexpr Index TILE_PAIRS = 16;  // of a tile: the depth of one multiplication
 #if defined(AMX)
 constexpr int TILE_ROWS = 12;  // of the left factor and of sums
 constexpr int LEFT = 4;
+#endif
 
+#if defined(AMX) && defined(EMULATED)  // by the tests, in C++
+#include "tiles_in_software.hpp"
+#elif defined(AMX)
 // Reserve the registers for products: 0 to 3 hold sums, LEFT the left factor, and those after it the right one. Other
 // code may have changed them between tasks.
 inline void configure_tiles() {

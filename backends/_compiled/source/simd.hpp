@@ -25,7 +25,7 @@ using Real = typename Computed<Stored>::Real;
 constexpr bool DOUBLE = sizeof(Real) == 8;
 constexpr bool CONVERTED = !std::is_same_v<Stored, Real>;  // whether entries are converted before computing with them
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(EMULATED)
 constexpr int REGISTER = 64;  // bytes
 #elif defined(__AVX2__)
 constexpr int REGISTER = 32;
@@ -43,7 +43,8 @@ typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(
 typedef std::uint16_t LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef std::int8_t LooseBytes __attribute__((vector_size(LANES), aligned(1)));
 
-#if defined(__AVX512BF16__)  // the processor multiplies pairs of bfloat16, and adds both products to a float
+// The processor multiplies pairs of bfloat16, and adds both products to a float; in tests, C++ does.
+#if defined(__AVX512BF16__) || defined(EMULATED)
 constexpr bool PAIRS = std::is_same_v<Stored, BFloat16>;
 #else
 constexpr bool PAIRS = false;
@@ -115,35 +116,34 @@ inline To load(const Byte *p) {
 inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
 inline Vec splat(Real x) { return x - Vec{}; }
 
+#if defined(EMULATED)
+#include "pairs_in_software.hpp"
+#elif defined(__AVX512BF16__)
 // a · b + c, where the lanes of a and b are pairs, and all lanes use the same pair of a.
-inline Vec add_pairs([[maybe_unused]] const BFloat16 *a, [[maybe_unused]] Vec b, Vec c) {
-#if defined(__AVX512BF16__)
+inline Vec add_pairs(const BFloat16 *a, Vec b, Vec c) {
     std::int32_t pair;
     std::memcpy(&pair, a, sizeof(pair));
     const auto all = (__m512bh)_mm512_set1_epi32(pair);
     return (Vec)_mm512_dpbf16_ps((__m512)c, all, (__m512bh)b);
-#else
-    return c;
-#endif
 }
 
 // Pairs of the lanes of two vectors, rounded to nearest.
-inline Vec paired([[maybe_unused]] Vec a, [[maybe_unused]] Vec b) {
-#if defined(__AVX512BF16__)
+inline Vec paired(Vec a, Vec b) {
     const auto bits = [](Vec x) { return __builtin_convertvector((LooseHalves)_mm512_cvtneps_pbh((__m512)x), Words); };
     return (Vec)(bits(a) | bits(b) << 16);
-#else
-    return Vec{};
-#endif
 }
 
 // Store after rounding to nearest.
-inline void store_rounded([[maybe_unused]] BFloat16 *p, [[maybe_unused]] Vec x) {
-#if defined(__AVX512BF16__)
+inline void store_rounded(BFloat16 *p, Vec x) {
     const auto rounded = _mm512_cvtneps_pbh((__m512)x);
     std::memcpy(p, &rounded, sizeof(rounded));
-#endif
 }
+#else
+inline Vec add_pairs(const BFloat16 *, Vec, Vec c) { return c; }
+inline Vec paired(Vec, Vec) { return Vec{}; }
+inline void store_rounded(BFloat16 *, Vec) {}
+#endif
+
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // The polynomial with these coefficients, the highest power first.
