@@ -13,6 +13,7 @@
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, with every read and write checked; by
 #                       GCC, or with SANITIZER=clang++ by Clang
+#   make sanitize-pairs tests of products of pairs and tiles of bfloat16, as C++ instead of instructions, with the same checks
 #   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; takes
 #                       long; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls on another processor, ARCH=s390x
@@ -60,7 +61,7 @@ SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py 
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
 .PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-clang-cl test-operator
-.PHONY: sanitize fuzz mutants check check-style check-mypy check-pyright clean
+.PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
@@ -142,6 +143,11 @@ sanitize: .venv/dev.stamp
 	cd $(COPY) && $(SANITIZED) -m pytest $(SANITIZED_TESTS)
 	cd $(COPY) && PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(SANITIZED) -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) --only calls --only gradients --only options
+
+# In C++ in place of a processor's own instructions, which sanitizers do not see.
+sanitize-pairs: .venv/dev.stamp
+	KERNELS_FLAGS='$(SANITIZERS)' $(subst KERNELS_COMPILER=,KERNELS_COMPILER=$(SANITIZER),$(SANITIZED)) \
+		-m pytest tests/backends/test_half_precision.py -k software
 
 # A seed gives the same examples only where strings hash the same.
 fuzz: .venv/dev.stamp
