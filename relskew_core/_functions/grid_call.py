@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, has_shape, is_array
@@ -105,8 +106,6 @@ class GridCall:
             if cut is not None and cut.shape[-1] != 1:
                 cut = laid.of_rows(cut, -1, rows, xp=xp)
             bias = _combine(bias, _both(cut, visible, xp=xp), xp=xp)
-            if bias is not None and not xp.isdtype(bias.dtype, "bool"):
-                bias = cast(bias, q.dtype, xp=xp)  # NumPy's sums lose the order of bytes
             options: Any = {"mask": bias, "scale": factor, "chunk_size": stop - start, "return_lse": True}
             parts.append(relative_attention(q[..., start:stop, :], keys, values, **options))
 
@@ -246,4 +245,7 @@ def _chunks(
         step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
         if reach < grids.keys[0]:
             step = max(1, min(step // 2, reach))  # a chunk of `reach` rows sees about twice as many
-    return ranges(height, step)
+    if seen.all:
+        return ranges(height, step)
+    # torch.compile makes a program for each height: it would take minutes to trace windows of any height
+    return pairwise([*range(0, height, step), height])

@@ -241,16 +241,6 @@ def test_results_do_not_depend_on_the_chunks_nor_on_the_heads_axis() -> None:
     np.testing.assert_allclose(relative_attention_2d(**one), whole[0, 1], rtol=1e-12)
 
 
-def test_bytes_in_the_other_order() -> None:
-    arguments = CASES["both, class token"]
-    swapped: dict[str, Any] = {
-        name: x.astype(x.dtype.newbyteorder()) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
-    }
-    got: Any = relative_attention_2d(**swapped)
-    np.testing.assert_allclose(got, relative_attention_2d(**arguments), rtol=1e-12)
-    assert got.dtype == swapped["q"].dtype
-
-
 def test_a_bias_by_head_needs_no_batch() -> None:
     rng = np.random.default_rng(10)
     q, bias = rng.standard_normal((1, 3, 6, 4)), rng.standard_normal((3, 3, 5))
