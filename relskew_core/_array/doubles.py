@@ -16,7 +16,7 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
 
     The numbers go through a buffer: nested lists take JAX ten times as long.
     """
-    dtype = xp.asarray(0.0, dtype=dtype).dtype
+    dtype = floating(dtype, xp=xp)
     code, buffered = ("d", dtype) if dtype == xp.float64 else ("f", xp.float32)
     if is_compiling():  # torch.compile supports no buffers
         return cast(xp.asarray(list(rows), dtype=buffered, device=device), dtype, xp=xp)
@@ -27,3 +27,8 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
         count += 1
     made = xp.reshape(xp.asarray(numbers, dtype=buffered, device=device), (count, -1))
     return cast(made, dtype, xp=xp)
+
+
+def floating(dtype: Any, *, xp: Namespace) -> Any:
+    """Return a dtype, or the library's default floating one for ``None``."""
+    return xp.asarray(0.0, dtype=dtype).dtype

@@ -26,7 +26,7 @@ def exporting() -> bool:
 def symbolic(*sizes: Any) -> bool:
     """Whether torch traces a program in which one of these sizes varies between calls."""
     if not is_compiling():
-        return False
+        return any(type(size).__name__ == "SymInt" for size in sizes)
     shapes = sys.modules["torch"].fx.experimental.symbolic_shapes
     return not all(shapes.has_static_value(size) for size in sizes)
 

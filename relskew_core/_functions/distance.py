@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from relskew_core._array.checks import check_int
-from relskew_core._array.doubles import from_doubles
+from relskew_core._array.doubles import floating, from_doubles
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
@@ -132,7 +132,7 @@ def _placed(xp: Any, like: Array | None, dtype: Any) -> tuple[Namespace, Any, An
         raise TypeError(f"either `xp` or `like` must be given, got {both}")
     if like is None:
         xp = namespace_of(xp)
-        return xp, xp.asarray(0.0, dtype=dtype).dtype, None
+        return xp, floating(dtype, xp=xp), None
     xp = namespace_of_arrays({"like": like}, floating=dtype is None)
     return xp, like.dtype if dtype is None else dtype, device(like)
 
