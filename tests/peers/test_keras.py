@@ -78,5 +78,6 @@ def test_the_layer_and_its_page(backend: str, tmp_path: Path) -> None:
     found = np.load(tmp_path / "found.npz")
     wanted = {name: x for positions in POSITIONS for name, x in expected(given, positions).items()}
     assert set(found) == set(wanted)
-    for name, array in wanted.items():  # gradients of T5's logits, which are not scaled, are sums of numbers up to 20
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=2e-5, err_msg=name)
+    for name, array in wanted.items():  # gradients of T5's logits, which are not scaled, are as large as 20
+        size = max(1.0, np.abs(array).max())
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=2e-5 * size, err_msg=name)
