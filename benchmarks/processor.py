@@ -156,7 +156,7 @@ class Cores(Benchmark):
                 (4096, 4096, False),
                 (4096, 4096, True),
                 (1, 100_000, False),
-                (0, 100_000, False),
+                (0, 100_000, False),  # no query: reading alone
             ):
                 yield {"heads": heads, "queries": queries, "keys": keys, "training": training}
 
