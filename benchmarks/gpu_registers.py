@@ -26,7 +26,7 @@ from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, TiledCall, block, fitted
+from relskew_core.backends._torch.triton.call import TILES, Device, TiledCall, block, fitted, tiles, widest
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -56,10 +56,15 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
     bias, mask = torch.empty((2, 1024), dtype=dtype), torch.empty((1024, 1024), dtype=dtype)
     others: dict[str, Any] = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
     others = others if terms == "everything" else {}
-    given = problem(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others))
-    call = TiledCall.of(given.given, given.options)
-    device = capability // 10, SHARED_BYTES[capability]
-    return replace(call, forward=fitted(call.forward, *device), backward=fitted(call.backward, *device))
+    return tiled(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others), capability)
+
+
+def tiled(arguments: Arguments, capability: int) -> TiledCall:
+    """Return a call as on a device of this capability."""
+    given = problem(arguments)
+    call, device = TiledCall.of(given.given, given.options), Device(capability // 10, SHARED_BYTES[capability])
+    forward, backward = (fitted(tile, device) for tile in tiles(call.operands.q.dtype, widest(call.operands)) or ())
+    return replace(call, forward=forward, backward=backward)
 
 
 def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -75,6 +80,7 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
         "d_rel_q": rel_q, "d_mask": mask,
         "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None, "KEEP_MASK": mask is not None,
+        "APART": call.apart,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
@@ -86,11 +92,8 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         }  # fmt: skip
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[int, int, int]:
-    """Compile a kernel like a launch with these arguments, and return its resources.
-
-    That is registers of a thread, bytes that it spills to its stack, and bytes that a program shares.
-    """
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+    """Compile a kernel like a launch with these arguments, and return what Triton makes of it."""
     signature, constants, attributes = {}, {}, {}
     fixed = set(kernel.do_not_specialize or ())
     for index, parameter in enumerate(kernel.params):
@@ -105,7 +108,11 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[i
         signature[parameter.name] = _type(value)
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(binary: Any) -> tuple[int, int, int]:
+    """Return the registers of a thread, the bytes that it spills to its stack, and the bytes that a program shares."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(binary.asm["cubin"])
@@ -140,7 +147,7 @@ class GPURegisters(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         kernel, given = _kernels(*case.values())[contender]
-        return lambda: compiled(kernel, given, case["capability"])
+        return lambda: resources(compiled(kernel, given, case["capability"]))
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         registers, spilled, shared = result

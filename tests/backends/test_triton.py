@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,12 +58,14 @@ def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width
 
 
 def test_tiles_fit_the_device() -> None:
-    from relskew_core.backends._torch.triton.call import Tile, fitted
+    from relskew_core.backends._torch.triton.call import Device, Tile, fitted
 
-    tile = Tile(64, 8, 2)
-    assert fitted(tile, 9, 227 * 2**10) == tile
-    assert fitted(tile, 8, 163 * 2**10) == Tile(32, 4, 2)
-    assert fitted(Tile(32, 8, 2), 8, 99 * 2**10) == Tile(32, 8, 1)
+    tile = Tile(64, 4, 2)
+    assert fitted(tile, Device(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
+    assert fitted(tile, Device(9, 227 * 2**10, compiles=False)) == tile
+    assert fitted(tile, Device(10, 227 * 2**10)) == tile
+    assert fitted(tile, Device(8, 163 * 2**10)) == Tile(32, 4, 2)
+    assert fitted(Tile(32, 8, 2), Device(8, 99 * 2**10)) == Tile(32, 8, 1)
 
 
 @needs_triton
@@ -85,11 +90,95 @@ def test_kernels_compile_for_devices_that_are_not_here(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call = gpu_registers.call_of(dtype, width, terms, capability)
     for name, kernel, arguments in gpu_registers.launches(call):
-        registers, spilled_bytes, shared_bytes = gpu_registers.compiled(kernel, arguments, capability)
+        binary = gpu_registers.compiled(kernel, arguments, capability)
+        registers, spilled_bytes, shared_bytes = gpu_registers.resources(binary)
         assert shared_bytes <= gpu_registers.SHARED_BYTES[capability]
         assert registers <= 255
         if name == "forward" and terms == "full":
             assert spilled_bytes == 0
+
+
+LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape = [16, 64, 16]}"
+"""The layout of a product of 64 × 64 by four warps, for which shuffles are written."""
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rel_k": 127},
+        {"rel_k": 64, "causal": True, "softcap": 30.0},
+        {"rel_bias": 127, "mask": "additive"},
+        {"rel_v": 9, "span": Span.clipped(4)},
+        {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4), "block_size": 16},
+        {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 40), (torch.bfloat16, 128)])
+def test_shuffles_get_the_layout_that_they_are_written_for(
+    given: dict[str, Any], dtype: torch.dtype, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_registers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, heads, length = torch.empty((1, 2, 64, width), dtype=dtype), 2, 64
+    masks = {"additive": torch.empty((length, length), dtype=dtype), "boolean": torch.empty((length,)) > 0}
+    arrays: dict[str, Any] = {
+        name: torch.empty((heads, rows) if name == "rel_bias" else (heads, rows, width), dtype=dtype)
+        for name, rows in given.items() if name in ("rel_k", "rel_v", "rel_bias")
+    }  # fmt: skip
+    arrays |= {"rel_q": x} if "rel_q" in given else {}
+    arrays |= {"mask": masks[given["mask"]]} if "mask" in given else {}
+    call = gpu_registers.tiled(Arguments(x, x, x, **{**given, **arrays}), 90)
+    assert call.forward.shuffles
+    for name, kernel, arguments in gpu_registers.launches(call):
+        code = gpu_registers.compiled(kernel, arguments, 90).asm["ttgir"]
+        if name == "tables":
+            continue
+        layouts = dict(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<(.*)>$", code, re.MULTILINE))
+        used = re.findall(r"elementwise_inline_asm .*?\} %.*? : (.*?) loc\(", code, re.DOTALL)
+        assert used
+        assert {layouts[layout] for types in used for layout in re.findall(r"(#\w+)>", types)} == {LAYOUT}
+
+
+def test_shuffles_skew_and_unskew() -> None:
+    from relskew_core.backends._torch.triton.kernels import shuffles
+
+    lane, (earlier, later, tile) = np.arange(32), np.random.default_rng(0).random((3, 64, 64))
+    i, c = np.arange(64)[:, None], np.arange(64)[None, :]
+    turned = tile[i, (i + c) % 64]
+    windows = np.where(i + c >= 64, turned, 0), np.where(i + c >= 64, 0, turned)
+    skewed = np.concatenate([earlier, later], 1)[i, 64 + c - i]
+    for warp in range(4):
+
+        def held(name: str, x: Any, warp: int = warp) -> dict[str, Any]:
+            rows = 16 * warp + lane // 4
+            return {f"{name}{k}": x[rows + 8 * s, 8 * n + 2 * (lane % 4) + b] for k, n, s, b in shuffles.places()}
+
+        read = {"%tid.x": lane + 32 * warp, "zero": np.zeros(32), **held("tile", tile), **held("earlier", earlier)}
+        read |= held("later", later)
+        for steps, results in (
+            (shuffles.skew, held("out", skewed)),
+            (shuffles.unskew, held("earlier", windows[0]) | held("later", windows[1])),
+        ):
+            found = executed((*shuffles.SETUP, *steps(warp)), dict(read))
+            for name, expected in results.items():
+                np.testing.assert_array_equal(found[name], expected)
+
+
+def executed(steps: Iterable[Any], registers: dict[str, Any]) -> dict[str, Any]:
+    """Execute instructions for the 32 threads of a warp."""
+    functions: dict[str, Callable[..., Any]] = {
+        "mov": lambda x: x, "and": np.bitwise_and, "or": np.bitwise_or, "shr": np.right_shift, "add": np.add,
+        "sub": np.subtract, "setp.ne": np.not_equal, "setp.ge": np.greater_equal, "setp.lt": np.less,
+        "selp": lambda x, y, which: np.where(which, x, y), "shfl": lambda x, sender: x[sender],
+    }  # fmt: skip
+    for name, target, sources in steps:
+        given = (int(x) if x.isdigit() else registers[x] for x in sources)
+        registers[target] = functions[name](*given)
+    return registers
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,9 @@ def test_what_the_kernels_do_not_know_takes_the_portable_code(
 def test_widest_heads(width: int) -> None:
     case = Case("wide", n=70, m=90, d=width, tables="rel_k rel_v")
     arrays = on_device(case, "bfloat16")
-    out = attend(**arrays, impl="native")
-    assert_close(out, attend(**{n: x.double() for n, x in arrays.items()}, impl="portable").cpu(), 2e-2)
+    out = attend(**arrays, **case.call(), impl="native")
+    expected = attend(**{name: x.double() for name, x in arrays.items()}, **case.call(), impl="portable")
+    assert_close(out, expected.cpu(), 2e-2)
 
 
 @pytest.mark.parametrize("case", FEW[:4], ids=str)

@@ -172,7 +172,7 @@ def test_launches_are_all_tested() -> None:
 def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core.backends._torch.triton import call as triton_call
 
-    monkeypatch.setattr(triton_call, "limits", lambda device: (major, 2**18))
+    monkeypatch.setattr(triton_call, "limits", lambda device: triton_call.Device(major, 2**18, compiles=False))
     monkeypatch.setattr(triton_call.TiledCall, "precision", "tf32" if tf32 else "ieee")
     case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
                 tables="rel_k rel_v rel_bias")  # fmt: skip

@@ -81,7 +81,7 @@ def _attention_vjp(
                 d_q=d_q, d_rel_q=d_rel_q, chunk_start=start, chunk_stop=stop, first_position=columns.first,
                 width=columns.width, **_kept("d_logits", "far_logits", "KEEP_LOGITS", logits),
                 **_kept("weights", "far_weights", "KEEP_WEIGHTS", weights),
-                d_mask=None if mask is None else mask.buffer, KEEP_MASK=mask is not None, **given,
+                d_mask=None if mask is None else mask.buffer, KEEP_MASK=mask is not None, APART=call.apart, **given,
             )  # fmt: skip
             for part in kept:
                 part.end(start, stop)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from relskew_core._kernel.call import KINDS, SEQUENCES, Operands, Options
 from relskew_core.backends._batch import by_batch, mask_by_batch
+from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,13 @@ class Tile:
     size: int
     warps: int
     stages: int
+    shuffles: bool = False  # whether tiles are skewed by shuffles, which need the layout of products on 9.0
 
 
 TILES = {
-    # (half precision, width up to): forward, backward; the largest tiles that fit the registers
-    (True, 64): (Tile(64, 8, 2), Tile(64, 8, 2)),
-    (True, 128): (Tile(64, 8, 2), Tile(32, 4, 2)),
+    # (half precision, width up to): forward, backward; on 9.0, where 64 × 64 fits the registers
+    (True, 64): (Tile(64, 4, 3), Tile(64, 4, 2)),
+    (True, 128): (Tile(64, 4, 2), Tile(64, 4, 1)),
     (True, 256): (Tile(32, 8, 2), Tile(32, 8, 2)),
     (False, 64): (Tile(32, 8, 1), Tile(32, 8, 1)),
     (False, 128): (Tile(16, 8, 1), Tile(16, 8, 1)),
@@ -87,7 +89,7 @@ class TiledCall:
         tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())
         device = limits(tiled.q.device)
-        forward, backward = (fitted(tile, *device) for tile in tiles(tiled.q.dtype, widest(operands)) or ())
+        forward, backward = (fitted(tile, device) for tile in tiles(tiled.q.dtype, widest(operands)) or ())
         batch, heads = tiled.q.shape[:2]
         return cls(tiled, options, heads, batch, forward, backward)
 
@@ -113,6 +115,12 @@ class TiledCall:
         if span.beyond == "error" or (x.rel_k is None and x.rel_v is None and x.rel_bias is None):
             return 1, 1, band_low, band_high
         return 0 if low < band_low - size else 1, 2 if high > band_high + size else 1, band_low, band_high
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the products of queries with the table have another scale, or other queries."""
+        x, options = self.operands, self.options
+        return x.rel_k is not None and (x.rel_q is not None or options.rel_scale != options.scale)
 
     @property
     def precision(self) -> str:
@@ -151,7 +159,7 @@ class TiledCall:
             "SOFTCAP": options.softcap is not None,
             **{name.upper(): getattr(x, name) is not None for name in AXES if name.startswith("rel_")},
             "FIRST_PART": first_part, "LAST_PART": last_part,
-            "EDGES": clip, "PRECISION": self.precision,
+            "EDGES": clip, "PRECISION": self.precision, "SHUFFLES": tile.shuffles,
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
@@ -161,19 +169,29 @@ def widest(operands: Operands) -> int:
     return max(x.shape[-1] for x in (operands.q, operands.v, operands.rel_q) if x is not None)
 
 
-def fitted(tile: Tile, major: int, shared_bytes: int) -> Tile:
-    """Fit a tile to a device, given its major compute capability and the shared memory of a program."""
-    if tile.size == 64 and major not in (9, 10):  # only warpgroup multiplication leaves enough registers
+class Device(NamedTuple):
+    """What a tile has to fit."""
+
+    major: int  # of the compute capability
+    shared_bytes: int  # of a program
+    compiles: bool = True  # not Triton's interpreter, which has no threads
+
+
+def fitted(tile: Tile, device: Device) -> Tile:
+    """Fit a tile to a device."""
+    if tile.size == 64 and device.major not in (9, 10):  # only warpgroup multiplication leaves enough registers
         tile = Tile(32, 4, 2)
-    return tile if shared_bytes >= SHARED_BYTES else Tile(tile.size, tile.warps, 1)
+    shuffles = device.compiles and device.major == 9 and (tile.size, tile.warps) == (SIZE, WARPS)
+    stages = tile.stages if device.shared_bytes >= SHARED_BYTES else 1
+    return replace(tile, stages=stages, shuffles=shuffles)
 
 
-def limits(device: torch.device) -> tuple[int, int]:
-    """Return a device's major compute capability, and the shared memory of a program."""
+def limits(device: torch.device) -> Device:
+    """Return the limits of a device."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
-        return properties.major, properties.shared_memory_per_block_optin
-    return 9, 227 * 2**10  # the device that the interpreter simulates
+        return Device(properties.major, properties.shared_memory_per_block_optin)
+    return Device(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -45,6 +45,7 @@ def forward_kernel(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     REL_K: tl.constexpr, REL_Q: tl.constexpr, REL_V: tl.constexpr, REL_BIAS: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
+    SHUFFLES: tl.constexpr,
 ):  # fmt: skip
     """Attend for ``B`` queries of one head."""
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * B  # with a causal pattern, the longest rows come first
@@ -101,7 +102,7 @@ def forward_kernel(
                     later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                    s += skew(earlier, later, B)
+                    s += skew(earlier, later, B, SHUFFLES)
                     earlier = later
                 else:
                     s += relative
@@ -119,7 +120,7 @@ def forward_kernel(
             sums = tl.dot(p.to(v_tile.dtype), v_tile, sums, input_precision=PRECISION)
             if REL_V:
                 if PART == 1:
-                    p_earlier, p_later = unskew(p, B)
+                    p_earlier, p_later = unskew(p, B, SHUFFLES)
                     window = load_window(rel_v, rel_v_r, j0 - position - B, span_left, table_rows, lowest, highest,
                                          DV, BLOCK_DV, B)  # fmt: skip
                     p_earlier += waiting * shrink[:, None]

@@ -34,6 +34,7 @@ def key_gradient_kernel(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     REL_K: tl.constexpr, REL_Q: tl.constexpr, REL_V: tl.constexpr, REL_BIAS: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
+    SHUFFLES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of ``B`` keys and values of one key head, from all heads of its group in turn."""
     j0 = tl.program_id(0) * B
@@ -87,7 +88,7 @@ def key_gradient_kernel(
                         later = relative_window(rel_q_tile, table, rel_k_r, bias, first, span_left, table_rows,
                                                 lowest, highest, rel_scale,
                                                 DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                        s += skew(earlier, later, B)
+                        s += skew(earlier, later, B, SHUFFLES)
                     else:
                         s += relative_edge(rel_q_tile, table, rel_k_r, bias, edge, rel_scale,
                                            DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
@@ -100,7 +101,7 @@ def key_gradient_kernel(
                         later = relative_window(do, values, rel_v_r, values, first, span_left, table_rows,
                                                 lowest, highest, 1.0,
                                                 DV, BLOCK_DV, B, True, False, PRECISION)  # fmt: skip
-                        dp += skew(earlier, later, B)
+                        dp += skew(earlier, later, B, SHUFFLES)
                     else:
                         dp += relative_edge(do, values, rel_v_r, values, edge, 1.0,
                                             DV, BLOCK_DV, B, True, False, EDGES)[:, None]  # fmt: skip

@@ -73,9 +73,13 @@ def query_gradient_kernel(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     REL_K: tl.constexpr, REL_Q: tl.constexpr, REL_V: tl.constexpr, REL_BIAS: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
-    KEEP_LOGITS: tl.constexpr, KEEP_WEIGHTS: tl.constexpr, KEEP_MASK: tl.constexpr,
+    SHUFFLES: tl.constexpr, KEEP_LOGITS: tl.constexpr, KEEP_WEIGHTS: tl.constexpr, KEEP_MASK: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of ``B`` queries, and store their gradients of logits in relative layout.
+
+    ``APART`` says that the products with keys and with the table have sums of their own, because their scales differ or
+    because they are gradients of two arrays.
 
     ``d_logits`` and ``weights`` are (batch · heads, chunk, width), column ``c`` for the position
     ``first_position + c``; ``far_logits`` and ``far_weights`` are (2, batch · heads, n_queries), the sums before and
@@ -117,7 +121,8 @@ def query_gradient_kernel(
         i0, n_queries, n_keys, offset, before, after, block_size, band_low, band_high,
         BEFORE, AFTER, LOCAL, FIRST_PART, LAST_PART, B)  # fmt: skip
     sums = tl.zeros((B, BLOCK_D), tl.float32)
-    rel_sums = tl.zeros((B, BLOCK_DR), tl.float32)
+    if APART:
+        rel_sums = tl.zeros((B, BLOCK_DR), tl.float32)
     for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
         if PART == 1:
             part_start, part_stop = band_start, band_stop
@@ -148,25 +153,25 @@ def query_gradient_kernel(
             k_tile = load_rows(k, j, k_j, seen, D, BLOCK_D)
             v_tile = load_rows(v, j, v_j, seen, DV, BLOCK_DV)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
             if PART == 1:
                 if REL_K or REL_BIAS:
                     later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                    s += skew(earlier, later, B)
+                    s += skew(earlier, later, B, SHUFFLES)
                     earlier = later
+            elif REL_K or REL_BIAS:
+                s += relative
+            dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)  # last, because registers are few
+            if PART == 1:
                 if REL_V:
                     v_later = relative_window(do, rel_v, rel_v_r, rel_v, j0 - position, span_left, table_rows,
                                               lowest, highest, 1.0,
                                               DV, BLOCK_DV, B, True, False, PRECISION)  # fmt: skip
-                    dp += skew(v_earlier, v_later, B)
+                    dp += skew(v_earlier, v_later, B, SHUFFLES)
                     v_earlier = v_later
-            else:
-                if REL_K or REL_BIAS:
-                    s += relative
-                if REL_V:
-                    dp += v_relative
+            elif REL_V:
+                dp += v_relative
             p, ds_mask, ds = tile_gradient(
                 s, dp, lse_row, delta_row, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after,
                 block_size, softcap, BEFORE, AFTER, LOCAL, MASK, SOFTCAP, B)  # fmt: skip
@@ -176,7 +181,7 @@ def query_gradient_kernel(
             if PART == 1:
                 first = j0 - position - B
                 if REL_K or REL_BIAS:
-                    window, ds_later = unskew(ds, B)
+                    window, ds_later = unskew(ds, B, SHUFFLES)
                     window = (window + waiting).to(k_tile.dtype)
                     waiting = ds_later
                     if KEEP_LOGITS:
@@ -184,9 +189,12 @@ def query_gradient_kernel(
                     if REL_K:
                         rows = load_window(rel_k, rel_k_r, first, span_left, table_rows, lowest, highest,
                                            DR, BLOCK_DR, B)  # fmt: skip
-                        rel_sums = tl.dot(window, rows, rel_sums, input_precision=PRECISION)
+                        if APART:
+                            rel_sums = tl.dot(window, rows, rel_sums, input_precision=PRECISION)
+                        else:
+                            sums = tl.dot(window, rows, sums, input_precision=PRECISION)
                 if KEEP_WEIGHTS:
-                    p_window, p_later = unskew(p, B)
+                    p_window, p_later = unskew(p, B, SHUFFLES)
                     p_window = (p_window + p_waiting).to(v_tile.dtype)
                     p_waiting = p_later
                     store_window(weights, width, row, first - first_position, p_window, here, width, B)
@@ -203,7 +211,10 @@ def query_gradient_kernel(
                     if REL_K:
                         rows = load_window(rel_k, rel_k_r, first, span_left, table_rows, lowest, highest,
                                            DR, BLOCK_DR, B)  # fmt: skip
-                        rel_sums = tl.dot(window, rows, rel_sums, input_precision=PRECISION)
+                        if APART:
+                            rel_sums = tl.dot(window, rows, rel_sums, input_precision=PRECISION)
+                        else:
+                            sums = tl.dot(window, rows, sums, input_precision=PRECISION)
                 if KEEP_WEIGHTS:
                     store_window(weights, width, row, first - first_position, p_waiting.to(do.dtype), here, width, B)
         elif EDGES:
@@ -211,14 +222,18 @@ def query_gradient_kernel(
             place = ((0 if PART == 0 else 1) * programs + program) * n_queries + i
             if REL_K:
                 row_of_table = load_row(rel_k + edge * rel_k_r, DR, BLOCK_DR)[None, :]
-                rel_sums += tl.where(far[:, None] != 0, far[:, None] * row_of_table, 0.0)
+                far_sums = tl.where(far[:, None] != 0, far[:, None] * row_of_table, 0.0)
+                if APART:
+                    rel_sums += far_sums
+                else:
+                    sums += far_sums
             if KEEP_LOGITS:
                 tl.store(far_logits + place, far, mask=here)
             if KEEP_WEIGHTS:
                 tl.store(far_weights + place, p_far, mask=here)
 
     sums *= scale
-    if REL_K:
+    if APART:
         rel_sums *= rel_scale
         if REL_Q:
             store_rows(d_rel_q + program * n_queries * DR, i, DR, here, rel_sums, DR, BLOCK_DR)

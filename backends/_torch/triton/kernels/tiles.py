@@ -15,8 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from relskew_core.backends._torch.triton.kernels import shuffles
+
 LOG2E = tl.constexpr(1.4426950408889634)
 BOOLEAN, ADDITIVE = tl.constexpr(1), tl.constexpr(2)
+SKEW, SKEW_REGISTERS = tl.constexpr(shuffles.ptx("skew")), tl.constexpr(shuffles.constraints("skew"))
+UNSKEW, UNSKEW_REGISTERS = tl.constexpr(shuffles.ptx("unskew")), tl.constexpr(shuffles.constraints("unskew"))
 
 
 @triton.jit
@@ -92,18 +96,27 @@ def load_row(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def skew(earlier, later, B: tl.constexpr):
+def skew(earlier, later, B: tl.constexpr, SHUFFLES: tl.constexpr):
     """Turn two windows in relative layout into the tile in absolute layout: one gather within rows."""
-    i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
-    return tl.gather(tl.where(i + c >= B, earlier, later), (c - i) & (B - 1), 1)
+    if SHUFFLES:
+        x = tl.inline_asm_elementwise(SKEW, SKEW_REGISTERS, [earlier, later], tl.float32, is_pure=True, pack=32)
+    else:
+        i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+        x = tl.gather(tl.where(i + c >= B, earlier, later), (c - i) & (B - 1), 1)
+    return x
 
 
 @triton.jit
-def unskew(s, B: tl.constexpr):
+def unskew(s, B: tl.constexpr, SHUFFLES: tl.constexpr):
     """Turn a tile in absolute layout into its two windows in relative layout: the adjoint of :func:`skew`."""
-    i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
-    turned = tl.gather(s, (i + c) & (B - 1), 1)
-    return tl.where(i + c >= B, turned, 0.0), tl.where(i + c >= B, 0.0, turned)
+    if SHUFFLES:
+        earlier, later = tl.inline_asm_elementwise(
+            UNSKEW, UNSKEW_REGISTERS, [s], (tl.float32, tl.float32), is_pure=True, pack=32)  # fmt: skip
+    else:
+        i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+        turned = tl.gather(s, (i + c) & (B - 1), 1)
+        earlier, later = tl.where(i + c >= B, turned, 0.0), tl.where(i + c >= B, 0.0, turned)
+    return earlier, later
 
 
 @triton.jit
