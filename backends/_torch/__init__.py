@@ -49,7 +49,7 @@ def _on_cpus(call: Problem) -> Path | str:
     if is_watched(call.given):
         attend, reason = operator.attention, reason or _compiled.missing()
         # A learned softcap would be compiled again for every value.
-        supports -= {"softcap"} if varies(options.softcap) else set()
+        supports = supports - {"softcap"} if varies(options.softcap) else supports
     else:
         reason = reason or _compiled.refusal(x, options, supports)
     if reason is not None:

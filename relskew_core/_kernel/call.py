@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
@@ -201,7 +201,8 @@ class Options:
     chunk_size: int | None = checked(check_int, minimum=1)
     dropout: float = 0.0  # share of the weights that are dropped
     return_lse: bool = False
-    part: Part = Part()
+    # A factory, because torch.compile wraps the defaults of constructors, and before torch 2.12 knows no such object.
+    part: Part = field(default_factory=Part)
 
     def positions(self) -> tuple[int, int]:
         """Return the lowest and highest visible relative position; ``(0, 0)`` if no key is visible."""
@@ -249,8 +250,15 @@ CHECKS: dict[str, Callable[..., Any]] = {
 }
 """The checks of the options that are passed on unchanged, by name."""
 
+
+def _default(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
 _DEFAULTS = {
-    kind: {option.name: option.default for option in fields(kind) if option.compare and option.default is not MISSING}
+    kind: {
+        option.name: _default(option) for option in fields(kind) if option.compare and _default(option) is not MISSING
+    }
     for kind in (Options, GridOptions, Span, Visibility, RaggedVisibility)
 }
 
