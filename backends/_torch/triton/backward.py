@@ -13,10 +13,13 @@ from relskew_core._positions.table import Extension
 from relskew_core.backends._batch import by_batch
 from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of
 from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
-from relskew_core.backends._torch.triton.kernels.queries import query_gradient_kernel
+from relskew_core.backends._torch.triton.kernels.queries import delta_kernel, query_gradient_kernel
 
 BUFFER_BYTES = 2**30
 """The budget of a chunk's buffers: long chunks fill the device, short ones save its memory."""
+
+DELTA_ROWS = 64
+"""The queries of a program that multiplies outputs by their gradients."""
 
 SLAB_ROWS = 2048
 """The queries whose share of a table's gradient one program sums."""
@@ -51,15 +54,9 @@ def _attention_vjp(
     wanted: frozenset[str],
 ) -> Gradients:
     call = TiledCall.of(operands, options)
-    delta = (d_out.float() * out.float()).sum(-1)
-    if d_lse is not None:
-        delta = delta - d_lse
-    given = {
-        "d_out": by_batch(d_out, xp=torch).contiguous(),
-        "lse": lse.contiguous(),
-        "delta": delta.contiguous(),
-        **call.arguments(call.backward),
-    }
+    d_out = by_batch(d_out, xp=torch).contiguous()
+    delta = _delta(d_out, out, d_lse)
+    given = {"d_out": d_out, "lse": lse.contiguous(), "delta": delta, **call.arguments(call.backward)}
     x = call.operands
     d_q, d_k, d_v = (x.new_zeros(x.shape) for x in (x.q, x.k, x.v))
     d_rel_q = None if x.rel_q is None else x.rel_q.new_zeros(x.rel_q.shape)
@@ -93,6 +90,18 @@ def _attention_vjp(
     if mask is not None and operands.mask is not None:
         shaped["mask"] = mask.gradient(operands.mask.shape, operands.q.shape[:-3])
     return Gradients(**shaped)
+
+
+def _delta(d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
+    """Return ``d_out · out`` of every query, less its ``d_lse``."""
+    width, rows = d_out.shape[-1], d_out.shape[:-1].numel()
+    delta = d_out.new_empty(rows, dtype=torch.float32)
+    if delta.numel():
+        delta_kernel[-(-rows // DELTA_ROWS),](
+            d_out, out.contiguous(), None if d_lse is None else d_lse.float().contiguous(), delta, rows,
+            DV=width, BLOCK_DV=block(width), B=DELTA_ROWS, D_LSE=d_lse is not None,
+        )  # fmt: skip
+    return delta
 
 
 def _chunks(call: TiledCall, row_bytes: int) -> list[tuple[int, int]]:

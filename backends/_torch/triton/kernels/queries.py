@@ -59,6 +59,21 @@ def store_window(base, row_stride, rows, column, x, seen, width, B: tl.constexpr
     tl.store(base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], x, mask=keep)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def delta_kernel(
+    d_out, out, d_lse, delta, rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, B: tl.constexpr, D_LSE: tl.constexpr
+):  # fmt: skip
+    """Compute what a query's gradients of logits lose per weight: ``d_out · out``, less its ``d_lse``."""
+    first = tl.program_id(0).to(tl.int64) * B
+    row = tl.arange(0, B)
+    here = first + row < rows
+    d_out_tile = load_rows(d_out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32)
+    x = tl.sum(d_out_tile * load_rows(out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32), 1)
+    if D_LSE:
+        x -= tl.load(d_lse + first + row, mask=here, other=0.0)
+    tl.store(delta + first + row, x, mask=here)
+
+
 @triton.jit(do_not_specialize=["n_queries", "n_keys", "offset", "lowest", "highest", "band_low", "band_high"])
 def query_gradient_kernel(
     q, k, v, rel_q, rel_k, rel_v, rel_bias, mask,
