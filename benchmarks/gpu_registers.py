@@ -26,7 +26,7 @@ from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Device, TiledCall, block, fitted, tiles, widest
+from relskew_core.backends._torch.triton.call import TILES, Device, TiledCall, block, tiles, widest
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -63,8 +63,9 @@ def tiled(arguments: Arguments, capability: int) -> TiledCall:
     """Return a call as on a device of this capability."""
     given = problem(arguments)
     call, device = TiledCall.of(given.given, given.options), Device(capability // 10, SHARED_BYTES[capability])
-    forward, backward = (fitted(tile, device) for tile in tiles(call.operands.q.dtype, widest(call.operands)) or ())
-    return replace(call, forward=forward, backward=backward)
+    found = tiles(call.operands.q.dtype, widest(call.operands), device)
+    assert found is not None
+    return replace(call, forward=found[0], backward=found[1])
 
 
 def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -72,7 +73,7 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     x, numbers = call.operands, torch.empty(1)
     yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
     given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
-    yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q}
+    yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages}
     logits, weights = (x.q if table is not None else None for table in (x.rel_k, x.rel_v))
     rel_q, mask = x.rel_q, x.mask
     yield "queries", query_kernels.query_gradient_kernel, {

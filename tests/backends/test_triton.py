@@ -48,24 +48,26 @@ def operands(width: int = 8, dtype: torch.dtype = torch.float16, **others: Any) 
 
 @pytest.mark.parametrize(("dtype", "width"), list(choice.WIDEST.items()), ids=str)
 def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width: int) -> None:
-    from relskew_core.backends._torch.triton.call import tiles
+    from relskew_core.backends._torch.triton.call import Device, tiles
 
     assert choice.refusal_of_operands(operands(width, dtype)) is None
-    assert tiles(dtype, width) is not None
-    assert tiles(dtype, width + 1) is None
+    for major in (8, 9):
+        assert tiles(dtype, width, Device(major, 2**18)) is not None
+        assert tiles(dtype, width + 1, Device(major, 2**18)) is None
     reason = choice.refusal_of_operands(operands(width + 1, dtype))
     assert reason == f"the fused kernels take heads of width {width} in {dtype}, not {width + 1}"
 
 
 def test_tiles_fit_the_device() -> None:
-    from relskew_core.backends._torch.triton.call import Device, Tile, fitted
+    from relskew_core.backends._torch.triton.call import Device, Tile, fitted, tiles
 
     tile = Tile(64, 4, 2)
     assert fitted(tile, Device(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
     assert fitted(tile, Device(9, 227 * 2**10, compiles=False)) == tile
-    assert fitted(tile, Device(10, 227 * 2**10)) == tile
-    assert fitted(tile, Device(8, 163 * 2**10)) == Tile(32, 4, 2)
     assert fitted(Tile(32, 8, 2), Device(8, 99 * 2**10)) == Tile(32, 8, 1)
+    for device in (Device(8, 163 * 2**10), Device(10, 227 * 2**10)):  # only warpgroup products leave enough registers
+        for dtype, width in choice.WIDEST.items():
+            assert all(tile.size < 64 and not tile.shuffles for tile in tiles(dtype, width, device) or ())
 
 
 @needs_triton
@@ -107,9 +109,9 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
 @pytest.mark.parametrize(
     "given",
     [
-        {"rel_k": 127},
-        {"rel_k": 64, "causal": True, "softcap": 30.0},
-        {"rel_bias": 127, "mask": "additive"},
+        {"rel_k": 2047},
+        {"rel_k": 1024, "causal": True, "softcap": 30.0},
+        {"rel_bias": 2047, "mask": "additive"},
         {"rel_v": 9, "span": Span.clipped(4)},
         {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4), "block_size": 16},
         {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)},
@@ -123,7 +125,8 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
     from benchmarks import gpu_registers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    x, heads, length = torch.empty((1, 2, 64, width), dtype=dtype), 2, 64
+    heads, length = 2, 1024
+    x = torch.empty((1, heads, length, width), dtype=dtype)
     masks = {"additive": torch.empty((length, length), dtype=dtype), "boolean": torch.empty((length,)) > 0}
     arrays: dict[str, Any] = {
         name: torch.empty((heads, rows) if name == "rel_bias" else (heads, rows, width), dtype=dtype)
@@ -135,12 +138,53 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
     assert call.forward.shuffles
     for name, kernel, arguments in gpu_registers.launches(call):
         code = gpu_registers.compiled(kernel, arguments, 90).asm["ttgir"]
+        assert not overwritten(code)
         if name == "tables":
             continue
         layouts = dict(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<(.*)>$", code, re.MULTILINE))
         used = re.findall(r"elementwise_inline_asm .*?\} %.*? : (.*?) loc\(", code, re.DOTALL)
         assert used
         assert {layouts[layout] for types in used for layout in re.findall(r"(#\w+)>", types)} == {LAYOUT}
+
+
+def overwritten(code: str) -> list[str]:
+    """Return the buffers that a loop loads into while a product of warps, for which nothing waits, may read them.
+
+    With several stages a buffer is for one stage, or has a place for each; those of one place are the dangerous ones.
+    """
+    buffers, views, read, found = set(), dict[str, str](), set[str](), []
+
+    def buffer(name: str) -> str:
+        return buffer(views[name]) if name in views else name
+
+    for line in code.splitlines():
+        if match := re.match(r"\s*(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x", line):
+            buffers.add(match[1])
+        elif match := re.match(r"\s*(%\S+) = ttg\.memdesc_\w+ (%[\w#]+)", line):
+            views[match[1]] = match[2]
+        elif "warp_group_dot_wait" in line:
+            read = read if "pendings = 0" not in line else set()
+        elif match := re.search(r"warp_group_dot (%[\w#]+), (%[\w#]+).*isAsync", line):
+            read |= {buffer(name) for name in match.groups()} & buffers
+        elif match := re.search(r"async_copy_global_to_local %[\w#]+, (%[\w#]+)", line):
+            found += [buffer(match[1])] if buffer(match[1]) in read else []
+    return found
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_registers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, table = torch.empty((1, 2, 1024, 64), dtype=torch.bfloat16), torch.empty((2, 9, 64), dtype=torch.bfloat16)
+    call = gpu_registers.tiled(Arguments(x, x, x, table, Span.clipped(4)), 90)
+    ((kernel, arguments),) = ((kernel, given) for name, kernel, given in gpu_registers.launches(call) if name == "keys")
+    for stages in (1, 2):
+        code = gpu_registers.compiled(kernel, {**arguments, "num_stages": stages}, 90).asm["ttgir"]
+        assert bool(overwritten(code)) == (stages == 2)
 
 
 def test_shuffles_skew_and_unskew() -> None:

@@ -67,7 +67,7 @@ def _attention_vjp(
 
     if x.q.numel() and options.visibility.positions() is not None:
         grid = (-(-options.visibility.n_keys // call.backward.size), call.batch * x.k.shape[1])
-        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, **given)
+        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, **{**given, "num_stages": call.key_stages})
         kept = [part for part in (logits, weights, mask) if part is not None and part.wanted]
         for start, stop in _chunks(call, sum(part.row_bytes for part in kept)):
             for part in kept:

@@ -25,23 +25,54 @@ class Tile:
 
 
 TILES = {
-    # (half precision, width up to): forward, backward; on 9.0, where 64 × 64 fits the registers
+    # (half precision, width up to): forward, backward
     (True, 64): (Tile(64, 4, 3), Tile(64, 4, 2)),
-    (True, 128): (Tile(64, 4, 2), Tile(64, 4, 1)),
-    (True, 256): (Tile(32, 8, 2), Tile(32, 8, 2)),
+    (True, 128): (Tile(64, 4, 1), Tile(64, 4, 1)),
+    (True, 256): (Tile(64, 4, 1), Tile(32, 8, 2)),
     (False, 64): (Tile(32, 8, 1), Tile(32, 8, 1)),
     (False, 128): (Tile(16, 8, 1), Tile(16, 8, 1)),
 }
-"""The launch configurations."""
+"""The launch configurations on compute capability 9.0, whose products of 64 × 64 leave enough registers."""
+
+ELSEWHERE = {
+    **TILES,
+    (True, 64): (Tile(32, 4, 2), Tile(32, 4, 2)),
+    (True, 128): (Tile(32, 4, 2), Tile(32, 4, 2)),
+    (True, 256): (Tile(32, 8, 2), Tile(32, 8, 2)),
+}
+"""Those on other devices."""
 
 SHARED_BYTES = 160 * 2**10
 """The shared memory for several loads in flight; devices with less have one."""
 
 
-def tiles(dtype: torch.dtype, width: int) -> tuple[Tile, Tile] | None:
+class Device(NamedTuple):
+    """What a tile has to fit."""
+
+    major: int  # of the compute capability
+    shared_bytes: int  # of a program
+    compiles: bool = True  # not Triton's interpreter, which has no threads
+
+
+def tiles(dtype: torch.dtype, width: int, device: Device) -> tuple[Tile, Tile] | None:
     """Return the tiles of the forward and of the backward kernels, ``None`` for heads too wide."""
-    half = dtype.itemsize == 2
-    return next((TILES[key] for key in TILES if key[0] == half and width <= key[1]), None)
+    half, table = dtype.itemsize == 2, TILES if device.major == 9 else ELSEWHERE
+    found = next((table[key] for key in table if key[0] == half and width <= key[1]), None)
+    return None if found is None else (fitted(found[0], device), fitted(found[1], device))
+
+
+def fitted(tile: Tile, device: Device) -> Tile:
+    """Fit a tile to the shared memory of a device, and skew it by shuffles where its layout is known."""
+    shuffles = device.compiles and device.major == 9 and (tile.size, tile.warps) == (SIZE, WARPS)
+    return replace(tile, stages=tile.stages if device.shared_bytes >= SHARED_BYTES else 1, shuffles=shuffles)
+
+
+def limits(device: torch.device) -> Device:
+    """Return the limits of a device."""
+    if device.type == "cuda":  # pragma: gpu only
+        properties: Any = torch.cuda.get_device_properties(device)
+        return Device(properties.major, properties.shared_memory_per_block_optin)
+    return Device(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
 
 
 AXES = {
@@ -88,10 +119,10 @@ class TiledCall:
                 flat[name] = _rows(by_batch(x, xp=torch) if batched else x)
         tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())
-        device = limits(tiled.q.device)
-        forward, backward = (fitted(tile, device) for tile in tiles(tiled.q.dtype, widest(operands)) or ())
+        found = tiles(tiled.q.dtype, widest(operands), limits(tiled.q.device))
+        assert found is not None  # as choice.WIDEST says
         batch, heads = tiled.q.shape[:2]
-        return cls(tiled, options, heads, batch, forward, backward)
+        return cls(tiled, options, heads, batch, *found)
 
     def columns(self, start: int, stop: int) -> ColumnRange:
         """Return the windows in which a chunk of queries stores gradients, in whole tiles."""
@@ -115,6 +146,15 @@ class TiledCall:
         if span.beyond == "error" or (x.rel_k is None and x.rel_v is None and x.rel_bias is None):
             return 1, 1, band_low, band_high
         return 0 if low < band_low - size else 1, 2 if high > band_high + size else 1, band_low, band_high
+
+    @property
+    def key_stages(self) -> int:
+        """Return the loads in flight of the keys' gradients.
+
+        More than one is wrong where the warps of a group multiply together: Triton 3.6 then loads the next queries
+        before the last product with them has ended.
+        """
+        return 1 if self.backward.size == SIZE else self.backward.stages
 
     @property
     def apart(self) -> bool:
@@ -167,31 +207,6 @@ class TiledCall:
 def widest(operands: Operands) -> int:
     """Return the largest width of a call's heads."""
     return max(x.shape[-1] for x in (operands.q, operands.v, operands.rel_q) if x is not None)
-
-
-class Device(NamedTuple):
-    """What a tile has to fit."""
-
-    major: int  # of the compute capability
-    shared_bytes: int  # of a program
-    compiles: bool = True  # not Triton's interpreter, which has no threads
-
-
-def fitted(tile: Tile, device: Device) -> Tile:
-    """Fit a tile to a device."""
-    if tile.size == 64 and device.major not in (9, 10):  # only warpgroup multiplication leaves enough registers
-        tile = Tile(32, 4, 2)
-    shuffles = device.compiles and device.major == 9 and (tile.size, tile.warps) == (SIZE, WARPS)
-    stages = tile.stages if device.shared_bytes >= SHARED_BYTES else 1
-    return replace(tile, stages=stages, shuffles=shuffles)
-
-
-def limits(device: torch.device) -> Device:
-    """Return the limits of a device."""
-    if device.type == "cuda":  # pragma: gpu only
-        properties: Any = torch.cuda.get_device_properties(device)
-        return Device(properties.major, properties.shared_memory_per_block_optin)
-    return Device(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

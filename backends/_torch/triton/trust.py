@@ -1,12 +1,13 @@
 """Triton: a self-check. The first fused call of a kind in a process is compared with the portable code.
 
-On devices that have a record in ``benchmarks/records`` the kernels have been verified, and nothing is tried.
+Nothing is tried on devices that have a record in ``benchmarks/records``, with the releases of Triton that made it.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.metadata import version
 from itertools import count
 from typing import Any
 
@@ -22,14 +23,14 @@ from relskew_core._kernel.forward import attention as portable
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.span import Span
 
-VERIFIED: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities on which the kernels have been verified."""
+VERIFIED = frozenset({(9, 0, "3.6")})
+"""The compute capabilities on which the kernels have been verified, and the releases of Triton that compiled them."""
 
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 5e-3}
 """Relative L2 errors that rounding explains, including TF32's; a wrong kernel has far larger ones."""
 
-LENGTH = 150
-"""Queries and keys of a trial: more than two tiles."""
+LENGTH = 330
+"""Queries and keys of a trial: more than five tiles, so that each loop repeats."""
 
 Features = tuple[str, ...]
 
@@ -54,8 +55,10 @@ def features(operands: Operands, options: Options) -> Features:
 
 @cache
 def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int, int], grouped: bool) -> str | None:
-    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) in VERIFIED:  # pragma: gpu only
-        return None
+    if torch.device(device).type == "cuda":  # pragma: gpu only
+        release = ".".join(version("triton").split(".")[:2])
+        if (*torch.cuda.get_device_capability(device), release) in VERIFIED:
+            return None
     with unset_fake_temporarily():
         arguments = trial(torch.device(device), getattr(torch, dtype), features, widths, grouped=grouped)
         wrong = {name: error for name, error in errors(arguments).items() if not error <= TOLERANCES[arguments.q.dtype]}
