@@ -24,6 +24,7 @@ from relskew_core._kernel.call import (
     Kind,
     Operands,
     Options,
+    named,
     names_of,
     shape_of_out,
     shape_of_rows,
@@ -166,7 +167,7 @@ class Operator:
 
     def gradients(self, d_out: Tensor, operands: Operands, options: Options, *, d_lse: Tensor | None) -> Gradients:
         """Return the gradients of every operand, from results that are computed again unless they were kept."""
-        args, arrays = [*operands, *flat(options)], operands._asdict()
+        args, arrays = [*operands, *flat(options)], named(operands)
         out, lse = self.op(*args) if self._keeps else (None, None)
         given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
         found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, lse, " ".join(given), *args), strict=True))
@@ -248,7 +249,7 @@ class Operator:
             for name, cotangent in zip(DIFFERENTIABLE, cotangents, strict=True)
             if name in names and (gradient := getattr(gradients, name)) is not None and gradient.requires_grad
         ]
-        given = {"d_out": d_out, "d_lse": d_lse, **operands._asdict()}
+        given = {"d_out": d_out, "d_lse": d_lse, **named(operands)}
         wanted = {name: x for name, x in given.items() if x is not None and x.requires_grad}
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
@@ -278,7 +279,7 @@ class Operator:
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
         # Labels that differ by item are repeated along the new axis; shared ones broadcast.
-        labels = operands._asdict()
+        labels = named(operands)
         by_item = [x for x in names_of(Kind.LABEL) if labels[x] is not None and labels[x].shape[:-1].numel() > 1]
         moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in (*rows, *by_item)}
         if operands.mask is not None and dims.mask is not None:

@@ -263,6 +263,11 @@ _DEFAULTS = {
 }
 
 
+def named(x: Operands | Gradients) -> dict[str, Any]:
+    """Return arrays by their names; torch.compile does not trace ``_asdict`` before torch 2.9."""
+    return {name: getattr(x, name) for name in x._fields}
+
+
 def has_tables(operands: Operands) -> bool:
     """Whether a call has a table or bias by relative position."""
     return any(getattr(operands, name) is not None for name in TABLES)
@@ -270,7 +275,7 @@ def has_tables(operands: Operands) -> bool:
 
 def unsupported(operands: Operands, options: Options, supported: frozenset[str]) -> list[str]:
     """Name the given arrays and the options in use that a native path does not support."""
-    given = [name for name, x in operands._asdict().items() if x is not None and name not in supported]
+    given = [name for name, x in named(operands).items() if x is not None and name not in supported]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):
         for name, default in _DEFAULTS[type(part)].items():

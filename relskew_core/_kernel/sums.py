@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands
+from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands, named
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import Tables
 from relskew_core._positions.skew import pad_last
@@ -64,7 +64,7 @@ class GradientSums:
     xp: Namespace
 
     def __post_init__(self) -> None:
-        given = {name: x for name, x in self.operands._asdict().items() if x is not None}
+        given = {name: x for name, x in named(self.operands).items() if x is not None}
         self._by_query: dict[str, list[Array]] = {name: [] for name in BY_QUERY if name in given}
         self._by_key = {name: RunningSum(given[name], self.xp) for name in BY_KEY if name in given}
         self._columns: dict[str, Array] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import GridOperands, GridOptions, Operands, Options
+from relskew_core._kernel.call import GridOperands, GridOptions, Operands, Options, named
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 
 
@@ -20,7 +20,7 @@ def gradients(
     """Return a dictionary of gradients, from the call whose mask includes the products with the axes' tables."""
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
     with torch.enable_grad():
-        own = {name: each if each is None else each.view_as(each) for name, each in x._asdict().items()}
+        own = {name: each if each is None else each.view_as(each) for name, each in named(x).items()}
         views = GridOperands(**own)
         plain = Operands(**{name: own[name] for name in Operands._fields})._replace(mask=_mask(views, options))
         out, lse = OPERATOR(plain, Options(**{**given, "return_lse": True}))
