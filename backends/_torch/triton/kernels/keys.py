@@ -70,7 +70,6 @@ def key_gradient_kernel(
                 lse_row = tl.where(lse_row == -float("inf"), float("inf"), lse_row)
                 delta_row = tl.load(delta + rows_before + i, mask=seen, other=0.0)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-                dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
                 first = j0 - i0 - offset
                 if REL_K or REL_BIAS:
                     rel_q_tile = q_tile
@@ -92,6 +91,7 @@ def key_gradient_kernel(
                     else:
                         s += relative_edge(rel_q_tile, table, rel_k_r, bias, edge, rel_scale,
                                            DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
+                dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)  # last, because registers are few
                 if REL_V:
                     values = rel_v + h * rel_v_h
                     if PART == 1:
