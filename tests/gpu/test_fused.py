@@ -42,11 +42,17 @@ FEW = [
     Case(
         "large, clipped, causal", n=390, m=390, d=64, span=Span.clipped(16), options={"causal": True}, own_tables=False
     ),
+    *(
+        Case(
+            f"large, tiles beyond both edges, width {width}", n=400, m=400, d=width, span=Span.clipped(9), tables=tables
+        )
+        for width, tables in ((64, "rel_k"), (128, "rel_k rel_v rel_bias"))
+    ),
     Case("large, window", n=260, m=260, d=64, span=Span(70, 20), tables="rel_k rel_v", options={"window": (70, 20)}),
     Case("large, key padding", n=100, m=130, d=64, mask="boolean", mask_shape=(2, 1, 1, 130)),
     Case("large, additive mask", n=100, m=130, d=64, mask="additive with holes", options={"softcap": 5.0}),
     Case("large, decoding", n=1, m=500, d=64, span=Span.causal(500), options={"causal": True, "offset": 499}),
-    *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
+    *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128, 200)),
 ]
 
 CASES = served(COMMON | {"softcap"})
