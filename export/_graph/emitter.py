@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from relskew_core.export._weights import DTYPES
+
 Shape: TypeAlias = tuple[int | str, ...]
 INT64_MAX = 2**63 - 1
 CONSTANT = "relskew/constant/"
@@ -31,6 +33,8 @@ Dim: TypeAlias = "int | Value"
 """A length: an int if it is known at export, else an int64 tensor of shape (1,)."""
 
 INT64 = np.dtype(np.int64)
+BFLOAT16 = DTYPES["bfloat16"]
+"""The type in which onnxruntime has no ``Pad``."""
 BOOL = np.dtype(np.bool_)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import BFLOAT16, BOOL, Dim, Emitter, Value
 from relskew_core.export._graph.parts import Present
 
 CACHE_LENGTH = "cache_length"
@@ -30,7 +30,8 @@ def attend_filled(
 
     A Slice copies, which takes longer than the products of one query with as many keys. A cache is therefore read
     whole if the products with its empty part, which are hidden, cost less than the copy of its filled part. Half
-    precision multiplies more slowly and copies faster. Without ``branches`` the filled part is always copied.
+    precision multiplies more slowly and copies faster. Without ``branches``, and in bfloat16, which has no Pad, the
+    filled part is always copied.
     """
     n, total, length = lengths
 
@@ -43,7 +44,7 @@ def attend_filled(
         keys, values = (g.cut(x, 2, 0, total, "total_length", f"cache/{name}") for x, name in parts)
         return attention(g, keys, values, bias, out)
 
-    if not branches:
+    if not branches or g.dtype == BFLOAT16:
         of_filled(g, heads)
         return
     free = g.minus(length, total, "cache/free")

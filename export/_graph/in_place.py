@@ -65,10 +65,11 @@ def attend_in_place(
     named = ((projected.k, "k"), (projected.v, "v"))
     new = [split_heads(g, x, spec.num_kv_heads, spec.head_dim, name) for x, name in named]
     for cached, added, whole in zip(past, new, present, strict=True):
+        added = rows.that_fit(added, whole.name)
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
     if plan.fused:
         heads = Value(g.path("attention/output"), queries.shape, g.dtype)
-        lengths = rows.lengths.queries, rows.total, g.length(present[0], 2, CACHE_LENGTH)
+        lengths = rows.lengths.queries, rows.total, g.length(past[0], 2, CACHE_LENGTH)
         attributes = fused_attributes(g, plan)
         attend_filled(g, queries, present, bias, lengths, heads, branches=plan.branches, **attributes)
         if plan.dead_rows and condition is not None:
@@ -148,6 +149,19 @@ class _Rows:
         g = self._g
         less = g.minus(self._n, 1, "cache/queries_less_1")
         return g.index("Add", [self._past, g.dim(less)], "cache/last_positions", self._past.shape)
+
+    def that_fit(self, new: Value, name: str) -> Value:
+        """Return the new rows of a cache, ``(batch, Hkv, queries, D)``; fail if the longest row has no room for them.
+
+        TensorScatter fails by itself on CPUs, and on other devices writes behind the cache. A reshape to more queries
+        than there are fails everywhere.
+        """
+        g = self._g
+        excess = g.minus(self.total, g.length(self._room, 2, CACHE_LENGTH), "cache/excess")
+        excess = g.index("Max", [g.dim(excess), g.constant([0])], "cache/excess_or_0")
+        count = g.plus(self._n, excess, "cache/queries_that_fit")
+        shape = (*new.shape[:2], "queries_that_fit", new.shape[3])
+        return g.compute("Reshape", [new, g.dims("cache/new_shape", 0, 0, count, 0)], f"cache/new_{name}", shape)
 
     def of_filled(self, x: Value, axis: int, name: str, symbol: str = "total_length") -> Value:
         """Return the part of an axis of the cache's length that the longest row has filled."""

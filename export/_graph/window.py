@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value, element_type
+from relskew_core.export._graph.emitter import BFLOAT16, BOOL, INT64_MAX, Dim, Emitter, Shape, Value, element_type
 from relskew_core.export._plan import GraphPlan
 
 
@@ -213,7 +213,7 @@ class TableWindow:
         """Repeat the first and the last entry of ``axis`` for positions past the table's soft ends."""
         g, pieces, (before, after) = self._g, [x], self._repeats
         whole = (*x.shape[:axis], self.symbol, *x.shape[axis + 1 :])
-        if (before, after) != (0, 0) and self._plan.profile.pads:
+        if (before, after) != (0, 0) and self._plan.profile.pads and g.dtype != BFLOAT16:
             zeros = [0] * (len(x.shape) - 1)
             pads = g.dims(f"{name}/pads", *zeros[:axis], before, *zeros, after, *zeros[axis:])
             return g.compute("Pad", [x, pads], f"{name}/extended", whole, mode="edge")

@@ -12,7 +12,7 @@ from relskew_core._reference import TOLERANCES, reference_attention, reference_b
 from relskew_core.export._plan import GraphPlan
 from relskew_core.export._validate.inspect import Subject
 from relskew_core.export._validate.report import Check
-from relskew_core.export._validate.runtimes import Feeds, Runner, UnavailableError, refuses_empty_batch
+from relskew_core.export._validate.runtimes import DEVICES, Feeds, Runner, UnavailableError, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs
 
 # Rows of a long input that are compared; the reference needs a pass over all keys for each.
@@ -42,7 +42,9 @@ class Questions:
     def placement(self) -> None:
         """Check that every node on data runs on the requested provider."""
         wrong = "; ".join(self._runner.misplaced)
-        self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail) if part))
+        chunks = self._subject.plan.chunk_size is not None and self._runner.provider in DEVICES
+        slow = "attention in chunks, which is many times slower on a GPU than `chunk_size=None`" if chunks else ""
+        self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail, slow) if part))
 
     def trial(self, trial: Trial, seed: int) -> None:
         """Check that the outputs are right, or that the input is rejected."""

@@ -29,6 +29,9 @@ BFLOAT16 = DTYPES["bfloat16"]
 SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
 
+DEVICES = (SHORT_NAMES["cuda"], SHORT_NAMES["tensorrt"])
+
+
 class UnavailableError(RuntimeError):
     """A runtime or provider that this machine does not have."""
 
@@ -150,7 +153,9 @@ def _ort_value(runtime: Any, array: np.ndarray) -> Any:
     make = runtime.OrtValue
     if array.dtype != BFLOAT16:
         return make.ortvalue_from_numpy(array)
-    return make.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
+    # This value shares the array's memory, and takes any array for one without gaps.
+    shared = np.ascontiguousarray(array).view(np.uint16)
+    return make.ortvalue_from_numpy_with_onnx_type(shared, TensorProto.BFLOAT16)
 
 
 def _from_ort_value(value: Any) -> np.ndarray:

@@ -36,6 +36,42 @@ def test_types(form: str, dtype: str) -> None:
     assert report.ok, report.table()
 
 
+@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
+def test_too_many_positions_fail_before_the_cache_is_written(form: str) -> None:
+    """On a GPU nothing checks where TensorScatter writes."""
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, **options)
+    inputs, presents = ["x", "past_key", "past_value", "past_lengths"], ["present_key", "present_value"]
+    for node in (node for node in model.graph.node if node.output[0] in presents):
+        node.op_type = "Identity"  # which gives its argument, the new keys or values, for any lengths
+        node.input[:] = node.input[1:2]
+        del node.attribute[:]
+    session = opened(onnx.utils.Extractor(model).extract_model(inputs, presents))
+    draw = np.random.default_rng(0)
+    for past, fits in (([0, 3], True), ([4, 1], True), ([0, 5], False), ([7, 7], False)):
+        feeds = {name: draw.standard_normal((2, 2, 6, 4), np.float32) for name in ("past_key", "past_value")}
+        feeds |= {"x": draw.standard_normal((2, 2, 8), np.float32), "past_lengths": np.array(past)}
+        feeds = {each.name: feeds[each.name] for each in session.get_inputs()}
+        if fits:
+            session.run(None, feeds)
+        else:
+            with pytest.raises(Exception, match=r"cache/new_present_(key|value)"):
+                session.run(None, feeds)
+
+
+@pytest.mark.parametrize("options", [{}, {"past": True, "in_place": True}], ids=["clipped", "in place"])
+def test_no_pad_in_bfloat16(options: dict[str, Any]) -> None:
+    spec = BlockSpec(8, 2, Span.clipped(3) if not options else Span(3, 0, "clip"), causal=bool(options))
+    kinds = {}
+    for dtype in ("float16", "bfloat16"):
+        model = to_onnx(spec, random_weights(spec), dtype=dtype, **options)
+        graphs = [model.graph, *model.functions]
+        graphs += [part.g for node in model.graph.node for part in node.attribute if part.HasField("g")]
+        kinds[dtype] = {node.op_type for graph in graphs for node in graph.node}
+    assert "Pad" in kinds["float16"]
+    assert "Pad" not in kinds["bfloat16"]
+
+
 def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
     spec, options, weights = made("in place: cache")
     model = to_onnx(spec, weights, **options)

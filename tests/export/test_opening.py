@@ -117,6 +117,12 @@ def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, caps
     assert fake.preloaded == 0
 
 
+def test_arrays_in_bfloat16_with_gaps() -> None:
+    x = np.arange(12.0).reshape(2, 6).astype(runtimes.BFLOAT16)[:, 1:4]
+    value = runtimes._ort_value(importlib.import_module("onnxruntime"), x)
+    np.testing.assert_array_equal(runtimes._from_ort_value(value), x)
+
+
 def test_nodes_that_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes for shapes may; if none runs on the provider, that is reported even if there are no others."""
     placed = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,14 @@ def test_placement() -> None:
         Check("placement", "fake 1", "here", "", True, detail="3 nodes here"),
         Check("placement", "fake 1", "here", "", False, detail="MatMul there; no node here; 3 nodes there"),
     ]
+
+
+def test_placement_of_a_loop_on_a_gpu() -> None:
+    asked = Asked(CAUSAL, chunk_size=2)
+    asked.about(detail="3 nodes there").placement()
+    replaced = replace(asked.about(detail="3 nodes there")._runner, provider="CUDAExecutionProvider")
+    Questions(asked.subject, replaced, asked.checks.append, None, None).placement()
+    assert [(check.ok, "chunk_size=None" in check.detail) for check in asked.checks] == [(True, False), (True, True)]
 
 
 def test_right_outputs() -> None:
