@@ -74,7 +74,8 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
     given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
     yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages}
-    logits, weights = (x.q if table is not None else None for table in (x.rel_k, x.rel_v))
+    logits = None if x.rel_k is None and x.rel_bias is None else x.q
+    weights = None if x.rel_v is None else x.q
     rel_q, mask = x.rel_q, x.mask
     yield "queries", query_kernels.query_gradient_kernel, {
         **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,

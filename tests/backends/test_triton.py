@@ -111,6 +111,7 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
     [
         {"rel_k": 2047},
         {"rel_k": 1024, "causal": True, "softcap": 30.0},
+        {"rel_bias": 2047},
         {"rel_bias": 2047, "mask": "additive"},
         {"rel_v": 9, "span": Span.clipped(4)},
         {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4), "block_size": 16},
@@ -145,6 +146,8 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
         used = re.findall(r"elementwise_inline_asm .*?\} %.*? : (.*?) loc\(", code, re.DOTALL)
         assert used
         assert {layouts[layout] for types in used for layout in re.findall(r"(#\w+)>", types)} == {LAYOUT}
+        # and of all rows: Triton takes what elements are made of out of a row that repeats
+        assert {shape for types in used for shape in re.findall(r"tensor<(\w+)x[fi]32", types)} == {"64x64"}
 
 
 def overwritten(code: str) -> list[str]:

@@ -316,7 +316,11 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
 
 
 def defaults_of(kind: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
+    missing = dataclasses.MISSING
+    return [
+        field.name for field in dataclasses.fields(kind)
+        if field.default is not missing or field.default_factory is not missing
+    ]  # fmt: skip
 
 
 class Gap(nn.Module):

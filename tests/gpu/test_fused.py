@@ -52,7 +52,7 @@ FEW = [
     Case("large, key padding", n=100, m=130, d=64, mask="boolean", mask_shape=(2, 1, 1, 130)),
     Case("large, additive mask", n=100, m=130, d=64, mask="additive with holes", options={"softcap": 5.0}),
     Case("large, decoding", n=1, m=500, d=64, span=Span.causal(500), options={"causal": True, "offset": 499}),
-    *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128, 200)),
+    *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]
 
 CASES = served(COMMON | {"softcap"})
@@ -110,7 +110,7 @@ def test_what_the_kernels_do_not_know_takes_the_portable_code(
         assert_close(actual.detach(), expected.detach(), 1e-10)
 
 
-@pytest.mark.parametrize("width", [256, 130])
+@pytest.mark.parametrize("width", [256, 200, 130])
 def test_widest_heads(width: int) -> None:
     case = Case("wide", n=70, m=90, d=width, tables="rel_k rel_v")
     arrays = on_device(case, "bfloat16")

@@ -102,7 +102,7 @@ def forward_kernel(
                     later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                    s += skew(earlier, later, B, SHUFFLES)
+                    s += skew(earlier, later, B, SHUFFLES, not REL_K)
                     earlier = later
                 else:
                     s += relative

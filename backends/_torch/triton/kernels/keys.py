@@ -87,7 +87,7 @@ def key_gradient_kernel(
                         later = relative_window(rel_q_tile, table, rel_k_r, bias, first, span_left, table_rows,
                                                 lowest, highest, rel_scale,
                                                 DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                        s += skew(earlier, later, B, SHUFFLES)
+                        s += skew(earlier, later, B, SHUFFLES, not REL_K)
                     else:
                         s += relative_edge(rel_q_tile, table, rel_k_r, bias, edge, rel_scale,
                                            DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
@@ -101,7 +101,7 @@ def key_gradient_kernel(
                         later = relative_window(do, values, rel_v_r, values, first, span_left, table_rows,
                                                 lowest, highest, 1.0,
                                                 DV, BLOCK_DV, B, True, False, PRECISION)  # fmt: skip
-                        dp += skew(earlier, later, B, SHUFFLES)
+                        dp += skew(earlier, later, B, SHUFFLES, False)
                     else:
                         dp += relative_edge(do, values, rel_v_r, values, edge, 1.0,
                                             DV, BLOCK_DV, B, True, False, EDGES)[:, None]  # fmt: skip

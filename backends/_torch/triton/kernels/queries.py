@@ -173,7 +173,7 @@ def query_gradient_kernel(
                     later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
                                             lowest, highest, rel_scale,
                                             DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                    s += skew(earlier, later, B, SHUFFLES)
+                    s += skew(earlier, later, B, SHUFFLES, not REL_K)
                     earlier = later
             elif REL_K or REL_BIAS:
                 s += relative
@@ -183,7 +183,7 @@ def query_gradient_kernel(
                     v_later = relative_window(do, rel_v, rel_v_r, rel_v, j0 - position, span_left, table_rows,
                                               lowest, highest, 1.0,
                                               DV, BLOCK_DV, B, True, False, PRECISION)  # fmt: skip
-                    dp += skew(v_earlier, v_later, B, SHUFFLES)
+                    dp += skew(v_earlier, v_later, B, SHUFFLES, False)
                     v_earlier = v_later
             elif REL_V:
                 dp += v_relative

@@ -141,7 +141,10 @@ def ptx(kind: str) -> str:
     return "\n".join(["{", *declared, *lines, "DONE:", "}"])
 
 
-def constraints(kind: str) -> str:
-    """Return the kinds of its operands: numbers that it writes before it has read all others, and the others."""
+def constraints(kind: str, *, rows: bool = False) -> str:
+    """Return the kinds of its operands: numbers that it writes before it has read all others, and the others.
+
+    ``rows``: also of the numbers of the rows, which it does not read.
+    """
     results = {"skew": 1, "unskew": 2}[kind]
-    return ",".join(["=&f"] * (32 * results) + ["f"] * (32 * (3 - results)))
+    return ",".join(["=&f"] * (32 * results) + ["f"] * (32 * (3 - results)) + ["r"] * (32 * rows))

@@ -20,6 +20,7 @@ from relskew_core.backends._torch.triton.kernels import shuffles
 LOG2E = tl.constexpr(1.4426950408889634)
 BOOLEAN, ADDITIVE = tl.constexpr(1), tl.constexpr(2)
 SKEW, SKEW_REGISTERS = tl.constexpr(shuffles.ptx("skew")), tl.constexpr(shuffles.constraints("skew"))
+SKEW_AND_ROW = tl.constexpr(shuffles.constraints("skew", rows=True))
 UNSKEW, UNSKEW_REGISTERS = tl.constexpr(shuffles.ptx("unskew")), tl.constexpr(shuffles.constraints("unskew"))
 
 
@@ -96,12 +97,19 @@ def load_row(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def skew(earlier, later, B: tl.constexpr, SHUFFLES: tl.constexpr):
-    """Turn two windows in relative layout into the tile in absolute layout: one gather within rows."""
-    if SHUFFLES:
+def skew(earlier, later, B: tl.constexpr, SHUFFLES: tl.constexpr, ALIKE: tl.constexpr):
+    """Turn two windows in relative layout into the tile in absolute layout: one gather within rows.
+
+    ``ALIKE``: all rows of a window are alike. Triton takes the assembly for a function of single numbers, and would
+    call it for one row only, unless it also gets the number of the row.
+    """
+    i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+    if SHUFFLES and ALIKE:
+        row = tl.broadcast_to(i, (B, B))
+        x = tl.inline_asm_elementwise(SKEW, SKEW_AND_ROW, [earlier, later, row], tl.float32, is_pure=True, pack=32)
+    elif SHUFFLES:
         x = tl.inline_asm_elementwise(SKEW, SKEW_REGISTERS, [earlier, later], tl.float32, is_pure=True, pack=32)
     else:
-        i, c = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
         x = tl.gather(tl.where(i + c >= B, earlier, later), (c - i) & (B - 1), 1)
     return x
 
