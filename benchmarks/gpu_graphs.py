@@ -1,8 +1,8 @@
 """Graphs in onnxruntime on CUDA: times with bound tensors, the device of each node, and attention's kernel.
 
-onnxruntime reports the kernel of ``GroupQueryAttention`` only. For ``Attention``, the memory-efficient kernel is
-forbidden: a graph that does not get slower did not use it. A session chooses its kernels from the environment of the
-process, so every measurement runs in a separate process.
+onnxruntime reports the kernel of fused attention. The memory-efficient kernel is also forbidden, which shows what it is
+worth. A session chooses its kernels from the environment of the process, so every measurement runs in a separate
+process.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def run(case: Case, label: str) -> Case:
     call()
     seconds = median(call() for _ in range(case["rounds"]))
     finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
-    with tempfile.TemporaryDirectory() as folder:  # a profile costs time at every node, so it has a session of its own
+    with tempfile.TemporaryDirectory() as folder:  # in a second session: a profile costs time at every node
         session, binding = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
         session.run_with_iobinding(binding)
         events = json.loads(Path(session.end_profiling()).read_text())

@@ -158,7 +158,9 @@ class Benchmark:
             command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
         )
         if ended.returncode:
-            raise RuntimeError(f"{contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]}")
+            last = (ended.stderr.strip().splitlines() or [""])[-1]  # first here, as records keep the beginning
+            error = f"{last} ({contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]})"
+            raise RuntimeError(error)
         return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
 
     def answer(self, case: Case, contender: str) -> Case:
