@@ -82,7 +82,7 @@ def to_onnx(
         ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
         ``"ort"`` also processes the key heads one after the other, and runs shorter inputs without the loop.
         ``"auto"``: 256 in profile ``"ort"``, unless no input can be longer, the graph has a past, or the spec has
-        blocks, which bound memory themselves. None: no control flow, which on GPUs is tens of times as fast; with
+        blocks, which bound memory themselves. None: no control flow, which on GPUs is many times as fast; with
         ``in_place``, the filled part of the caches is then always copied.
     projections : bool, default True
         The whole block from ``x`` to ``y``; if False, attention alone, from heads ``q (batch, H, query_length, D)``,
