@@ -123,7 +123,8 @@ def measure(benchmark: Benchmark, options: argparse.Namespace) -> Record:
     cases = list(chosen(benchmark.cases(), options.only, options.set))
     seconds = benchmark.seconds if options.seconds is None else options.seconds
     benchmark.begin()
-    record = Record(machine(str(cases[0].get("device", "cpu"))), [])
+    on_cuda = str(cases[0].get("provider")).startswith("CUDA")
+    record = Record(machine(str(cases[0].get("device", "cuda" if on_cuda else "cpu"))), [])
     for rows in benchmark.run(options.name, cases, seconds, options.contenders):
         record.rows.extend(rows)
         print("\n".join(map(line, rows)), file=sys.stderr, flush=True)

@@ -60,6 +60,7 @@ class Pass:
 class GPU(Benchmark):
     """Batches of 16k positions in models of width 2048, with a table for each head."""
 
+    page = "gpu.md"
     names = (
         "torch", "torch-clipped", "torch-plain", "torch-portable", "sdpa-flash", "sdpa-cudnn", "sdpa-bias", "flex",
         "huang",

@@ -42,6 +42,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 class GPUGraphs(Benchmark):
     """Blocks in one provider of onnxruntime, each graph with its usual kernels and without one of them."""
 
+    page = "gpu.md"
     fallible = True
     measures = frozenset[str]()
 
@@ -81,7 +82,7 @@ class GPUGraphs(Benchmark):
             placed = ", ".join(
                 f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()
             )
-            text = row.skipped or f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
+            text = "failed" if row.skipped else f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
             yield line, case["kernels"], text
 
 

@@ -26,7 +26,7 @@ from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Device, TiledCall, block, tiles, widest
+from relskew_core.backends._torch.triton.call import TILES, Limits, TiledCall, block, tiles, widest
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -62,7 +62,7 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
 def tiled(arguments: Arguments, capability: int) -> TiledCall:
     """Return a call as on a device of this capability."""
     given = problem(arguments)
-    call, device = TiledCall.of(given.given, given.options), Device(capability // 10, SHARED_BYTES[capability])
+    call, device = TiledCall.of(given.given, given.options), Limits(capability // 10, SHARED_BYTES[capability])
     found = tiles(call.operands.q.dtype, widest(call.operands), device)
     assert found is not None
     return replace(call, forward=found[0], backward=found[1])

@@ -48,24 +48,24 @@ def operands(width: int = 8, dtype: torch.dtype = torch.float16, **others: Any) 
 
 @pytest.mark.parametrize(("dtype", "width"), list(choice.WIDEST.items()), ids=str)
 def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width: int) -> None:
-    from relskew_core.backends._torch.triton.call import Device, tiles
+    from relskew_core.backends._torch.triton.call import Limits, tiles
 
     assert choice.refusal_of_operands(operands(width, dtype)) is None
     for major in (8, 9):
-        assert tiles(dtype, width, Device(major, 2**18)) is not None
-        assert tiles(dtype, width + 1, Device(major, 2**18)) is None
+        assert tiles(dtype, width, Limits(major, 2**18)) is not None
+        assert tiles(dtype, width + 1, Limits(major, 2**18)) is None
     reason = choice.refusal_of_operands(operands(width + 1, dtype))
     assert reason == f"the fused kernels take heads of width {width} in {dtype}, not {width + 1}"
 
 
 def test_tiles_fit_the_device() -> None:
-    from relskew_core.backends._torch.triton.call import Device, Tile, fitted, tiles
+    from relskew_core.backends._torch.triton.call import Limits, Tile, fitted, tiles
 
     tile = Tile(64, 4, 2)
-    assert fitted(tile, Device(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
-    assert fitted(tile, Device(9, 227 * 2**10, compiles=False)) == tile
-    assert fitted(Tile(32, 8, 2), Device(8, 99 * 2**10)) == Tile(32, 8, 1)
-    for device in (Device(8, 163 * 2**10), Device(10, 227 * 2**10)):  # only warpgroup products leave enough registers
+    assert fitted(tile, Limits(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
+    assert fitted(tile, Limits(9, 227 * 2**10, compiles=False)) == tile
+    assert fitted(Tile(32, 8, 2), Limits(8, 99 * 2**10)) == Tile(32, 8, 1)
+    for device in (Limits(8, 163 * 2**10), Limits(10, 227 * 2**10)):  # only warpgroup products leave enough registers
         for dtype, width in choice.WIDEST.items():
             assert all(tile.size < 64 and not tile.shuffles for tile in tiles(dtype, width, device) or ())
 

@@ -158,10 +158,10 @@ LAUNCHES = [
 
 
 def test_launches_are_all_tested() -> None:
-    from relskew_core.backends._torch.triton.call import ELSEWHERE, TILES, Device, tiles
+    from relskew_core.backends._torch.triton.call import ELSEWHERE, TILES, Limits, tiles
 
     tested = {
-        tiles(getattr(torch, dtype), width, Device(major, 2**18, compiles=False)) for dtype, width, major, _ in LAUNCHES
+        tiles(getattr(torch, dtype), width, Limits(major, 2**18, compiles=False)) for dtype, width, major, _ in LAUNCHES
     }
     assert tested == {*TILES.values(), *ELSEWHERE.values()}
 
@@ -174,7 +174,7 @@ def test_launches_are_all_tested() -> None:
 def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core.backends._torch.triton import call as triton_call
 
-    monkeypatch.setattr(triton_call, "limits", lambda device: triton_call.Device(major, 2**18, compiles=False))
+    monkeypatch.setattr(triton_call, "limits", lambda device: triton_call.Limits(major, 2**18, compiles=False))
     monkeypatch.setattr(triton_call.TiledCall, "precision", "tf32" if tf32 else "ieee")
     case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
                 tables="rel_k rel_v rel_bias")  # fmt: skip

@@ -46,7 +46,7 @@ SHARED_BYTES = 160 * 2**10
 """The shared memory for several loads in flight; devices with less have one."""
 
 
-class Device(NamedTuple):
+class Limits(NamedTuple):
     """What a tile has to fit."""
 
     major: int  # of the compute capability
@@ -54,25 +54,25 @@ class Device(NamedTuple):
     compiles: bool = True  # not Triton's interpreter, which has no threads
 
 
-def tiles(dtype: torch.dtype, width: int, device: Device) -> tuple[Tile, Tile] | None:
+def tiles(dtype: torch.dtype, width: int, device: Limits) -> tuple[Tile, Tile] | None:
     """Return the tiles of the forward and of the backward kernels, ``None`` for heads too wide."""
     half, table = dtype.itemsize == 2, TILES if device.major == 9 else ELSEWHERE
     found = next((table[key] for key in table if key[0] == half and width <= key[1]), None)
     return None if found is None else (fitted(found[0], device), fitted(found[1], device))
 
 
-def fitted(tile: Tile, device: Device) -> Tile:
+def fitted(tile: Tile, device: Limits) -> Tile:
     """Fit a tile to the shared memory of a device, and skew it by shuffles where its layout is known."""
     shuffles = device.compiles and device.major == 9 and (tile.size, tile.warps) == (SIZE, WARPS)
     return replace(tile, stages=tile.stages if device.shared_bytes >= SHARED_BYTES else 1, shuffles=shuffles)
 
 
-def limits(device: torch.device) -> Device:
+def limits(device: torch.device) -> Limits:
     """Return the limits of a device."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
-        return Device(properties.major, properties.shared_memory_per_block_optin)
-    return Device(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
+        return Limits(properties.major, properties.shared_memory_per_block_optin)
+    return Limits(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
 
 
 AXES = {

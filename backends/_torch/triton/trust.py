@@ -53,14 +53,14 @@ def features(operands: Operands, options: Options) -> Features:
     return (*found, options.span.beyond, *(["softcap"] if options.softcap is not None else []))
 
 
-def features_owed(features: Features) -> bool:
+def unverified(features: Features) -> bool:
     """Return whether the kernels changed for such calls after they were verified: those with a bias alone."""
     return "rel_bias" in features and "rel_k" not in features
 
 
 @cache
 def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int, int], grouped: bool) -> str | None:
-    if torch.device(device).type == "cuda" and not features_owed(features):  # pragma: gpu only
+    if torch.device(device).type == "cuda" and not unverified(features):  # pragma: gpu only
         release = ".".join(version("triton").split(".")[:2])
         if (*torch.cuda.get_device_capability(device), release) in VERIFIED:
             return None

@@ -93,7 +93,7 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """Compute the gradient of ``B`` queries, and store their gradients of logits in relative layout.
 
-    ``APART`` says that the products with keys and with the table have sums of their own, because their scales differ or
+    ``APART`` says that the products with keys and with the table have separate sums, because their scales differ or
     because they are gradients of two arrays.
 
     ``d_logits`` and ``weights`` are (batch · heads, chunk, width), column ``c`` for the position
