@@ -201,7 +201,7 @@ class Options:
     chunk_size: int | None = checked(check_int, minimum=1)
     dropout: float = 0.0  # share of the weights that are dropped
     return_lse: bool = False
-    # A factory, because torch.compile wraps the defaults of constructors, which torch 2.11 cannot do with such an object.
+    # A factory, because torch.compile wraps the defaults of constructors, and torch 2.11 cannot wrap such an object.
     part: Part = field(default_factory=Part)
 
     def positions(self) -> tuple[int, int]:
