@@ -265,7 +265,7 @@ _DEFAULTS = {
 
 def named(x: Operands | Gradients) -> dict[str, Any]:
     """Return arrays by their names; torch.compile does not trace ``_asdict`` before torch 2.9."""
-    return {name: getattr(x, name) for name in x._fields}
+    return {name: getattr(x, name) for name in type(x)._fields}
 
 
 def has_tables(operands: Operands) -> bool:

@@ -33,6 +33,7 @@ from relskew_core._kernel.call import (
     Operands,
     Options,
     Part,
+    named,
     names_of,
 )
 from relskew_core._kernel.pattern import check_pattern
@@ -103,7 +104,7 @@ class Problem:
             x = self.xp.reshape(x, argument.shape)
             return cast(x, argument.dtype, xp=self.xp)
 
-        found = Gradients(*(own(name, x) for name, x in zip(gradients._fields, gradients, strict=True)))
+        found = Gradients(**{name: own(name, x) for name, x in named(gradients).items()})
         return found if self.scales is None else self.scales.gradients(found, arguments)
 
 
