@@ -9,9 +9,12 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def wide(dtype: Any, *, xp: Namespace) -> Any:
-    """Return the dtype in which arrays are summed: float16 and bfloat16 are never accumulated."""
+    """Return the dtype in which arrays are summed: float16 and bfloat16 are never accumulated.
+
+    NumPy's dtypes in the other byte order are not those of results.
+    """
     half = any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
-    return xp.float32 if half else dtype
+    return xp.float32 if half else dtype.newbyteorder("=") if hasattr(dtype, "newbyteorder") else dtype
 
 
 def widened(arrays: Iterable[Array | None], dtype: Any, *, xp: Namespace) -> list[Any]:

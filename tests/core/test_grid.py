@@ -331,3 +331,13 @@ def test_half_precision_is_summed_in_float32() -> None:
     got = relative_logits_2d(q, height, width, q_grid=(1, 1), k_grid=(1, 1))
     assert got.dtype == np.float16
     np.testing.assert_allclose(got, -q.astype(np.float64).sum() * 2**-10, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": ((1, 1), (1, 2))}], ids=["tables", "window"])
+def test_arrays_in_the_other_byte_order(options: dict[str, Any]) -> None:
+    """As files of other machines have them."""
+    draw = np.random.default_rng(0)
+    arrays = [draw.standard_normal(shape).astype(">f4") for shape in [(1, 2, 12, 8)] * 3 + [(5, 8), (7, 8)]]
+    options = {**options, "q_grid": (3, 4), "k_grid": (3, 4)}
+    out = relative_attention_2d(*arrays, **options)
+    np.testing.assert_array_equal(out, relative_attention_2d(*(x.astype("f4") for x in arrays), **options))
