@@ -31,6 +31,13 @@ def symbolic(*sizes: Any) -> bool:
     return not all(shapes.has_static_value(size) for size in sizes)
 
 
+def compiled_for_any(*sizes: Any) -> bool:
+    """Whether ``torch.compile``, and not an export, makes a program in which one of these sizes varies."""
+    if not is_compiling() or not symbolic(*sizes):
+        return False
+    return not sys.modules["torch"].compiler._is_exporting_flag  # torch 2.8 compiles `is_exporting()` as True
+
+
 def exported(*sizes: Any) -> bool:
     """Whether torch exports a program for other sizes, too, so that nothing may depend on the present ones.
 

@@ -39,8 +39,12 @@ def attend(q: Any = Q, **options: Any) -> Any:
     return relative_attention(q, q, q, TABLE, Span(31, 32), **options)
 
 
-def attend_on(q: Any, grid: Any) -> Any:
-    return relative_attention_2d(q, q, q, TABLE[0, :31], TABLE[1, :31], q_grid=grid, k_grid=grid)
+def attend_on(q: Any, grid: Any, table: Any = TABLE, **options: Any) -> Any:
+    return relative_attention_2d(q, q, q, table[0, :31], table[1, :31], q_grid=grid, k_grid=grid, **options)
+
+
+HEIGHTS = [torch.randn(height, 12 - height, 4) for height in range(3, 9)]
+WINDOW = ((1, 2), (None, 1))
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
@@ -64,7 +68,30 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "length of sinusoids": (lambda x: sinusoidal_table(Span.full(x.shape[-2]), 4, xp=torch), LENGTHS),
     "grid": (
         lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2]),
-        [torch.randn(height, 12 - height, 4) for height in range(3, 9)],
+        HEIGHTS,
+    ),
+    "grid with a window": (lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2], window=WINDOW), HEIGHTS),
+    "grid with a neighborhood": (
+        lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2], neighborhood=(3, 2)),
+        HEIGHTS,
+    ),
+    "grid with a window, and gradients": (
+        lambda x: attend_on(x.reshape(1, -1, 4) + LEAF[0, 0], x.shape[:2], window=WINDOW),
+        [torch.randn(height, 6, 4) for height in range(3, 9)],
+    ),
+    "batch of grids with a window": (
+        lambda q: attend_on(q, (3, 2), window=WINDOW),
+        [torch.randn(batch, 2, 6, 4) for batch in range(2, 6)],
+    ),
+    "vmap of grids with a window": (
+        lambda q: torch.vmap(lambda x: attend_on(x, (3, 2), window=WINDOW))(q),
+        [torch.randn(2, batch, 6, 4) for batch in range(2, 6)],
+    ),
+    "offset on a grid with a window": (
+        lambda row: relative_attention_2d(
+            Q[:, :1], KEYS, KEYS, q_grid=(1, 1), k_grid=(8, 5), offset=(row, 2), window=WINDOW
+        ),
+        list(range(2, 7)),
     ),
     "batch with pages": (
         lambda q: paged_attention(q, *PAGES, page_table=ORDER[: q.shape[0]], lengths=FILLED[: q.shape[0]]),
@@ -142,3 +169,33 @@ def test_offsets_by_item_over_several_lengths() -> None:
         outs = compiled(q, offsets), attend(q, offsets)
         found = [(out, *torch.autograd.grad(out.square().sum(), (q, table))) for out in outs]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("local", [{"window": WINDOW}, {"neighborhood": (3, 2), "chunk_size": 9}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_gradient_of_grids_of_any_height(local: dict[str, Any], dtype: torch.dtype) -> None:
+    """With heads that share keys, cells outside the grid, a mask and every array, also in half precision."""
+    torch.compiler.reset()
+
+    def attend(arrays: dict[str, Any], grid: Any) -> Any:
+        found = relative_attention_2d(
+            **arrays, q_grid=grid, k_grid=grid, prefix=(1, 2), scale=0.3, rel_scale=0.7, return_lse=True, **local
+        )
+        return [x.to(torch.float64) for x in found]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for height, width in ((5, 7), (6, 9), (9, 6)):  # unequal to other sizes, which torch would assume to stay equal
+        n = height * width
+        shapes = {"q": (2, 4, n + 1, 8), "k": (2, 2, n + 2, 8), "v": (2, 2, n + 2, 3), "mask": (n + 1, n + 2)}
+        shapes |= {"table_h": (4, 17, 8), "table_w": (17, 8), "rel_bias": (4, 17, 17), "prefix_bias": (4, 3)}
+        generator = torch.Generator().manual_seed(n)
+        arrays = {
+            name: torch.randn(shape, generator=generator).to(dtype).requires_grad_() for name, shape in shapes.items()
+        }
+        outs = [function(arrays, (height, width)) for function in (compiled, attend)]
+        found = [torch.autograd.grad([x.sin().sum() for x in each], [*arrays.values()]) for each in outs]
+        bound = 1e-9 if dtype == torch.float64 else 0.02
+        torch.testing.assert_close(outs[0], outs[1], rtol=bound, atol=bound)
+        torch.testing.assert_close(found[0], found[1], rtol=bound, atol=bound)
+    assert counter.frame_count == 1
