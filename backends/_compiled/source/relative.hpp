@@ -163,8 +163,9 @@ struct Relative {
         const Index shift = span.left, have = span.rows, depth = in_pairs ? (width + 1) / 2 : width;
         const Index start = low + shift, stop = high + shift;  // rows of the table, some of which may not exist
         const auto column = [&](Index c) { return products.get() + place(m) * row + (c - shift - origin); };
-        Index c = floored(std::max<Index>(0, start), TILES ? PANEL : LANES);
-        if constexpr (TILES && std::is_same_v<A, Paired>)
+        constexpr bool TOGETHER = std::is_same_v<A, Paired> ? TILES : REPEATED;  // all panels
+        Index c = floored(std::max<Index>(0, start), TOGETHER ? PANEL : LANES);
+        if constexpr (TOGETHER)
             if (c < std::min(have, stop)) {
                 struct Start {
                     const Real *at;

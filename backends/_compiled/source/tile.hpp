@@ -77,10 +77,60 @@ struct Paired {
     Paired below(Index rows) const { return {at + rows * row, row, step}; }
 };
 
-// The same for `depth` pairs.
-template <int N, int V>
-void product(Index depth, const Paired &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
-             Index c_row) {
+// Where no instruction repeats a number in all lanes, that is done once for all panels of a product.
+#if defined(__SSE2__) && !defined(__AVX2__)
+constexpr bool REPEATED = true;
+#else
+constexpr bool REPEATED = false;
+#endif
+
+// Some columns of up to HIGH rows of a matrix, each number as often as there are lanes.
+struct Repeated {
+    static constexpr Index DEPTH = 64;  // columns: they stay in the fastest cache
+    Vec at[HIGH * DEPTH];
+
+    template <int N>
+    void take(const Matrix &from, Index depth) {
+        if (from.step == 1)
+            for (Index n = 0; n < N; n++) repeat<1>(from.at + n * from.row, depth, at + n * DEPTH);
+        else
+            for (Index k = 0; k < depth; k++) repeat<DEPTH>(from.at + k * from.step, N, at + k);
+    }
+
+    // Repeat each of some adjacent numbers; the next vector is STEP further on.
+    template <Index STEP>
+    static void repeat(const Real *x, Index count, Vec *to) {
+        Index i = 0;
+        for (; i + LANES <= count; i += LANES)
+            repeat_lanes<STEP>(load(x + i), to + i * STEP, std::make_integer_sequence<int, LANES>());
+        for (; i < count; i++) to[i * STEP] = splat(x[i]);
+    }
+
+    template <Index STEP, int... LANE>
+    static void repeat_lanes(Vec x, Vec *to, std::integer_sequence<int, LANE...>) {
+        (..., (to[LANE * STEP] = picked(x, x, [](int) { return LANE; })));
+    }
+};
+
+// The number of a factor in row n and column k, in the form in which it is multiplied.
+inline const BFloat16 *number(const Paired &a, Index n, Index k) { return a.at + n * a.row + k * a.step; }
+inline Vec number(const Repeated &a, Index n, Index k) {
+    Vec x = a.at[n * Repeated::DEPTH + k];
+    // Each product overwrites a copy. Compilers load all of them, which takes longer than the products; so they may not
+    // load those of every third row again, and copy a register instead.
+#if defined(__SSE2__)
+    if (n % 3 == 0) asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+inline Vec add_product_of(const BFloat16 *a, Vec b, Vec c) { return add_pairs(a, b, c); }
+inline Vec add_product_of(Vec a, Vec b, Vec c) { return c + a * b; }
+
+// The same for a factor in another form: `depth` pairs, or repeated numbers.
+template <int N, int V, class A>
+void product_of(Index depth, const A &a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+                Index c_row) {
     Vec total[N][V];
 #pragma GCC unroll 12
     for (int n = 0; n < N; n++)
@@ -91,8 +141,10 @@ void product(Index depth, const Paired &a, const Real *b, Index b_row, const Rea
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
 #pragma GCC unroll 12
-        for (int n = 0; n < N; n++)
-            for (int i = 0; i < V; i++) total[n][i] = add_pairs(a.at + n * a.row + k * a.step, row[i], total[n][i]);
+        for (int n = 0; n < N; n++) {
+            const auto x = number(a, n, k);
+            for (int i = 0; i < V; i++) total[n][i] = add_product_of(x, row[i], total[n][i]);
+        }
     }
 #pragma GCC unroll 12
     for (int n = 0; n < N; n++)
@@ -143,7 +195,7 @@ void multiply_by_tiles(Index rows, Index depth, const Paired &whole, const Real 
         product_by_tiles(k, a, b, b_row, PANEL, adds, c, c_row, std::make_integer_sequence<int, V>());
         if (start && !adds) add_start(HIGH, V * LANES, start + n * start_row, start_row, c, c_row);
         if (k < depth)
-            product<HIGH, V>(depth - k, Paired{a.at + 2 * k, a.row}, b + k * b_row, b_row, c, c_row, c, c_row);
+            product_of<HIGH, V>(depth - k, Paired{a.at + 2 * k, a.row}, b + k * b_row, b_row, c, c_row, c, c_row);
     }
 }
 
@@ -163,6 +215,15 @@ inline void add_product_of_tiles(Index rows, Index depth, const Paired &whole, c
 }
 #endif
 
+// Call `with` for a number of rows that products are compiled for, and return it: at least `rows`, or HIGH.
+template <class With>
+Index rounded_up(Index rows, const With &with) {
+    constexpr int MIDDLE = std::min(8, HIGH);
+    if (rows <= 4) return with(std::integral_constant<int, 4>()), 4;
+    if (rows <= 8) return with(std::integral_constant<int, MIDDLE>()), MIDDLE;
+    return with(std::integral_constant<int, HIGH>()), HIGH;
+}
+
 // The same for any number of rows, rounded up: a and c have extra rows.
 template <int V, class A>
 void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_row, const Real *start, Index start_row,
@@ -172,27 +233,46 @@ void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_ro
         if (depth >= TILE_PAIRS) return multiply_by_tiles<V>(rows, depth, whole, b, b_row, start, start_row, c, c_row);
 #endif
     for (Index done = 0; done < rows;) {
-        constexpr int MIDDLE = std::min(8, HIGH);
-        const int n = rows - done > 8 ? HIGH : rows - done > 4 ? MIDDLE : 4;
         const A a = whole.below(done);
-        const auto with = [&](auto tall) {
+        const Index n = rounded_up(rows - done, [&](auto tall) {
             constexpr int N = decltype(tall)::value;
             if constexpr (std::is_same_v<A, Paired>)
-                product<N, V>(depth, a, b, b_row, start, start_row, c, c_row);
+                product_of<N, V>(depth, a, b, b_row, start, start_row, c, c_row);
             else if (a.step != 1)
                 product<N, V, true>(depth, a, b, b_row, start, start_row, c, c_row);
             else
                 product<N, V, false>(depth, a, b, b_row, start, start_row, c, c_row);
-        };
-        if (n == 4)
-            with(std::integral_constant<int, 4>());
-        else if (n == MIDDLE)
-            with(std::integral_constant<int, MIDDLE>());
-        else
-            with(std::integral_constant<int, HIGH>());
+        });
         done += n;
         if (start) start += n * start_row;
         c += n * c_row;
+    }
+}
+
+// The same for up to HIGH rows.
+template <int V>
+void multiply(Index rows, Index depth, const Repeated &a, const Real *b, Index b_row, const Real *start,
+              Index start_row, Real *c, Index c_row) {
+    rounded_up(rows, [&](auto tall) {
+        product_of<decltype(tall)::value, V>(depth, a, b, b_row, start, start_row, c, c_row);
+    });
+}
+
+// Call `part` for the whole left factor of a product, or for its parts with repeated numbers: with the factor, its
+// first row and the number of rows, and its first column and the number of columns.
+template <class A, class Part>
+void in_parts(Index rows, Index depth, const A &a, const Part &part) {
+    if constexpr (REPEATED && std::is_same_v<A, Matrix>) {
+        Repeated repeated;
+        for (Index n = 0; n < rows; n += HIGH)
+            for (Index k = 0; k == 0 || k < depth; k += Repeated::DEPTH) {
+                const Index height = std::min<Index>(HIGH, rows - n), columns = std::min(Repeated::DEPTH, depth - k);
+                const Matrix own{a.at + n * a.row + k * a.step, a.row, a.step};
+                rounded_up(height, [&](auto tall) { repeated.take<decltype(tall)::value>(own, columns); });
+                part(repeated, n, height, k, columns);
+            }
+    } else {
+        part(a, 0, rows, 0, depth);
     }
 }
 
@@ -222,10 +302,17 @@ void multiply_panels(Index columns, Index rows, Index depth, const A &a, const R
                 if (const auto start = start_of(i); start.at) add_start(rows, PANEL, start.at, start.row, c + i, c_row);
         }
 #endif
-    for (; j < columns; j += PANEL) {
-        const auto start = start_of(j);
-        multiply_panel(columns - j, rows, depth, a, b + j * depth, start.at, start.row, c + j, c_row);
-    }
+    in_parts(rows, depth, a, [&](const auto &own, Index n, Index height, Index k, Index part) {
+        for (Index i = j; i < columns; i += PANEL) {
+            const auto start = start_of(i);
+            const Real *at = start.at ? start.at + n * start.row : nullptr, *with = b + i * depth + k * PANEL;
+            Real *to = c + n * c_row + i;
+            if (k)
+                multiply_panel(columns - i, height, part, own, with, to, c_row, to, c_row);
+            else
+                multiply_panel(columns - i, height, part, own, with, at, start.row, to, c_row);
+        }
+    });
 }
 
 // c += a · b for all columns of rows that are padded to whole vectors.
@@ -240,9 +327,15 @@ void add_product(Index rows, Index depth, const A &a, const Real *b, Index b_row
             return;
         }
 #endif
-    Index i = 0;
-    for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
-    for (; i < columns; i += LANES) multiply<1>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
+    in_parts(rows, depth, a, [&](const auto &own, Index n, Index height, Index k, Index part) {
+        const Real *from = b + k * b_row;
+        Real *to = c + n * c_row;
+        Index i = 0;
+        for (; i + PANEL <= columns; i += PANEL)
+            multiply<2>(height, part, own, from + i, b_row, to + i, c_row, to + i, c_row);
+        for (; i < columns; i += LANES)
+            multiply<1>(height, part, own, from + i, b_row, to + i, c_row, to + i, c_row);
+    });
 }
 
 inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
