@@ -146,6 +146,12 @@ inline void store_rounded(BFloat16 *, Vec) {}
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
+template <int... LANE>
+inline Ints numbers(std::integer_sequence<int, LANE...>) {
+    return Ints{LANE...};
+}
+inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
+
 // The polynomial with these coefficients, the highest power first.
 template <int N>
 inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
@@ -154,46 +160,102 @@ inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
     return p;
 }
 
-// The same for an even number of coefficients, in two chains of half the length that do not wait for each other.
-template <int N>
-inline Vec polynomial_by_halves(Vec x, const Real (&coefficients)[N]) {
-    static_assert(N % 2 == 0, "even and odd powers need the same number of coefficients");
-    Vec s = x * x, odd = splat(coefficients[0]), even = splat(coefficients[1]);
-    for (int i = 2; i < N; i += 2) odd = odd * s + coefficients[i], even = even * s + coefficients[i + 1];
-    return odd * x + even;
-}
+#if defined(__AVX512F__)  // one instruction looks up 16 numbers, so e^x = 2^(n / 16) · e^r, with a shorter polynomial
+constexpr int PARTS = 16;
+#else
+constexpr int PARTS = 1;
+#endif
 
-// Constants of e^x: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most ln 2 / 2.
+// Constants of e^x: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most ln 2 / (2 PARTS).
 template <class Real>
 struct Exponential;
 
 template <>
-struct Exponential<float> {  // Cephes' polynomial, 2 ulp
+struct Exponential<float> {
     static constexpr float NEAREST = 12582912.0f, HIGH = 0.693359375f, LOW = -2.12194440e-4f;
     static constexpr std::int32_t OF_NEAREST = 0x4B400000, BIAS = 127, MANTISSA = 23;
+#if defined(__AVX512F__)  // the polynomial of least error, 1 ulp
+    static constexpr float COEFFICIENTS[] = {0.166668149315f, 0.500016211193f};
+#else  // Cephes' polynomial, 2 ulp
     static constexpr float COEFFICIENTS[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+#endif
 };
 
 template <>
-struct Exponential<double> {  // the polynomial of least error, 1 ulp
+struct Exponential<double> {  // polynomials of least error, 1 ulp
     static constexpr double NEAREST = 6755399441055744.0, HIGH = 0x1.62e42fefa38p-1, LOW = 5.4979230187083712e-14;
     static constexpr std::int64_t OF_NEAREST = 0x4338000000000000, BIAS = 1023, MANTISSA = 52;
+#if defined(__AVX512F__)
+    static constexpr double COEFFICIENTS[] = {1.3888593450608246e-3, 8.3334721988681694e-3, 4.1666666693358048e-2,
+                                              1.6666666664408929e-1, 4.9999999999999602e-1};
+#else
     static constexpr double COEFFICIENTS[] = {2.5100385495510319e-8, 2.7620088445409748e-7, 2.7557268459997065e-6,
                                               2.4801521295954375e-5, 1.9841269863053617e-4, 1.3888888917213717e-3,
                                               8.3333333333300618e-3, 4.1666666666624128e-2, 1.6666666666666667e-1,
                                               5.0000000000000010e-1};
+#endif
 };
+
+#if defined(__AVX512F__)
+// (e^r - 1 - r) / r²
+inline Vec remainder(Vec r) { return polynomial(r, Exponential<Real>::COEFFICIENTS); }
+
+// 2^(n / 16) for an integer n, which is in the last bits of a number: that of the last four bits from a table, and the
+// others are added to its exponent.
+inline Vec power(Vec shifted) {
+    static constexpr Real TABLE[] = {1.0,
+                                     1.0442737824274138,
+                                     1.0905077326652577,
+                                     1.1387886347566916,
+                                     1.1892071150027211,
+                                     1.2418578120734840,
+                                     1.2968395546510096,
+                                     1.3542555469368927,
+                                     1.4142135623730951,
+                                     1.4768261459394993,
+                                     1.5422108254079407,
+                                     1.6104903319492543,
+                                     1.6817928305074290,
+                                     1.7562521603732995,
+                                     1.8340080864093424,
+                                     1.9152065613971474};
+    constexpr int SHIFT = Exponential<Real>::MANTISSA - 4;
+    const Ints n = reinterpret_cast<Ints>(shifted), first = numbers() << SHIFT;  // subtracted, as n is added whole
+    const Ints low = reinterpret_cast<Ints>(load(TABLE)) - first;
+    Ints found;
+    if constexpr (DOUBLE) {
+        const Ints high = reinterpret_cast<Ints>(load(TABLE + LANES)) - (first + ((Ints{} + LANES) << SHIFT));
+        found = (Ints)_mm512_permutex2var_epi64((__m512i)low, (__m512i)n, (__m512i)high);
+    } else {
+        found = (Ints)_mm512_maskz_permutexvar_epi32(0xFFFF, (__m512i)n, (__m512i)low);
+    }
+    return reinterpret_cast<Vec>(found + (n << SHIFT));
+}
+#else
+// The same as the polynomial of an even number of coefficients, in two chains of half the length that do not wait for
+// each other.
+inline Vec remainder(Vec r) {
+    constexpr auto &of = Exponential<Real>::COEFFICIENTS;
+    Vec s = r * r, odd = splat(of[0]), even = splat(of[1]);
+    for (unsigned i = 2; i < sizeof(of) / sizeof(Real); i += 2) odd = odd * s + of[i], even = even * s + of[i + 1];
+    return odd * r + even;
+}
+
+inline Vec power(Vec shifted) {
+    using By = Exponential<Real>;
+    return reinterpret_cast<Vec>((reinterpret_cast<Ints>(shifted) - By::OF_NEAREST + By::BIAS) << By::MANTISSA);
+}
+#endif
 
 // e^x for x <= 88: exactly 0 below e^-70, NaN for NaN.
 inline Vec exponential(Vec x) {
     using By = Exponential<Real>;
-    Vec shifted = x * Real(1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
+    Vec shifted = x * Real(PARTS * 1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
     Vec n = shifted - By::NEAREST;
-    Vec r = x - n * By::HIGH - n * By::LOW;
-    Vec p = polynomial_by_halves(r, By::COEFFICIENTS) * (r * r) + (r + 1);
-    Ints power = (reinterpret_cast<Ints>(shifted) - By::OF_NEAREST + By::BIAS) << By::MANTISSA;
-    Vec result = p * reinterpret_cast<Vec>(power);
+    Vec r = x - n * (By::HIGH / PARTS) - n * (By::LOW / PARTS);
+    Vec less_one = remainder(r) * (r * r) + r, power = ::power(shifted);
+    Vec result = less_one * power + power;
     return x < NEGLIGIBLE ? Vec{} : result;  // below, `result` is meaningless
 }
 
@@ -224,12 +286,6 @@ template <class Of>
 inline Vec picked(Vec a, Vec b, Of of) {
     return picked(a, b, of, std::make_integer_sequence<int, LANES>());
 }
-
-template <int... LANE>
-inline Ints numbers(std::integer_sequence<int, LANE...>) {
-    return Ints{LANE...};
-}
-inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
 
 // The lanes of two vectors, interleaved, from lane FIRST on.
 template <int FIRST>

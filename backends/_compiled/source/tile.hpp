@@ -253,9 +253,8 @@ void multiply(Index rows, Index depth, const A &whole, const Real *b, Index b_ro
 template <int V>
 void multiply(Index rows, Index depth, const Repeated &a, const Real *b, Index b_row, const Real *start,
               Index start_row, Real *c, Index c_row) {
-    rounded_up(rows, [&](auto tall) {
-        product_of<decltype(tall)::value, V>(depth, a, b, b_row, start, start_row, c, c_row);
-    });
+    rounded_up(
+        rows, [&](auto tall) { product_of<decltype(tall)::value, V>(depth, a, b, b_row, start, start_row, c, c_row); });
 }
 
 // Call `part` for the whole left factor of a product, or for its parts with repeated numbers: with the factor, its
@@ -333,8 +332,7 @@ void add_product(Index rows, Index depth, const A &a, const Real *b, Index b_row
         Index i = 0;
         for (; i + PANEL <= columns; i += PANEL)
             multiply<2>(height, part, own, from + i, b_row, to + i, c_row, to + i, c_row);
-        for (; i < columns; i += LANES)
-            multiply<1>(height, part, own, from + i, b_row, to + i, c_row, to + i, c_row);
+        for (; i < columns; i += LANES) multiply<1>(height, part, own, from + i, b_row, to + i, c_row, to + i, c_row);
     });
 }
 
