@@ -176,6 +176,10 @@ struct Exponential<float> {
     static constexpr std::int32_t OF_NEAREST = 0x4B400000, BIAS = 127, MANTISSA = 23;
 #if defined(__AVX512F__)  // the polynomial of least error, 1 ulp
     static constexpr float COEFFICIENTS[] = {0.166668149315f, 0.500016211193f};
+    static constexpr float POWERS[] = {1.000000000f, 1.044273782f, 1.090507733f, 1.138788635f,
+                                       1.189207115f, 1.241857812f, 1.296839555f, 1.354255547f,
+                                       1.414213562f, 1.476826146f, 1.542210825f, 1.610490332f,
+                                       1.681792831f, 1.756252160f, 1.834008086f, 1.915206561f};  // of 2^(1 / 16)
 #else  // Cephes' polynomial, 2 ulp
     static constexpr float COEFFICIENTS[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -189,6 +193,11 @@ struct Exponential<double> {  // polynomials of least error, 1 ulp
 #if defined(__AVX512F__)
     static constexpr double COEFFICIENTS[] = {1.3888593450608246e-3, 8.3334721988681694e-3, 4.1666666693358048e-2,
                                               1.6666666664408929e-1, 4.9999999999999602e-1};
+    static constexpr double POWERS[] = {
+        1.00000000000000000, 1.04427378242741375, 1.09050773266525769, 1.13878863475669156,
+        1.18920711500272103, 1.24185781207348400, 1.29683955465100964, 1.35425554693689265,
+        1.41421356237309515, 1.47682614593949935, 1.54221082540794074, 1.61049033194925428,
+        1.68179283050742900, 1.75625216037329945, 1.83400808640934243, 1.91520656139714740};
 #else
     static constexpr double COEFFICIENTS[] = {2.5100385495510319e-8, 2.7620088445409748e-7, 2.7557268459997065e-6,
                                               2.4801521295954375e-5, 1.9841269863053617e-4, 1.3888888917213717e-3,
@@ -199,33 +208,18 @@ struct Exponential<double> {  // polynomials of least error, 1 ulp
 
 #if defined(__AVX512F__)
 // (e^r - 1 - r) / r²
-inline Vec remainder(Vec r) { return polynomial(r, Exponential<Real>::COEFFICIENTS); }
+inline Vec tail(Vec r) { return polynomial(r, Exponential<Real>::COEFFICIENTS); }
 
-// 2^(n / 16) for an integer n, which is in the last bits of a number: that of the last four bits from a table, and the
+// 2^(n / 16) for an integer n, which is in the last bits of a number: the last four of them select a power, and the
 // others are added to its exponent.
-inline Vec power(Vec shifted) {
-    static constexpr Real TABLE[] = {1.0,
-                                     1.0442737824274138,
-                                     1.0905077326652577,
-                                     1.1387886347566916,
-                                     1.1892071150027211,
-                                     1.2418578120734840,
-                                     1.2968395546510096,
-                                     1.3542555469368927,
-                                     1.4142135623730951,
-                                     1.4768261459394993,
-                                     1.5422108254079407,
-                                     1.6104903319492543,
-                                     1.6817928305074290,
-                                     1.7562521603732995,
-                                     1.8340080864093424,
-                                     1.9152065613971474};
+inline Vec power_of_two(Vec shifted) {
+    constexpr auto &powers = Exponential<Real>::POWERS;
     constexpr int SHIFT = Exponential<Real>::MANTISSA - 4;
     const Ints n = reinterpret_cast<Ints>(shifted), first = numbers() << SHIFT;  // subtracted, as n is added whole
-    const Ints low = reinterpret_cast<Ints>(load(TABLE)) - first;
+    const Ints low = reinterpret_cast<Ints>(load(powers)) - first;
     Ints found;
     if constexpr (DOUBLE) {
-        const Ints high = reinterpret_cast<Ints>(load(TABLE + LANES)) - (first + ((Ints{} + LANES) << SHIFT));
+        const Ints high = reinterpret_cast<Ints>(load(powers + LANES)) - (first + ((Ints{} + LANES) << SHIFT));
         found = (Ints)_mm512_permutex2var_epi64((__m512i)low, (__m512i)n, (__m512i)high);
     } else {
         found = (Ints)_mm512_maskz_permutexvar_epi32(0xFFFF, (__m512i)n, (__m512i)low);
@@ -233,16 +227,15 @@ inline Vec power(Vec shifted) {
     return reinterpret_cast<Vec>(found + (n << SHIFT));
 }
 #else
-// The same as the polynomial of an even number of coefficients, in two chains of half the length that do not wait for
-// each other.
-inline Vec remainder(Vec r) {
+// (e^r - 1 - r) / r², in two chains of half the length that do not wait for each other.
+inline Vec tail(Vec r) {
     constexpr auto &of = Exponential<Real>::COEFFICIENTS;
     Vec s = r * r, odd = splat(of[0]), even = splat(of[1]);
     for (unsigned i = 2; i < sizeof(of) / sizeof(Real); i += 2) odd = odd * s + of[i], even = even * s + of[i + 1];
     return odd * r + even;
 }
 
-inline Vec power(Vec shifted) {
+inline Vec power_of_two(Vec shifted) {
     using By = Exponential<Real>;
     return reinterpret_cast<Vec>((reinterpret_cast<Ints>(shifted) - By::OF_NEAREST + By::BIAS) << By::MANTISSA);
 }
@@ -254,7 +247,7 @@ inline Vec exponential(Vec x) {
     Vec shifted = x * Real(PARTS * 1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
     Vec n = shifted - By::NEAREST;
     Vec r = x - n * (By::HIGH / PARTS) - n * (By::LOW / PARTS);
-    Vec less_one = remainder(r) * (r * r) + r, power = ::power(shifted);
+    Vec less_one = tail(r) * (r * r) + r, power = power_of_two(shifted);
     Vec result = less_one * power + power;
     return x < NEGLIGIBLE ? Vec{} : result;  // below, `result` is meaningless
 }

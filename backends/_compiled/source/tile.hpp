@@ -78,10 +78,16 @@ struct Paired {
 };
 
 // Where no instruction repeats a number in all lanes, that is done once for all panels of a product.
-#if defined(__SSE2__) && !defined(__AVX2__)
+#if defined(__SSE2__) && !defined(__AVX2__) && !defined(EMULATED)
 constexpr bool REPEATED = true;
+// Each product overwrites a copy. Compilers load all of them again, which takes longer than the products; of every
+// third row they may not, and copy a register instead.
+inline void copy_register(Index row, Vec &x) {
+    if (row % 3 == 0) asm("" : "+x"(x));
+}
 #else
 constexpr bool REPEATED = false;
+inline void copy_register(Index, Vec &) {}
 #endif
 
 // Some columns of up to HIGH rows of a matrix, each number as often as there are lanes.
@@ -116,11 +122,7 @@ struct Repeated {
 inline const BFloat16 *number(const Paired &a, Index n, Index k) { return a.at + n * a.row + k * a.step; }
 inline Vec number(const Repeated &a, Index n, Index k) {
     Vec x = a.at[n * Repeated::DEPTH + k];
-    // Each product overwrites a copy. Compilers load all of them, which takes longer than the products; so they may not
-    // load those of every third row again, and copy a register instead.
-#if defined(__SSE2__)
-    if (n % 3 == 0) asm("" : "+x"(x));
-#endif
+    copy_register(n, x);
     return x;
 }
 
@@ -285,7 +287,8 @@ void multiply_panel(Index columns, Index rows, Index depth, const A &a, const Re
         multiply<1>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
 }
 
-// The same for adjacent panels; `start_of` returns where the start of some columns is, and the step between its rows.
+// The same for adjacent panels and a strip of rows; `start_of` is called once for each panel, and returns where its
+// start is, and the step between its rows.
 template <class A, class StartOf>
 void multiply_panels(Index columns, Index rows, Index depth, const A &a, const Real *b, const StartOf &start_of,
                      Real *c, Index c_row) {
@@ -303,13 +306,14 @@ void multiply_panels(Index columns, Index rows, Index depth, const A &a, const R
 #endif
     in_parts(rows, depth, a, [&](const auto &own, Index n, Index height, Index k, Index part) {
         for (Index i = j; i < columns; i += PANEL) {
-            const auto start = start_of(i);
-            const Real *at = start.at ? start.at + n * start.row : nullptr, *with = b + i * depth + k * PANEL;
+            const Real *with = b + i * depth + k * PANEL;
             Real *to = c + n * c_row + i;
-            if (k)
+            if (k == 0) {
+                const auto start = start_of(i);
+                multiply_panel(columns - i, height, part, own, with, start.at, start.row, to, c_row);
+            } else {
                 multiply_panel(columns - i, height, part, own, with, to, c_row, to, c_row);
-            else
-                multiply_panel(columns - i, height, part, own, with, at, start.row, to, c_row);
+            }
         }
     });
 }
