@@ -37,6 +37,7 @@ constexpr int LANES = REGISTER / sizeof(Real);
 typedef Real Vec __attribute__((vector_size(REGISTER)));
 typedef Real Loose __attribute__((vector_size(REGISTER), aligned(sizeof(Real))));  // at any address
 typedef std::conditional_t<DOUBLE, std::int64_t, std::int32_t> Ints __attribute__((vector_size(REGISTER)));
+typedef std::conditional_t<DOUBLE, std::uint64_t, std::uint32_t> Bits __attribute__((vector_size(REGISTER)));
 typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as many 32-bit integers
 typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -215,14 +216,14 @@ inline Vec tail(Vec r) { return polynomial(r, Exponential<Real>::COEFFICIENTS); 
 inline Vec power_of_two(Vec shifted) {
     constexpr auto &powers = Exponential<Real>::POWERS;
     constexpr int SHIFT = Exponential<Real>::MANTISSA - 4;
-    const Ints n = reinterpret_cast<Ints>(shifted), first = numbers() << SHIFT;  // subtracted, as n is added whole
-    const Ints low = reinterpret_cast<Ints>(load(powers)) - first;
-    Ints found;
+    const Bits n = reinterpret_cast<Bits>(shifted), first = reinterpret_cast<Bits>(numbers()) << SHIFT;
+    const Bits low = reinterpret_cast<Bits>(load(powers)) - first;  // less what the last four bits will add
+    Bits found;
     if constexpr (DOUBLE) {
-        const Ints high = reinterpret_cast<Ints>(load(powers + LANES)) - (first + ((Ints{} + LANES) << SHIFT));
-        found = (Ints)_mm512_permutex2var_epi64((__m512i)low, (__m512i)n, (__m512i)high);
+        const Bits high = reinterpret_cast<Bits>(load(powers + LANES)) - (first + ((Bits{} + LANES) << SHIFT));
+        found = (Bits)_mm512_permutex2var_epi64((__m512i)low, (__m512i)n, (__m512i)high);
     } else {
-        found = (Ints)_mm512_maskz_permutexvar_epi32(0xFFFF, (__m512i)n, (__m512i)low);
+        found = (Bits)_mm512_maskz_permutexvar_epi32(0xFFFF, (__m512i)n, (__m512i)low);
     }
     return reinterpret_cast<Vec>(found + (n << SHIFT));
 }
