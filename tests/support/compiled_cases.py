@@ -79,6 +79,8 @@ LONG: list[dense.Case] = [
     dense.Case("time stamps, keys with a table", n=110, m=600, d=24, heads=4, kv_heads=2, span=Span(40, 70, "clip"),
                tables="rel_k rel_bias key_table", labels={"positions": STAMPS},
                options={"causal": True, "rel_scale": 0.3}),
+    dense.Case("time stamps, wide keys with a table", n=110, m=600, d=70, dv=66, span=Span(40, 70, "clip"),
+               tables="rel_k rel_v key_table", labels={"positions": STAMPS}),
     dense.Case("positions anywhere, keys with a table", n=60, m=1100, d=16, span=Span(9, 70, "zero"),
                tables="key_table rel_v", mask="additive", labels={"positions": ANYWHERE}, options={"softcap": 4.0}),
     dense.Case("positions anywhere, in blocks, keys with a table", n=60, m=1100, d=8, span=Span(200, 200),
