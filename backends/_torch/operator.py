@@ -20,6 +20,7 @@ from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import (
     DIFFERENTIABLE,
     SEQUENCES,
+    TABLES,
     Gradients,
     Kind,
     Operands,
@@ -181,6 +182,9 @@ class Operator:
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
+        for name in TABLES:  # a program of torch.jit.trace skipped this check for the present lengths
+            if getattr(operands, name) is not None:
+                options.visibility.check_reach(name, options.span)
         out, lse = self._attend(operands, options)
         return _contiguous(out), operands.q.new_empty(0) if lse is None else _contiguous(lse)
 

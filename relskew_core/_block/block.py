@@ -165,8 +165,8 @@ def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
 
 def _split_heads(name: str, x: Array, head_dim: int, *, xp: Namespace) -> Array:
     """Split the result of a projection into heads: (..., L, H · D) -> (..., H, L, D)."""
-    heads, rest = divmod(x.shape[-1], head_dim)
-    if rest:
+    heads = x.shape[-1] // head_dim  # no `divmod`: under torch.jit.trace, sizes are tensors
+    if x.shape[-1] % head_dim:
         raise ValueError(f"`{name}` must return heads of width {head_dim}, got {describe(x)}")
     return _swap(xp.reshape(x, (*x.shape[:-1], heads, head_dim)), xp=xp)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -393,6 +394,25 @@ def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
         torch.testing.assert_close(
             compiled(*given, key_padding_mask=padding), module(*given, key_padding_mask=padding), rtol=0, atol=1e-12
         )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", SPECS)
+def test_jit_trace_serves_other_lengths_or_says_that_it_does_not(name: str) -> None:
+    module = made(SPECS[name]).eval()
+    traced = torch.jit.trace(module, inputs(module.spec))
+    refused = 0
+    for n, m in ((9, 7), (1, 1), (4, 6), (20, 24)):
+        given = inputs(module.spec, n, m)
+        try:
+            y = traced(*given)
+        except RuntimeError as error:  # the table, or ALiBi's numbers of the traced lengths, are too short
+            assert re.search(r"ValueError: `rel_\w+` reaches the relative positions", str(error))  # noqa: PT017
+            refused += 1
+        else:
+            torch.testing.assert_close(y, module(*given), rtol=1e-5, atol=1e-6)  # a traced width's root is in float32
+    assert refused <= 1
 
 
 def test_export_has_one_attention_node() -> None:
