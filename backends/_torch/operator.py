@@ -310,9 +310,24 @@ def _keep(ctx: Any, args: Sequence[Any], *more: Tensor | None) -> None:
 
 def _kept(ctx: Any) -> tuple[list[Any], Tensor | None, Tensor | None]:
     """Return the arguments that :func:`_keep` saved."""
-    *tensors, one, two = ctx.saved_tensors
+    *tensors, one, two = saved_by(ctx)
     args = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
     return args, one, two
+
+
+def saved_by(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a node of autograd saved; if one was overwritten, say what does that."""
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors  # checkpoints only allow this once
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise ValueError(
+            "an array of attention was overwritten before its gradients were computed; a cache with a `length` is, "
+            "by the next call that gets it as `past`: to train through several calls, pass empty_cache(batch), which "
+            "grows, as the first `past`"
+        ) from error
+    return saved
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from relskew_core import BlockSpec, Span
+from relskew_core.backends import _compiled
 from relskew_core.layers.torch import FixedCache, RelativeMultiheadAttention, SlidingCache
 
 DECODERS = {
@@ -189,6 +190,30 @@ def test_a_full_cache_is_an_error() -> None:
     _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
     with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
         module(x[:, 6:], past=cache)
+
+
+@pytest.mark.skipif(_compiled.kernels is None, reason="the portable code leaves these gradients and errors to torch")
+@pytest.mark.parametrize("lengths", [None, [4, 3]], ids=["alike", "by item"])
+def test_gradients_of_an_overwritten_cache_are_an_error(lengths: list[int] | None) -> None:
+    """Those of the last call are not, which nothing overwrote."""
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+
+    def outputs(cache: Any) -> list[Tensor]:
+        y, cache = module(x[:, :4], past=cache)
+        if lengths is not None:
+            cache = cache._replace(length=torch.tensor(lengths))
+        return [y, module(x[:, 4:], past=cache)[0]]
+
+    written = outputs(module.empty_cache(2, length=9))
+    if lengths is None:
+        grown = outputs(module.empty_cache(2))
+        (weight,) = (x for name, x in module.named_parameters() if name == "k_proj.weight")
+        found = [torch.autograd.grad(each[1].sum(), weight, retain_graph=True) for each in (written, grown)]
+        torch.testing.assert_close(*found)
+        torch.cat(grown, dim=1).sum().backward()
+    with pytest.raises(ValueError, match=r"`past`: to train through several calls, pass empty_cache\(batch\)"):
+        written[0].sum().backward()
 
 
 @pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 12}], ids=str)

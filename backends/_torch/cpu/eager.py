@@ -11,7 +11,7 @@ from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, GridOperands, O
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import compiled, grid
 from relskew_core.backends._torch.cpu.operator import OPERATOR
-from relskew_core.backends._torch.operator import flat
+from relskew_core.backends._torch.operator import flat, saved_by
 from relskew_core.backends._torch.watched import are_mapped, is_ordinary, requires_gradients
 
 
@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients, by the operator if they will be differentiated again or others take part."""
-        *operands, out, lse = ctx.saved_tensors  # checkpoints only allow this once
+        *operands, out, lse = saved_by(ctx)
         x, call = operands_of(operands), ctx.call
         wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[1:], strict=True) if needs]
         seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()

@@ -25,8 +25,8 @@ class FixedCache(NamedTuple):
 
     Notes
     -----
-    The next call overwrites what the gradients of the calls before it need, and torch then raises an error in the
-    backward pass. Use a growing cache to train through several calls.
+    The next call overwrites what the gradients of the outputs before it need, and their backward pass raises an error.
+    Use ``empty_cache(batch)``, which grows, to train through several calls.
 
     Examples
     --------
