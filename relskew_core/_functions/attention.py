@@ -11,7 +11,7 @@ from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array, Impl
 from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
-from relskew_core._kernel.call import Arguments, Gradients, Part, takes
+from relskew_core._kernel.call import Arguments, Gradients, Part, takes, with_gradients
 from relskew_core._kernel.problem import WHOLE, Problem, problem
 
 
@@ -304,7 +304,8 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
     with undisturbed(call.given.q):
         gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
     if call.sinks is not None:
-        gradients = gradients._replace(sinks=sinks_gradient(call.sinks, **cotangents, xp=call.xp))
+        own = sinks_gradient(call.sinks, **cotangents, xp=call.xp)
+        gradients = with_gradients(gradients, sinks=own)
     return call.gradients(gradients, given)
 
 

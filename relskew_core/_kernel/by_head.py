@@ -17,7 +17,7 @@ from relskew_core._array.precision import cast, settled, widened
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import Arguments, Gradients
+from relskew_core._kernel.call import Arguments, Gradients, with_gradients
 from relskew_core._kernel.chunk import is_empty
 
 
@@ -103,7 +103,7 @@ class HeadScales:
             of_scale, of_rel_scale = of_scale + of_rel_scale, []
         changed["scale"] = self._summed(of_scale, self.scale)
         changed["rel_scale"] = self._summed(of_rel_scale, None if self.alike else self.rel_scale)
-        return found._replace(**changed)
+        return with_gradients(found, **changed)
 
     def _of_all_heads(self, table: Array) -> Array:
         """Sum (H, R, D) over the heads."""

@@ -268,6 +268,11 @@ def named(x: Operands | Gradients) -> dict[str, Any]:
     return {name: getattr(x, name) for name in type(x)._fields}
 
 
+def with_gradients(x: Gradients, **changed: Array | None) -> Gradients:
+    """Return gradients with others for the named ones; torch 2.8 does not compile ``_replace``."""
+    return Gradients(**{**named(x), **changed})
+
+
 def has_tables(operands: Operands) -> bool:
     """Whether a call has a table or bias by relative position."""
     return any(getattr(operands, name) is not None for name in TABLES)

@@ -92,7 +92,7 @@ class GradientSums:
     def done(self) -> list[Array]:
         """Return the sums that contain the gradients of the last chunk."""
         latest = [piece for pieces in (*self._by_query.values(), self._mask) for piece in pieces[-1:]]
-        growing = [x for total in self._by_key.values() if (x := total.growing) is not None]
+        growing = [total.growing for total in self._by_key.values() if total.growing is not None]
         return [*latest, *self._columns.values(), *growing]
 
     def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:

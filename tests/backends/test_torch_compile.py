@@ -17,9 +17,11 @@ from relskew_core import (
     proximal_bias,
     relative_attention,
     relative_attention_2d,
+    relative_attention_vjp,
     sinusoidal_table,
     toeplitz,
 )
+from relskew_core._array.typing import Impl
 from relskew_core._kernel.chunk import SMALLEST
 from relskew_core.backends import _compiled
 
@@ -126,6 +128,19 @@ def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
         if theirs.requires_grad:
             torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), LEAF) for out in (ours, theirs)))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["sinks", "scale", "rel_scale"])
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_gradients_of_numbers_by_head_compile(name: str, impl: Impl) -> None:
+    torch.compiler.reset()
+
+    def pull_back(q: Any) -> list[Any]:
+        given: dict[str, Any] = {name: TABLE[:, 0, 0]}
+        found = relative_attention_vjp(q, q, q, q, TABLE, Span(31, 32), impl=impl, **given)
+        return [x for x in found if x is not None]
+
+    torch.testing.assert_close(torch.compile(pull_back, fullgraph=True, backend="eager")(Q), pull_back(Q))
 
 
 def test_an_offset_that_a_program_computes() -> None:
