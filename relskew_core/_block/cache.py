@@ -54,7 +54,10 @@ def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array
         check_cached(name, old, keep, new)
     k, v = (xp.concat(pair, axis=-2) for pair in ((cache.keys, k), (cache.values, v)))
     unfilled = integers(0, keep + n, device=None, xp=xp) < keep - cache.length
-    present = type(cache)(k[..., n:, :], v[..., n:, :], xp.minimum(cache.length + n, keep))
+    length = cache.length + n
+    # array-api-compat 1.15 has no `minimum` of a tensor and a number
+    length = xp.where(length < keep, length, keep)
+    present = type(cache)(k[..., n:, :], v[..., n:, :], length)
     return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
 
 
