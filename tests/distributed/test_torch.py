@@ -9,6 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor.parallel import api
+
+from split.notices import without_notices
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +34,7 @@ def run(what: str, processes: int) -> list[str]:
                 process.kill()
     for process, (_, errors) in zip(running, ended, strict=True):
         assert process.returncode == 0, errors[-3000:]
-    return [out.strip() for out, _ in ended]
+    return [without_notices(out).strip() for out, _ in ended]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -40,6 +43,10 @@ def test_a_split_sequence(processes: int) -> None:
     assert run("everything", processes) == ["162 calls agree"] * processes
 
 
+@pytest.mark.skipif(
+    hasattr(api, "_validate_tp_mesh_dim"),
+    reason="parallelize_module of this torch, as of 2.8, takes only the innermost axis of a mesh",
+)
 def test_a_ring_of_groups_that_exchange_heads() -> None:
     assert run("mesh", 4) == ["32 calls agree"] * 4
 
