@@ -342,19 +342,25 @@ struct Backward {
         }
         const Index keys_there = high - low;
         Real *d_keys = d_k.of(start + low - packed.first), *d_values = d_v.of(start + low - packed.first);
+        const auto add = [&](const auto &a, const auto &b, Index b_row, Index columns, Real *c, Index c_row) {
+            const Index depth = queries.in_pairs ? Joined::depth(count) : count;
+            Columns see{0, 0};  // the queries that see some of the keys
+            const auto of_keys = [&](Index j, Index n) {
+                const Index key = start + low + j;
+                while (see.from < count && own_seen(position + see.from).high <= key) see.from++;
+                while (see.end < count && own_seen(position + see.end).low < key + n) see.end++;
+                return queries.in_pairs ? Joined::pairs(see, depth) : see;
+            };
+            add_band(keys_there, of_keys, a, b, b_row, columns, c, c_row);
+        };
         if (queries.in_pairs) {
-            const Index pairs = Joined::depth(count);
             turned_weights.take(p, logits_row, count, low, high + HIGH);
             turned_changes.take(ds, logits_row, count, low, high + HIGH);
-            add_product(keys_there, pairs, turned_weights.from(low), joined_outs.at.get(), joined_outs.row, value_width,
-                        d_values, d_v.row);
-            add_product(keys_there, pairs, turned_changes.from(low), joined_queries.at.get(), joined_queries.row, width,
-                        d_keys, d_k.row);
+            add(turned_weights.from(low), joined_outs.at.get(), joined_outs.row, value_width, d_values, d_v.row);
+            add(turned_changes.from(low), joined_queries.at.get(), joined_queries.row, width, d_keys, d_k.row);
         } else {
-            add_product(keys_there, count, Matrix{p + low, 1, logits_row}, d_outs.get(), value_width, value_width,
-                        d_values, d_v.row);
-            add_product(keys_there, count, Matrix{ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys,
-                        d_k.row);
+            add(Matrix{p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values, d_v.row);
+            add(Matrix{ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
         }
         if (x.key_table)
             key_side.pull_back(keys, item, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
@@ -368,14 +374,20 @@ struct Backward {
         if (x.bias) add_to_bias(changed);
     }
 
+    // The keys that a position sees, without labels.
+    Seen own_seen(Index position) const { return Seen::of(x, position, position); }
+
     // Add the contribution of pairs of queries to the gradients of the table's rows.
     void spread_pairs(const Weights &changed) {
-        const auto [c, stop] = changed.used(span);
-        if (c < stop) {
-            const Index first = c - span.left + changed.p - changed.start;  // the column of the first query
-            turned_changes.take(changed.at, logits_row, changed.count, first, first + (stop - c) + HIGH, 1);
-            add_product(stop - c, Joined::depth(changed.count), turned_changes.from(first, 1), joined_queries.at.get(),
-                        joined_queries.row, rel_width, d_rel_k.of(c), d_rel_k.row);
+        const Seen rows = changed.used(span);
+        if (!rows.none()) {
+            const Index first = rows.low - span.left + changed.p - changed.start;  // the column of the first query
+            const auto of_rows = [&](Index i, Index n) {
+                return Joined::pairs(changed.using_rows(span, rows.low + i, n), Joined::depth(changed.count));
+            };
+            turned_changes.take(changed.at, logits_row, changed.count, first, first + rows.high - rows.low + HIGH, 1);
+            add_band(rows.high - rows.low, of_rows, turned_changes.from(first, 1), joined_queries.at.get(),
+                     joined_queries.row, rel_width, d_rel_k.of(rows.low), d_rel_k.row);
         }
         changed.spread_beyond(span, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }

@@ -47,6 +47,12 @@ struct Joined {
 
     static Index depth(Index rows) { return padded((rows + 1) / 2, TILES ? TILE_PAIRS : 1); }
 
+    // The pairs, of so many, that hold these rows.
+    static Columns pairs(Columns rows, Index depth) {
+        constexpr Index WHOLE = TILES ? 2 * TILE_PAIRS : 2;
+        return {floored(rows.from, WHOLE) / 2, std::min(depth, padded(rows.end, WHOLE) / 2)};
+    }
+
     void take(const Real *x, Index x_row, Index rows, Index columns) {
         for (Index i = 0; i < depth(rows); i++)
             for (Index j = 0; j < columns; j += LANES)

@@ -228,6 +228,12 @@ struct Weights {
         return {std::max<Index>(0, low_row), std::min(x.rows, std::min(found.high, x.after + 1) + x.left)};
     }
 
+    // The queries that use some of n rows of a table from one on.
+    Columns using_rows(const Span &x, Index from, Index n) const {
+        const Index key = p + from - x.left - start;  // of the first query and the first row
+        return {std::max<Index>(0, low - (key + n - 1)), std::min(count, high - key)};
+    }
+
     // The sum of the weights of query i over all keys before the table, or after it.
     Real beyond(const Span &x, Index i, int side) const {
         const Index left = p + i - x.left - start, right = left + x.rows;
@@ -257,10 +263,10 @@ struct Weights {
 
     // Add the queries' rows, multiplied by the weights, to the gradients of the table's rows.
     void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
-        const auto [c, stop] = used(x);
-        if (c < stop)
-            add_product(stop - c, count, Matrix{at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
-                        table + c * table_row, table_row);
+        const Seen rows = used(x);
+        const Matrix turned{at + (rows.low - x.left + p - start), 1, row + 1};
+        const auto of_rows = [&](Index i, Index n) { return using_rows(x, rows.low + i, n); };
+        add_band(rows.high - rows.low, of_rows, turned, from, from_row, width, table + rows.low * table_row, table_row);
         spread_beyond(x, from, from_row, width, table, table_row);
     }
 

@@ -340,6 +340,23 @@ void add_product(Index rows, Index depth, const A &a, const Real *b, Index b_row
     });
 }
 
+struct Columns {
+    Index from, end;
+};
+
+// The same for a band: `columns_of` returns the columns that are not zeros, for some rows from one on, in their order.
+template <class A, class ColumnsOf>
+void add_band(Index rows, const ColumnsOf &columns_of, const A &a, const Real *b, Index b_row, Index columns, Real *c,
+              Index c_row) {
+    for (Index n = 0; n < rows; n += HIGH) {
+        const Index height = std::min<Index>(HIGH, rows - n);
+        const auto [k, end] = columns_of(n, height);
+        if (k < end)
+            add_product(height, end - k, A{a.at + n * a.row + k * a.step, a.row, a.step}, b + k * b_row, b_row, columns,
+                        c + n * c_row, c_row);
+    }
+}
+
 inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
 
 // Pack rows into panels of PANEL rows, stored column by column; missing rows are zeros.
