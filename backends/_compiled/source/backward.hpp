@@ -345,10 +345,10 @@ struct Backward {
         const auto add = [&](const auto &a, const auto &b, Index b_row, Index columns, Real *c, Index c_row) {
             const Index depth = queries.in_pairs ? Joined::depth(count) : count;
             Columns see{0, 0};  // the queries that see some of the keys
-            const auto of_keys = [&](Index j, Index n) {
+            const auto of_keys = [&](Index j, Index some) {
                 const Index key = start + low + j;
                 while (see.from < count && own_seen(position + see.from).high <= key) see.from++;
-                while (see.end < count && own_seen(position + see.end).low < key + n) see.end++;
+                while (see.end < count && own_seen(position + see.end).low < key + some) see.end++;
                 return queries.in_pairs ? Joined::pairs(see, depth) : see;
             };
             add_band(keys_there, of_keys, a, b, b_row, columns, c, c_row);
