@@ -130,8 +130,9 @@ inline Vec add_pairs(const BFloat16 *a, Vec b, Vec c) {
 
 // Pairs of the lanes of two vectors, rounded to nearest.
 inline Vec paired(Vec a, Vec b) {
-    const auto bits = [](Vec x) { return __builtin_convertvector((LooseHalves)_mm512_cvtneps_pbh((__m512)x), Words); };
-    return (Vec)(bits(a) | bits(b) << 16);
+    const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words in_turn = lanes | (lanes + LANES) << 16;
+    return (Vec)_mm512_permutexvar_epi16((__m512i)in_turn, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
 
 // Store after rounding to nearest.
