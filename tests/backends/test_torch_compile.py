@@ -27,6 +27,8 @@ from relskew_core.backends import _compiled
 
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
 LEAF = Q.clone().requires_grad_()
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])
 
 LENGTHS = [KEYS[:, :n] for n in range(17, 30)]
 """More queries than in the smallest chunk."""
@@ -188,7 +190,8 @@ def test_offsets_by_item_over_several_lengths() -> None:
 
 @pytest.mark.parametrize("local", [{"window": WINDOW}, {"neighborhood": (3, 2), "chunk_size": 9}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_every_gradient_of_grids_of_any_height(local: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_every_gradient_of_grids_of_any_height(device: str, local: dict[str, Any], dtype: torch.dtype) -> None:
     """With heads that share keys, cells outside the grid, a mask and every array, also in half precision."""
     torch.compiler.reset()
 
@@ -206,7 +209,8 @@ def test_every_gradient_of_grids_of_any_height(local: dict[str, Any], dtype: tor
         shapes |= {"table_h": (4, 17, 8), "table_w": (17, 8), "rel_bias": (4, 17, 17), "prefix_bias": (4, 3)}
         generator = torch.Generator().manual_seed(n)
         arrays = {
-            name: torch.randn(shape, generator=generator).to(dtype).requires_grad_() for name, shape in shapes.items()
+            name: torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+            for name, shape in shapes.items()
         }
         outs = [function(arrays, (height, width)) for function in (compiled, attend)]
         found = [torch.autograd.grad([x.sin().sum() for x in each], [*arrays.values()]) for each in outs]
