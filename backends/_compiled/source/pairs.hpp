@@ -47,7 +47,7 @@ struct Joined {
 
     static Index depth(Index rows) { return padded((rows + 1) / 2, TILES ? TILE_PAIRS : 1); }
 
-    // The pairs, of so many, that hold these rows.
+    // The pairs that hold some rows, of `depth` in all.
     static Columns pairs(Columns rows, Index depth) {
         constexpr Index WHOLE = TILES ? 2 * TILE_PAIRS : 2;
         return {floored(rows.from, WHOLE) / 2, std::min(depth, padded(rows.end, WHOLE) / 2)};
