@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
-from relskew_core._array.doubles import from_doubles
+from relskew_core._array.doubles import floating, from_doubles
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
@@ -112,7 +112,7 @@ def sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dt
     angles = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))[:, None] * row
     parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)
     table = xp.reshape(parts, (span.rows, 2 * len(rates)))
-    return cast(table, from_doubles([[0.0]], xp=xp, dtype=dtype).dtype, xp=xp)
+    return cast(table, floating(dtype, xp=xp), xp=xp)
 
 
 @explains
