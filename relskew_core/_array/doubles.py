@@ -32,5 +32,5 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
 def floating(dtype: Any, *, xp: Namespace) -> Any:
     """Return a dtype, or the library's default floating one for ``None``."""
     if xp.__name__.endswith("torch"):  # torch 2.8 exports no constant that nothing uses
-        return xp.empty(0, dtype=dtype).dtype
+        return xp.empty(0, dtype=dtype, device="meta").dtype
     return xp.asarray(0.0, dtype=dtype).dtype
