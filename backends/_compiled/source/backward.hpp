@@ -429,7 +429,7 @@ struct Backward {
     // Turn a row of products into weights and the gradient of the logits, with zeros around both; `there` are the
     // columns that have products, and `all` those of the block.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Seen there, Seen all) {
-        const Seen seen = Seen::of(x, position + m, position + m);
+        const Seen seen = own_seen(position + m);
         Real *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};

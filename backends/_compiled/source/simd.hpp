@@ -117,6 +117,12 @@ inline To load(const Byte *p) {
 inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
 inline Vec splat(Real x) { return x - Vec{}; }
 
+template <int... LANE>
+inline Ints numbers(std::integer_sequence<int, LANE...>) {
+    return Ints{LANE...};
+}
+inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
+
 #if defined(EMULATED)
 #include "pairs_in_software.hpp"
 #elif defined(__AVX512BF16__)
@@ -130,7 +136,7 @@ inline Vec add_pairs(const BFloat16 *a, Vec b, Vec c) {
 
 // Pairs of the lanes of two vectors, rounded to nearest.
 inline Vec paired(Vec a, Vec b) {
-    const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words lanes = reinterpret_cast<Words>(numbers());
     const Words in_turn = lanes | (lanes + LANES) << 16;
     return (Vec)_mm512_permutexvar_epi16((__m512i)in_turn, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
@@ -147,12 +153,6 @@ inline void store_rounded(BFloat16 *, Vec) {}
 #endif
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-
-template <int... LANE>
-inline Ints numbers(std::integer_sequence<int, LANE...>) {
-    return Ints{LANE...};
-}
-inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
 
 // The polynomial with these coefficients, the highest power first.
 template <int N>
