@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from relskew_core._array.extras import to_install
@@ -18,6 +22,19 @@ def need(module: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise CliError(f"{purpose} needs {module} ({reason(error)}): {to_install(extra)}") from error
+
+
+@contextmanager
+def reading(option: str, path: Path, kind: str) -> Iterator[None]:
+    """Report in one line whatever a library raises about a file; its warnings only say how the file was written."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CliError:
+        raise
+    except Exception as error:  # each format raises its own exceptions
+        raise CliError(f"{option} {path}: cannot be read as {kind}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._block.biases import with_bias
 from relskew_core._block.block import check_inputs, project_heads, weights_alone
 from relskew_core._block.spec import ATTENDED
-from relskew_core.cli._errors import CliError, reason
+from relskew_core.cli._errors import CliError, reading
 from relskew_core.cli._export import spec_of_model
 from relskew_core.cli._options import BlockOptions
 from relskew_core.cli._weights import chosen_weights, load_weights
@@ -43,10 +43,8 @@ def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tu
     """Read an input (length, width) from a file, or draw a random one; return it and its source."""
     if path is None:
         return np.random.default_rng(0).standard_normal((length, spec.embed_dim)), "random, seed 0"
-    try:
+    with reading(f"--{name}", path, ".npy"):
         x = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise CliError(f"--{name} {path}: cannot be read as .npy: {reason(error)}") from error
     x = x[0] if getattr(x, "ndim", 0) == 3 and len(x) == 1 else x
     if getattr(x, "ndim", 0) != 2 or x.shape[1] != spec.embed_dim or not np.isrealobj(x):
         raise CliError(f"--{name} {path}: must have shape (length, {spec.embed_dim}), got {getattr(x, 'shape', x)}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from relskew_core import BlockSpec, init_weights
 from relskew_core._block.spec import ATTENDED
-from relskew_core.cli._errors import CliError, need, reason
+from relskew_core.cli._errors import CliError, need, reading
 
 MOST = 2**26
 """The most weights that are drawn from a seed, which takes seconds; a file may have more."""
@@ -35,12 +35,8 @@ def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> d
         raise CliError(f"--weights must be a file ending in {', '.join(READERS)}, got {path}")
     if not path.is_file():
         raise CliError(f"--weights {path}: there is no such file")
-    try:
+    with reading("--weights", path, path.suffix):
         arrays = reader(path)
-    except CliError:
-        raise
-    except Exception as error:  # each format raises its own exceptions
-        raise CliError(f"--weights {path}: cannot be read as {path.suffix}: {reason(error)}") from error
     arrays = _inner(arrays)
     if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
         raise CliError(f"--weights {path}: must hold a mapping from names to arrays, got {type(arrays).__name__}")

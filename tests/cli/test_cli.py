@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -432,6 +433,16 @@ def test_unreadable_weights_are_one_line(capsys: pytest.CaptureFixture[str], end
     path.write_bytes(b"nothing of the kind")
     told = error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", str(path), "--length", "5")
     assert f"cannot be read as {ending}" in told
+
+
+def test_a_librarys_warning_is_not_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    Path("weights.pt").write_bytes(b"\x80\x5b.")  # protocol 91: torch warns, then fails
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        told = error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "weights.pt", "--length", "5")
+    assert "cannot be read as .pt" in told
+    assert not shown
 
 
 def test_a_pickle_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
