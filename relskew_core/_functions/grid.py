@@ -98,6 +98,8 @@ def relative_logits_2d(
     array([ 0.,  1.,  1., 10., 11., 11., 10., 11., 11.])
     """
     grids = Grids.of(q_grid, k_grid, offset, q_step, k_step, axes=2)
+    if table_h is None and table_w is None:
+        raise ValueError("`table_h` or `table_w` must be given, got None for both")
     return _logits(q, (table_h, table_w), (span_h, span_w), grids)
 
 

@@ -237,3 +237,5 @@ def test_refused() -> None:
             relative_attention_2d(q, q, q, **grids, window=window)
     with pytest.raises(ValueError, match=r"^`tables` must have a table for at least one axis"):
         relative_logits_nd(q, [None, None], **grids)
+    with pytest.raises(ValueError, match=r"^`table_h` or `table_w` must be given, got None for both"):
+        relative_logits_2d(q, None, None, **grids)
