@@ -55,7 +55,7 @@ SANITIZERS := -DHIGH_ROWS=12 -DPOISON -fsanitize=address,undefined -fno-sanitize
 	-fno-omit-frame-pointer $(if $(findstring clang,$(SANITIZER)),-fno-sanitize=function -shared-libasan)
 SANITIZER ?= g++
 RUNTIMES = $(if $(findstring clang,$(SANITIZER)),libclang_rt.asan-$(shell uname -m).so,libasan.so libubsan.so)
-SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 KERNELS_COMPILER= \
+SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 KERNELS_COMPILER= \
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
