@@ -59,7 +59,7 @@ struct Backward {
     JoinedRows key_pairs, table_pairs;
     Rounded rounded_outs, rounded_changes;  // of a block; of a strip of it
     Joined joined_outs, joined_queries;     // of a block
-    Turned turned_weights, turned_changes;
+    Turned turned_weights, turned_changes, skewed_changes;
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // which queries are not finite
@@ -121,7 +121,8 @@ struct Backward {
         return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
                rounded_outs.make(height, value_width) && rounded_changes.make(STRIP, logits_row, margin) &&
                joined_outs.make(height, value_width) && joined_queries.make(height, width) &&
-               turned_weights.make(height, logits_row, margin) && turned_changes.make(height, logits_row, margin);
+               turned_weights.make(height, logits_row, margin) && turned_changes.make(height, logits_row, margin) &&
+               (!x.rel_k || skewed_changes.make(height, logits_row, margin));
     }
 
     bool make_tables() {
@@ -339,7 +340,9 @@ struct Backward {
             if (from < to) multiply_block(item, head, first, m, rows, position, start, from, to);
             for (Index i = m; i < m + rows; i++) weigh(item, head, first, position, i, start, {from, to}, {low, high});
             if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
+            if (queries.in_pairs && !TILES) turn(mixed, changed, m, rows);  // while they are in the cache
         }
+        if (queries.in_pairs && TILES) turn(mixed, changed, 0, count);
         const Index keys_there = high - low;
         Real *d_keys = d_k.of(start + low - packed.first), *d_values = d_v.of(start + low - packed.first);
         const auto add = [&](const auto &a, const auto &b, Index b_row, Index columns, Real *c, Index c_row) {
@@ -354,8 +357,6 @@ struct Backward {
             add_band(keys_there, of_keys, a, b, b_row, columns, c, c_row);
         };
         if (queries.in_pairs) {
-            turned_weights.take(p, logits_row, count, low, high + HIGH);
-            turned_changes.take(ds, logits_row, count, low, high + HIGH);
             add(turned_weights.from(low), joined_outs.at.get(), joined_outs.row, value_width, d_values, d_v.row);
             add(turned_changes.from(low), joined_queries.at.get(), joined_queries.row, width, d_keys, d_k.row);
         } else {
@@ -377,6 +378,18 @@ struct Backward {
     // The keys that a position sees, without labels.
     Seen own_seen(Index position) const { return Seen::of(x, position, position); }
 
+    // Round the weights of some queries, and the gradients of their logits, in the order in which the products with the
+    // keys and the table's rows read them.
+    void turn(const Weights &mixed, const Weights &changed, Index m, Index rows) {
+        const Index p = mixed.p + m, first = mixed.start + mixed.low, end = mixed.start + mixed.high;
+        const Seen seen = Seen::of(x, p, p + rows - 1).within(first, end);
+        const Index low = seen.low - mixed.start - HIGH, high = seen.high - mixed.start + HIGH;
+        turned_weights.take(mixed.at, logits_row, m, rows, low, high);
+        turned_changes.take(changed.at, logits_row, m, rows, low, high);
+        if (x.rel_k && !places)
+            skewed_changes.take(changed.at, logits_row, m, rows, mixed.low - HIGH, mixed.high + HIGH, 1);
+    }
+
     // Add the contribution of pairs of queries to the gradients of the table's rows.
     void spread_pairs(const Weights &changed) {
         const Seen rows = changed.used(span);
@@ -385,8 +398,7 @@ struct Backward {
             const auto of_rows = [&](Index i, Index n) {
                 return Joined::pairs(changed.using_rows(span, rows.low + i, n), Joined::depth(changed.count));
             };
-            turned_changes.take(changed.at, logits_row, changed.count, first, first + rows.high - rows.low + HIGH, 1);
-            add_band(rows.high - rows.low, of_rows, turned_changes.from(first, 1), joined_queries.at.get(),
+            add_band(rows.high - rows.low, of_rows, skewed_changes.from(first, 1), joined_queries.at.get(),
                      joined_queries.row, rel_width, d_rel_k.of(rows.low), d_rel_k.row);
         }
         changed.spread_beyond(span, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);

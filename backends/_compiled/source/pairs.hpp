@@ -24,9 +24,9 @@ struct Rounded {
 
     // Round the columns low … high - 1 of some rows, and those after them up to a whole vector.
     void take(const Real *x, Index x_row, Index rows, Index low, Index high) {
-        for (Index i = 0; i < rows; i++)
-            for (Index j = low; j < high; j += LANES)
-                store_rounded(at.get() + i * row + margin + j, load(x + i * x_row + j));
+        BFloat16 *to = at.get() + margin;
+        for (Index i = 0; i < rows; i++, to += row, x += x_row)
+            for (Index j = low; j < high; j += LANES) store_rounded(to + j, load(x + j));
     }
 
     // The rows from row i on; in a skewed view each begins one column further.
@@ -73,11 +73,11 @@ struct Turned {
         return static_cast<bool>(at);
     }
 
-    // Round the columns low … high - 1 of some rows, and those after them up to a whole vector. In a skewed view, each
-    // row begins `skew` columns further on than the one above.
-    void take(const Real *x, Index x_row, Index rows, Index low, Index high, Index skew = 0) {
+    // Round the columns low … high - 1 of some rows from the even row `first` on, and those after them up to a whole
+    // vector. In a skewed view, each row begins `skew` columns further on than the one above.
+    void take(const Real *x, Index x_row, Index first, Index rows, Index low, Index high, Index skew = 0) {
         if constexpr (TILES) {
-            for (Index j = low; j < high; j += LANES)
+            for (Index j = low - skew * (rows - 1); j < high; j += LANES)
                 for (Index i = 0; i < Joined::depth(rows); i += LANES) {
                     Vec block[LANES];
                     for (Index t = 0; t < LANES; t++) {
@@ -88,9 +88,11 @@ struct Turned {
                     for (Index t = 0; t < LANES; t++) store(at.get() + (margin + j + t) * row + i, block[t]);
                 }
         } else {
-            for (Index i = 0; i < rows; i += 2)
-                for (Index j = low; j < high + skew * rows; j += LANES)
-                    store(at.get() + i / 2 * row + margin + j, pair_of_rows(x + i * x_row + j, x_row + skew, rows - i));
+            Real *to = at.get() + first / 2 * row + margin;
+            x += first * x_row;
+            for (Index i = 0; i < rows; i += 2, to += row, x += 2 * x_row)
+                for (Index j = low - skew; j < high; j += LANES)
+                    store(to + j, pair_of_rows(x + j, x_row + skew, rows - i));
         }
     }
 
