@@ -26,7 +26,7 @@ def need(module: str, extra: str, purpose: str) -> Any:
 
 @contextmanager
 def reading(option: str, path: Path, kind: str) -> Iterator[None]:
-    """Report in one line whatever a library raises about a file; its warnings only say how the file was written."""
+    """Report in one line what a library raises about a file; its warnings only say how the file was written."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
