@@ -484,6 +484,12 @@ SAME = {
 }  # fmt: skip
 """The structs of the interface, ours and XLA's, and their fields."""
 
+RENAMED = {
+    "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
+    "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
+}
+"""Names that version 0.4 of the interface, which came with JAX 0.11, changed."""
+
 GROWS = ("Frame", "Offers")
 """Structs that XLA makes, which may have more at their ends."""
 
@@ -497,7 +503,8 @@ VALUES = {
 
 @pytest.mark.skipif(kernels_built.COMPILER is None, reason="no compiler is here")
 def test_the_interface_is_laid_out_as_xla_has_it() -> None:
-    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla.hpp"']
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla.hpp"', "#if XLA_FFI_API_MINOR >= 4"]
+    lines += [*(f"#define {old} {new}" for old, new in RENAMED.items()), "#endif"]
     for names, fields in SAME.items():
         ours, theirs = f"xla::{names.split()[0]}", f"XLA_FFI_{names.split()[-1]}"
         if names.split()[0] not in GROWS:
