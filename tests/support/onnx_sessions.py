@@ -10,6 +10,10 @@ import onnxruntime
 
 from relskew_core.export import custom_ops_library
 
+RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+BROADCASTS_EMPTY = RELEASE >= (1, 32)
+"""Whether a product of an empty batch with matrices of every head is empty, instead of an error."""
+
 NOTHING_OPTIMISED = {"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL}
 
 
