@@ -396,7 +396,7 @@ def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, of a category that differs between releases
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", SPECS)
 def test_jit_trace_serves_other_lengths_or_says_that_it_does_not(name: str) -> None:
