@@ -17,7 +17,8 @@ def set_numpy_threads(threads: int | None) -> None:
     Parameters
     ----------
     threads : int or None
-        At least 1; ``None``, the default, uses all processors of this process.
+        At least 1; ``None``, the default, uses as many as the environment variable ``OMP_NUM_THREADS`` says, which
+        limits NumPy's matrix products and torch too, or else all processors of this process.
 
     Raises
     ------
@@ -40,7 +41,7 @@ def set_numpy_threads(threads: int | None) -> None:
 
 def numpy_threads() -> int:
     """Return their number."""
-    return _numpy_threads or _processors()
+    return _numpy_threads or _of_environment() or _processors()
 
 
 @contextmanager
@@ -52,6 +53,11 @@ def numpy_on_one_thread() -> Iterator[None]:
         yield
     finally:
         set_numpy_threads(before)
+
+
+def _of_environment() -> int:
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # later ones are for threads of threads
+    return int(first) if first.isdecimal() else 0
 
 
 def _processors() -> int:

@@ -99,6 +99,7 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[E
 
 
 def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3 + process), raising=False)
     assert _threads.numpy_threads() == 3
     backends.set_numpy_threads(5)
@@ -110,6 +111,16 @@ def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.Mo
     for count, threads in ((7, 7), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
         assert _threads.numpy_threads() == threads
+
+
+@pytest.mark.parametrize(("given", "threads"), [("2", 2), (" 4,2", 4), ("0", 3), ("many", 3), ("-1", 3), ("", 3)])
+def test_the_environment_may_limit_threads(monkeypatch: pytest.MonkeyPatch, given: str, threads: int) -> None:
+    monkeypatch.setattr(_threads, "_processors", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert _threads.numpy_threads() == threads
+    backends.set_numpy_threads(7)
+    assert _threads.numpy_threads() == 7
+    backends.set_numpy_threads(None)
 
 
 @pytest.mark.usefixtures("two_threads")

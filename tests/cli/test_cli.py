@@ -641,7 +641,7 @@ def test_bench_keeps_libraries_to_one_thread(monkeypatch: pytest.MonkeyPatch) ->
 
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
-    monkeypatch.setattr(_threads, "_processors", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(_bench, "KINDS", {"one": (lambda length: 1, {"relskew": look})})
     torch.set_num_threads(2)
     try:
