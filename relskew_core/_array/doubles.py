@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from relskew_core._array.namespace import is_compiling
-from relskew_core._array.precision import cast
+from relskew_core._array.precision import cast, wide
 from relskew_core._array.typing import Array, Namespace
 
 
@@ -17,7 +17,7 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
     The numbers go through a buffer: nested lists take JAX ten times as long.
     """
     dtype = floating(dtype, xp=xp)
-    code, buffered = ("d", dtype) if dtype == xp.float64 else ("f", xp.float32)
+    code, buffered = ("d", xp.float64) if wide(dtype, xp=xp) == xp.float64 else ("f", xp.float32)
     if is_compiling():  # torch.compile supports no buffers
         return cast(xp.asarray(list(rows), dtype=buffered, device=device), dtype, xp=xp)
     numbers: array[float] = array(code)

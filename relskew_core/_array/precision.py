@@ -13,8 +13,9 @@ def wide(dtype: Any, *, xp: Namespace) -> Any:
 
     NumPy's dtypes in the other byte order are not those of results.
     """
+    dtype = dtype.newbyteorder("=") if hasattr(dtype, "newbyteorder") else dtype
     half = any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
-    return xp.float32 if half else dtype.newbyteorder("=") if hasattr(dtype, "newbyteorder") else dtype
+    return xp.float32 if half else dtype
 
 
 def widened(arrays: Iterable[Array | None], dtype: Any, *, xp: Namespace) -> list[Any]:

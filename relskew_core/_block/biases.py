@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from relskew_core._array.checks import is_array
+from relskew_core._array.doubles import from_doubles
 from relskew_core._array.integers import integer
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import device
-from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.checks import ENDLESS
 from relskew_core._block.spec import BlockSpec
@@ -40,7 +40,7 @@ def with_bias(
         given["rel_bias"] = xp.matrix_transpose(xp.take(tables["rel_bias"], buckets, axis=0))
     elif spec.rel_bias == "alibi":
         if slopes is None:
-            slopes = cast(xp.asarray(alibi_slopes(spec.num_heads), dtype=xp.float32, device=device(q)), q.dtype, xp=xp)
+            slopes = from_doubles([alibi_slopes(spec.num_heads)], xp=xp, dtype=q.dtype, device=device(q))[0, ...]
         span = spec.span
         if not spec.has_tables:  # these layers have biases for as many positions as the call has
             left, right = (

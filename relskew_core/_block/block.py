@@ -10,6 +10,7 @@ from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe, shape_of
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.precision import cast
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.biases import with_bias
@@ -186,7 +187,8 @@ def _swap(x: Array, *, xp: Namespace) -> Array:
 def _linear(weights: Mapping[str, Array], name: str, x: Array, *, xp: Namespace) -> Array:
     y = xp.matmul(x, xp.matrix_transpose(weights[f"{name}.weight"]))
     bias = weights.get(f"{name}.bias")
-    return y if bias is None else y + of_rank(bias, y.ndim)
+    # NumPy's results have the byte order of the machine
+    return cast(y if bias is None else y + of_rank(bias, y.ndim), x.dtype, xp=xp)
 
 
 def weights_alone(q: Array, k: Array, v: Array, *, rel_v: Any = None, impl: Any = None, **others: Any) -> Array:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.integers import integers
+from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 
@@ -43,7 +44,8 @@ class Growing(NamedTuple):
         length = shape[-2] if len(shape) > 1 else 0
         for name, value, new in zip(PAST, self, (k, v), strict=True):
             check_cached(name, value, length, new)
-        k, v = (xp.concat([old, new], axis=-2) for old, new in zip(self, (k, v), strict=True))
+        # NumPy's results have the byte order of the machine
+        k, v = (cast(xp.concat([old, new], axis=-2), new.dtype, xp=xp) for old, new in zip(self, (k, v), strict=True))
         return k, v, Growing(k, v), {"offset": length}
 
 

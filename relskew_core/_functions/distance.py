@@ -84,8 +84,7 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 def alibi_between(slopes: Array, left: int, right: int, *, xp: Namespace) -> Array:
     """Return ALiBi's bias of the relative positions ``-left … right``, in the dtype of the slopes ``(H,)``."""
-    dtype = xp.float64 if slopes.dtype == xp.float64 else xp.float32
-    r = xp.arange(-left, right + 1, dtype=dtype, device=device(slopes))
+    r = xp.arange(-left, right + 1, dtype=wide(slopes.dtype, xp=xp), device=device(slopes))
     return cast(cast(slopes[:, None], r.dtype, xp=xp) * -xp.abs(r), slopes.dtype, xp=xp)
 
 

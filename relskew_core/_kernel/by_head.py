@@ -81,9 +81,9 @@ class HeadScales:
         """Whether the products with ``rel_k`` need a separate array of queries."""
         return given.rel_q is not None or not self.alike
 
-    @staticmethod
-    def _times(x: Array, factor: Array | float | None) -> Array:
-        return x if factor is None else x * by_head(factor, x)
+    def _times(self, x: Array, factor: Array | float | None) -> Array:
+        # NumPy's products have the byte order of the machine
+        return x if factor is None else cast(x * by_head(factor, x), x.dtype, xp=self.xp)
 
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
         """Return the gradients of a call from those of the call with factors applied."""
@@ -93,7 +93,7 @@ class HeadScales:
         if found.rel_q is not None:
             own = self._times(found.rel_q, self.rel_scale)
             changed["rel_q"] = own if given.rel_q is not None else None
-            changed["q"] = changed["q"] if given.rel_q is not None else changed["q"] + own
+            changed["q"] = changed["q"] if given.rel_q is not None else cast(changed["q"] + own, own.dtype, xp=self.xp)
             of_rel_scale.append((found.rel_q, given.q if given.rel_q is None else given.rel_q))
         if found.key_table is not None and given.key_table is not None and self.rel_scale is not None:
             table = self._times(found.key_table, self.rel_scale)

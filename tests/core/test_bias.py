@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 import oracles
 from libraries import GATES, Library
 from relskew_core import (
+    BlockSpec,
     Span,
     alibi_bias,
+    attention_block,
     backends,
     deberta_buckets,
+    init_weights,
     proximal_bias,
     relative_attention,
     t5_buckets,
@@ -235,3 +238,15 @@ def test_libraries_with_steps_backwards_copy_nothing(library: str, monkeypatch: 
     monkeypatch.setattr(backends, "library_name", lambda xp: library)
     bias = np.arange(20.0)
     assert np.shares_memory(toeplitz(bias, Span(9, 10), n_queries=3, n_keys=4, offset=0), bias)
+
+
+def test_slopes_of_a_block_are_as_precise_as_its_arrays() -> None:
+    rng, heads = np.random.default_rng(0), 12  # the slopes of 12 heads are no powers of 2
+    spec = BlockSpec.alibi(heads, heads, causal=True, bias=False)
+    weights: Any = init_weights(spec, seed=0, dtype=np.dtype("float64"))
+    x = 3 * rng.standard_normal((1, 60, heads))
+    q, k, v = ((x @ weights[f"{name}_proj.weight"].T).mT[..., None] for name in "qkv")
+    span = Span.causal(60)
+    out = relative_attention(q, k, v, None, span, rel_bias=alibi_bias(heads, span, xp=np), causal=True)
+    expected = out[..., 0].mT @ weights["out_proj.weight"].T
+    np.testing.assert_allclose(attention_block(x, weights, spec), expected, rtol=0, atol=1e-13)
