@@ -58,12 +58,7 @@ class TracedCall:
         """Return the consecutive positions of queries and keys, ``(1, length)``."""
         g, lengths = self._g, self.lengths
         queries, keys = (
-            g.index(
-                "Range",
-                [g.constant(0), g.scalar(length, f"positions/count_of_{name}"), g.constant(1)],
-                f"positions/numbers_of_{name}",
-                (symbol,),
-            )
+            g.range((0, ""), (length, f"positions/count_of_{name}"), f"positions/numbers_of_{name}", symbol)
             for name, length, symbol in (
                 ("queries", lengths.queries, lengths.query_symbol),
                 ("keys", lengths.keys, lengths.key_symbol),

@@ -112,8 +112,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
     # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     by_turn = g.dims("chunks/by_turn_shape", count, sizes, step, wide)
     stacked = g.compute("Reshape", [turns, by_turn], "chunks/by_turn", ("turns", batch, heads, "chunk", width))
-    shape = (batch, heads, "turns", "chunk", width)
-    turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 2, 0, 3, 4])
+    turned = g.transpose(stacked, "chunks/turned", [1, 2, 0, 3, 4])
     whole = g.index("Mul", [count, step], "chunks/chunked_length")
     together = g.dims("chunks/joined_shape", sizes, whole, wide)
     joined = g.compute("Reshape", [turned, together], "chunks/joined", (batch, heads, "chunked_length", width))

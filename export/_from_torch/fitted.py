@@ -72,8 +72,7 @@ class FittedWindow(TableWindow):
         before = g.plus(lengths.queries, lengths.past, "window/before")
         after = g.minus(lengths.keys, lengths.past, "window/after")
         first = g.minus(0, before, "window/first")
-        limits = [g.scalar(first, "window/start"), g.scalar(after, "window/end"), g.constant(1)]
-        self._r = g.index("Range", limits, "window/positions", (self.symbol,))
+        self._r = g.range((first, "window/start"), (after, "window/end"), "window/positions", self.symbol)
         row = g.index("Add", [self._r, g.dim(reach.left)], "window/row", (self.symbol,))
         last = g.plus(reach.left, reach.right, "window/last_row")
         bounds = [g.constant(0), g.scalar(last, "window/last")]

@@ -12,7 +12,7 @@ from relskew_core._positions.span import Span
 from relskew_core.export._from_torch.call import TracedCall, adopted_table, stored_table
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import FittedWindow, Reach
-from relskew_core.export._graph.emitter import BOOL, Shape, Value, element_type
+from relskew_core.export._graph.emitter import BOOL, Shape, Value
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits
@@ -147,7 +147,7 @@ class LookedUp:
         wide = g.dtype
         if g.dtype.itemsize == 2:  # onnxruntime has no sums of half precision here
             wide = FLOAT32
-            weights = g.compute("Cast", [weights], "relative/to_float32", weights.shape, wide, to=element_type(wide))
+            weights = g.cast(weights, wide, "relative/to_float32")
         empty = g.compute(
             "Expand", [g.constant([0], wide), g.dims("relative/columns_shape", sizes, self._width)],
             "relative/no_columns", shape, wide,
@@ -156,7 +156,7 @@ class LookedUp:
             "ScatterElements", [empty, self._columns, weights], "relative/columns", shape, wide, axis=3, reduction="add"
         )
         if wide != g.dtype:
-            moved = g.compute("Cast", [moved], "relative/columns_as_given", shape, to=element_type(g.dtype))
+            moved = g.cast(moved, g.dtype, "relative/columns_as_given")
         return g.compute("MatMul", [moved, self._table("rel_v")], "relative/values", self._call.out_shape)
 
     def _of_queries(self) -> Value:
@@ -183,10 +183,9 @@ class LookedUp:
         g, (batch, heads, n, m) = self._g, self._pairs
         keys = keys_by_query_head(g, self._plan, self._call, self._options.rel_scale)
         product = g.compute("MatMul", [keys, self._turned("key_table")], "keys/product", (batch, heads, m, self._width))
-        perm = [0, 1, 3, 2]
-        columns = g.index("Transpose", [self._columns], "keys/columns", (batch, heads, m, n), perm=perm)
+        columns = g.index("Transpose", [self._columns], "keys/columns", (batch, heads, m, n), perm=[0, 1, 3, 2])
         found = g.compute("GatherElements", [product, columns], "keys/looked_up", (batch, heads, m, n), axis=3)
-        return g.compute("Transpose", [found], "keys/logits", self._pairs, perm=perm)
+        return g.compute("Transpose", [found], "keys/logits", self._pairs, perm=[0, 1, 3, 2])
 
     def _poisoned(self, logits: Value) -> Value:
         """Put NaN beyond a table with ``beyond="error"``: positions are values, which no check of lengths covers."""
@@ -209,10 +208,7 @@ class LookedUp:
         return g.cut(table, axis, first, first + self._width, self._width, f"{name}/kept")
 
     def _turned(self, name: str) -> Value:
-        rows = self._table(name)
-        rank, shape = len(rows.shape), rows.shape
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        return self._g.compute("Transpose", [rows], f"{name}/columns", tuple(shape[axis] for axis in perm), perm=perm)
+        return self._g.transpose(self._table(name), f"{name}/columns")
 
     @cached_property
     def _sizes(self) -> Value:

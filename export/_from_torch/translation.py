@@ -217,8 +217,8 @@ def _attention(
         if plan.dead_rows and condition is not None:
             out = without_dead_rows(g, plan, out, condition)
         return call.result(out, "out"), nothing
-    shape, n = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2]), call.lengths.queries
-    keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
+    n = call.lengths.queries
+    keys = g.transpose(call.k, "attention/keys")
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
     logits = _with_additive(g, plan, call, _capped(g, logits, options.softcap))
     softmax = softmax_weights(g, plan, logits, condition)

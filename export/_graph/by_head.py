@@ -47,8 +47,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
     # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     stack = g.dims("heads/by_turn_shape", spec.num_kv_heads, -1, inputs.lengths.queries, width)
     stacked = g.compute("Reshape", [turns, stack], "heads/by_turn", (spec.num_kv_heads, batch, length, width))
-    shape = (batch, length, spec.num_kv_heads, width)
-    turned = g.compute("Transpose", [stacked], "heads/turned", shape, perm=[1, 2, 0, 3])
+    turned = g.transpose(stacked, "heads/turned", [1, 2, 0, 3])
     whole = (batch, length, spec.num_heads * spec.head_dim)
     return g.compute("Reshape", [turned, g.constant([0, 0, whole[2]])], "heads/joined", whole)
 

@@ -95,8 +95,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
     # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     stack = g.dims("chunks/by_turn_shape", count, -1, size, int(width))
     stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
-    shape = (batch, iterations, "chunk", width)
-    turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 0, 2, 3])
+    turned = g.transpose(stacked, "chunks/turned", [1, 0, 2, 3])
     joined_shape = (batch, "chunked_length", width)
     whole = g.index("Mul", [count, size], "chunks/chunked_length")
     by_batch = g.dims("chunks/joined_shape", -1, whole, int(width))

@@ -223,6 +223,20 @@ class Emitter:
         bounds = [self.dim(start), self.dim(end), self.constant([axis])]
         return self.compute("Slice", [x, *bounds], name, (*x.shape[:axis], symbol, *x.shape[axis + 1 :]), x.dtype)
 
+    def transpose(self, x: Value, name: str, perm: Sequence[int] | None = None) -> Value:
+        """Return a tensor with its axes in another order, by default with its last two exchanged."""
+        *leading, row, column = range(len(x.shape))
+        perm = [*leading, column, row] if perm is None else perm
+        return self.compute("Transpose", [x], name, tuple(x.shape[axis] for axis in perm), x.dtype, perm=perm)
+
+    def cast(self, x: Value, dtype: np.dtype[Any], name: str) -> Value:
+        """Return a tensor in another element type."""
+        return self.compute("Cast", [x], name, x.shape, dtype, to=element_type(dtype))
+
+    def range(self, start: tuple[Dim, str], end: tuple[Dim, str], name: str, symbol: int | str) -> Value:
+        """Return ``start … end - 1``, each with the name of its scalar."""
+        return self.index("Range", [self.scalar(*start), self.scalar(*end), self.constant(1)], name, (symbol,))
+
     def dims(self, name: str, *parts: Dim) -> Value:
         """Return a shape: neighbouring ints become one constant, and all ints need no node."""
         groups: list[list[int] | Value] = []

@@ -49,11 +49,10 @@ def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Valu
 
     The heads are (batch, H, queries, D), or (batch, queries, H · D).
     """
-    shape = condition.shape
-    seen = g.compute("Cast", [condition], "attention/seen", shape, FLOAT32, to=TensorProto.FLOAT)
-    shape = (*shape[:-1], 1)
+    seen = g.cast(condition, FLOAT32, "attention/seen")
+    shape = (*condition.shape[:-1], 1)
     most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)
-    alive = g.compute("Cast", [most], "attention/alive", shape, BOOL, to=TensorProto.BOOL)
+    alive = g.cast(most, BOOL, "attention/alive")
     zero = g.constant(0.0, g.dtype)
     if len(heads.shape) == 4:
         return g.compute("Where", [alive, heads, zero], "attention/dead_rows", heads.shape)
@@ -63,7 +62,6 @@ def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Valu
     if len(alive.shape) == 2:
         alive = g.compute("Unsqueeze", [alive, g.constant([1])], "attention/alive_by_query", (*alive.shape, 1), BOOL)
     else:
-        turned = tuple(alive.shape[axis] for axis in (0, 2, 1, 3))
-        alive = g.compute("Transpose", [alive], "attention/alive_by_query", turned, BOOL, perm=[0, 2, 1, 3])
+        alive = g.transpose(alive, "attention/alive_by_query", [0, 2, 1, 3])
     apart = g.compute("Where", [alive, apart, zero], "attention/dead_rows", shape)
     return g.compute("Reshape", [apart, g.constant([0, 0, int(width)])], "attention/together", (batch, length, width))

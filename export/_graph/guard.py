@@ -43,5 +43,4 @@ def at_most(g: Emitter, length: Dim, limit: Dim, name: str, reach: str) -> Value
 
 
 def _ramp(g: Emitter, end: Dim, name: str, symbol: str) -> Value:
-    limits = [g.constant(0), g.scalar(end, f"guard/{name}_end"), g.constant(1)]
-    return g.index("Range", limits, f"guard/{name}_counted", (symbol,))
+    return g.range((0, ""), (end, f"guard/{name}_end"), f"guard/{name}_counted", symbol)

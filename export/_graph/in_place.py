@@ -76,8 +76,7 @@ def attend_in_place(
             heads = without_dead_rows(g, plan, heads, condition)
         return as_given(g, projected, heads), present
     keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
-    turned_shape = (*keys.shape[:2], spec.head_dim, keys.shape[2])
-    turned = g.compute("Transpose", [keys], "cache/keys_transposed", turned_shape, perm=[0, 1, 3, 2])
+    turned = g.transpose(keys, "cache/keys_transposed")
     softmax = softmax_weights(g, plan, content_logits(g, plan, queries, turned, bias, rows.lengths.queries), condition)
     heads = grouped_product(g, plan, softmax.weights, values, rows.lengths.queries, "attention/values", queries.shape)
     if spec.rel_values:
@@ -196,8 +195,7 @@ class _Rows:
     def _segments(self, of_keys: Value) -> Segments:
         """Read the segments of each row's queries at their positions in the cache."""
         g, n, past = self._g, self._n, self._past
-        limits = [g.constant(0), g.scalar(n, "segments/count"), g.constant(1)]
-        ramp = g.index("Range", limits, "segments/range", ("query_length",))
+        ramp = g.range((0, ""), (n, "segments/count"), "segments/range", "query_length")
         column = g.index("Unsqueeze", [past, g.constant([1])], "segments/past", (*past.shape, 1))
         shape: Shape = (*past.shape, "query_length")
         places = g.index("Add", [column, ramp], "segments/places", shape)

@@ -126,9 +126,7 @@ class _Blocks:
         return g.compute("And", [whole, same], "visible/blocks_and_segments", shape, BOOL)
 
     def _range(self, name: str, count: Dim, symbol: str) -> Value:
-        g = self._g
-        limits = [g.constant(0), g.scalar(count, f"blocks/{name}_count"), g.constant(1)]
-        return g.index("Range", limits, f"blocks/{name}_numbers", (symbol,))
+        return self._g.range((0, ""), (count, f"blocks/{name}_count"), f"blocks/{name}_numbers", symbol)
 
     def _causal(self, keys: Value) -> Value:
         """Return the keys of its blocks that are not after a query, ``(queries, keys)``."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from onnx import TensorProto
 
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value, element_type
 from relskew_core.export._graph.skew import skew, unskew
@@ -69,16 +68,10 @@ class AttentionInputs:
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
     """Return heads ``(batch, heads, length, D)``, or ``(batch, heads, D, length)``."""
     if len(x.shape) == 4:
-        batch, _, length, _ = x.shape
-        if not transposed:
-            return x
-        return g.compute("Transpose", [x], f"{name}/heads", (batch, heads, head_dim, length), perm=[0, 1, 3, 2])
-    batch, length = x.shape[:2]
+        return g.transpose(x, f"{name}/heads") if transposed else x
     split = g.constant([0, 0, heads, head_dim])
-    whole = g.compute("Reshape", [x, split], f"{name}/split", (batch, length, heads, head_dim))
-    if transposed:
-        return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, head_dim, length), perm=[0, 2, 3, 1])
-    return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, length, head_dim), perm=[0, 2, 1, 3])
+    whole = g.compute("Reshape", [x, split], f"{name}/split", (*x.shape[:2], heads, head_dim))
+    return g.transpose(whole, f"{name}/heads", [0, 2, 3, 1] if transposed else [0, 2, 1, 3])
 
 
 def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWindow, lengths: Lengths) -> Value:
@@ -132,9 +125,7 @@ def keys_and_values(
         g.node("Concat", [cached, new], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
     keys, values = present
     if transpose_keys:
-        batch, _, length, _ = keys.shape
-        shape = (batch, spec.num_kv_heads, spec.head_dim, length)
-        keys = g.compute("Transpose", [keys], "cache/keys_transposed", shape, perm=[0, 1, 3, 2])
+        keys = g.transpose(keys, "cache/keys_transposed")
     return keys, values, present
 
 
@@ -177,10 +168,10 @@ def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value
     if condition is not None:
         logits = hide(g, plan, logits, condition)
     if g.dtype.itemsize == 2:
-        logits = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=TensorProto.FLOAT)
+        logits = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=element_type(FLOAT32))
     shares = weights = g.compute("Softmax", [logits], "attention/softmax", shape, logits.dtype, axis=-1)
     if g.dtype.itemsize == 2:
-        weights = g.compute("Cast", [shares], "attention/weights", shape, to=element_type(g.dtype))
+        weights = g.cast(shares, g.dtype, "attention/weights")
     if plan.dead_rows and condition is not None:
         zero = g.constant(0.0, g.dtype)
         weights = g.compute("Where", [condition, weights, zero], "attention/dead_rows", shape)
@@ -192,11 +183,11 @@ def with_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
     total = softmax.log_sum(g)
     shape, dtype = total.shape, total.dtype
     if sinks.dtype != dtype:
-        sinks = g.compute("Cast", [sinks], "sinks/to_float32", sinks.shape, dtype, to=TensorProto.FLOAT)
+        sinks = g.cast(sinks, dtype, "sinks/to_float32")
     above = g.compute("Sub", [total, sinks], "sinks/above", shape, dtype)
     kept = g.compute("Sigmoid", [above], "sinks/kept", shape, dtype)
     if dtype != g.dtype:
-        kept = g.compute("Cast", [kept], "sinks/kept_share", shape, to=element_type(g.dtype))
+        kept = g.cast(kept, g.dtype, "sinks/kept_share")
     return g.compute("Mul", [out, kept], "sinks/out", out.shape)
 
 
@@ -234,7 +225,7 @@ def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim,
 def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
     """Return heads ``(batch, heads, length, D)`` side by side, ``(batch, length, heads * D)``."""
     batch, count, length, head_dim = heads.shape
-    turned = g.compute("Transpose", [heads], f"{name}/turn", (batch, length, count, head_dim), perm=[0, 2, 1, 3])
+    turned = g.transpose(heads, f"{name}/turn", [0, 2, 1, 3])
     width = int(count) * int(head_dim)
     return g.compute("Reshape", [turned, g.constant([0, 0, width])], f"{name}/heads", (batch, length, width))
 

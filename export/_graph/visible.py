@@ -128,5 +128,5 @@ class _KeyAndQueryPositions:
     def _range(self, name: str, first: Dim, length: Dim, symbol: int | str) -> Value:
         g = self._g
         end = g.plus(first, length, f"visible/{name}_end")
-        limits = [g.scalar(first, f"visible/{name}_first"), g.scalar(end, f"visible/{name}_count"), g.constant(1)]
-        return g.index("Range", limits, f"visible/{name}_positions", (symbol,))
+        ends = (first, f"visible/{name}_first"), (end, f"visible/{name}_count")
+        return g.range(*ends, f"visible/{name}_positions", symbol)

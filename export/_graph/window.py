@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import BFLOAT16, BOOL, INT64_MAX, Dim, Emitter, Shape, Value, element_type
+from relskew_core.export._graph.emitter import BFLOAT16, BOOL, INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._plan import GraphPlan
 
 
@@ -82,10 +82,7 @@ class TableWindow:
             wide: Shape = (1, row.shape[0], queries.shape[2], self.symbol)
             return g.compute("Expand", [row, whole], "relative/logits", wide)
         rows = self._cut(table, len(table.shape) - 2, "rel_k")
-        rank = len(rows.shape)
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        turned = tuple(rows.shape[axis] for axis in perm)
-        columns = g.compute("Transpose", [rows], "window/rel_k_columns", turned, perm=perm)
+        columns = g.transpose(rows, "window/rel_k_columns")
         shape = (*queries.shape[:3], self._stored_symbol)
         logits = g.compute("MatMul", [queries, columns], "relative/logits", shape)
         if row is not None:
@@ -111,8 +108,8 @@ class TableWindow:
             # As many columns before the window as there are queries, and keys after it; with a past it is the reverse.
             symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
         if plan.endless:
-            limits = [g.scalar(g.minus(0, before, "window/first"), "window/start"), g.scalar(after, "window/end")]
-            self._r = g.index("Range", [*limits, g.constant(1)], "window/positions", (self.symbol,))
+            first = g.minus(0, before, "window/first")
+            self._r = g.range((first, "window/start"), (after, "window/end"), "window/positions", self.symbol)
             return
         soft = plan.left.past_edge != "limited", plan.right.past_edge != "limited" and not plan.one_sided
         start, end = first, last = g.minus(plan.lead, before, "window/first"), g.plus(after, plan.lead, "window/last")
@@ -187,13 +184,11 @@ class TableWindow:
         elif self._heads is not None:
             slopes = g.cut(slopes, 0, self._heads.first, self._heads.stop, self._heads.size, "window/slopes")
         distances = g.index("Abs", [self._r], "window/distances", (self.symbol,))
-        numbers = g.compute(
-            "Cast", [distances], "window/distance", (self.symbol,), slopes.dtype, to=element_type(slopes.dtype)
-        )
+        numbers = g.cast(distances, slopes.dtype, "window/distance")
         shape = (slopes.shape[0], self.symbol)
         bias = g.compute("Mul", [slopes, numbers], "window/rel_bias", shape, slopes.dtype)
         if slopes.dtype != g.dtype:
-            bias = g.compute("Cast", [bias], "window/rel_bias_rounded", shape, to=element_type(g.dtype))
+            bias = g.cast(bias, g.dtype, "window/rel_bias_rounded")
         return g.compute("Unsqueeze", [bias, g.constant([1])], "window/rel_bias_row", (shape[0], 1, self.symbol))
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
@@ -259,8 +254,8 @@ class TableWindow:
 
 def _range(g: Emitter, start: Dim, end: Dim, name: str, symbol: int | str) -> Value:
     """Return ``start … end - 1``."""
-    limits = [g.scalar(start, f"window/{name}_start"), g.scalar(end, f"window/{name}_end"), g.constant(1)]
-    return g.index("Range", limits, f"window/{name}_range", (symbol,))
+    ends = (start, f"window/{name}_start"), (end, f"window/{name}_end")
+    return g.range(*ends, f"window/{name}_range", symbol)
 
 
 def _ramp(g: Emitter, first: int, size: int, count: Dim, name: str, symbol: int | str) -> Value:
