@@ -1,16 +1,58 @@
-"""The description of a block in its graph: a sentence, a digest of its weights, and metadata."""
+"""The description of a block in its graph: its inputs, a sentence, a digest of its weights, and metadata."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 
 from relskew_core import __version__
 from relskew_core._block.spec import BlockSpec
-from relskew_core.export._graph.emitter import CONSTANT
+from relskew_core.export._graph.emitter import BOOL, CONSTANT, INT64, Shape
 from relskew_core.export._plan import GraphPlan
+
+
+class GraphInput(NamedTuple):
+    """An input of a graph."""
+
+    name: str
+    shape: Shape
+    doc: str
+    dtype: np.dtype[Any]
+
+
+def inputs_of(plan: GraphPlan) -> Iterator[GraphInput]:
+    """Yield the inputs of a graph, in order."""
+    spec, dtype = plan.spec, plan.dtype
+    length, so_far = ("cache_length",) * 2 if plan.in_place else ("past_length", "total_length")
+    if plan.projections:
+        yield GraphInput("x", ("batch", "query_length", spec.embed_dim), "input of the queries", dtype)
+        if spec.cross:
+            shape: Shape = ("batch", "memory_length", spec.embed_dim)
+            yield GraphInput("memory", shape, "input of the keys and values", dtype)
+    else:
+        shape = ("batch", spec.num_heads, "query_length", spec.head_dim)
+        yield GraphInput("q", shape, "queries, not scaled", dtype)
+        shape = ("batch", spec.num_kv_heads, "key_length" if spec.cross else "query_length", spec.head_dim)
+        yield GraphInput("k", shape, "keys", dtype)
+        yield GraphInput("v", shape, "values", dtype)
+    if plan.mask:
+        shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
+        yield GraphInput("mask", shape, "True = may attend; broadcasts to (batch, heads, queries, keys)", BOOL)
+    if plan.segments:
+        doc = "segments of all keys, those of the past included: a query sees the keys of its own"
+        yield GraphInput("segments", ("batch", so_far if plan.past else "query_length"), doc, INT64)
+    if plan.past:
+        shape = ("batch", spec.num_kv_heads, length, spec.head_dim)
+        yield GraphInput("past_key", shape, "keys of the positions before the queries", dtype)
+        yield GraphInput("past_value", shape, "values of the positions before the queries", dtype)
+    if plan.in_place:
+        doc = "how many positions of the cache count, where the queries go on; what lies behind must be finite"
+        yield GraphInput("past_lengths", ("batch",), doc, INT64)
 
 
 def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:

@@ -11,14 +11,14 @@ import onnx
 from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import BlockSpec, check_spec
-from relskew_core.export._description import digest, metadata, summary
+from relskew_core.export._description import digest, inputs_of, metadata, summary
 from relskew_core.export._graph.attend import attend
-from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
+from relskew_core.export._graph.emitter import INT64_MAX, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions, fold_into_operator
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.operator import Places, attributes_of_block, places_of
-from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
+from relskew_core.export._graph.parts import AttentionInputs, Present, Projected
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -197,14 +197,10 @@ def to_onnx(
 
 def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
     """Emit projections, attention and output projection in reading order; return the inputs of the attention."""
-    spec = plan.spec
-    x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
-    memory = None
-    if spec.cross:
-        memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
-    given = _optional_inputs(g, plan)
-    stored = _stored(g, spec, layout)
-    source = x if memory is None else memory
+    given = {one.name: g.input(*one) for one in inputs_of(plan)}
+    stored = _stored(g, plan.spec, layout)
+    x = given["x"]
+    source = given.get("memory", x)
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
     )
@@ -217,14 +213,8 @@ def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, opera
 
 def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
     """Emit attention of heads that are inputs; return its inputs."""
-    spec = plan.spec
-    key_length = "key_length" if spec.cross else "query_length"
-    q = g.input("q", ("batch", spec.num_heads, "query_length", spec.head_dim), "queries, not scaled")
-    k, v = (
-        g.input(name, ("batch", spec.num_kv_heads, key_length, spec.head_dim), doc)
-        for name, doc in (("k", "keys"), ("v", "values"))
-    )
-    given = _optional_inputs(g, plan)
+    spec, given = plan.spec, {one.name: g.input(*one) for one in inputs_of(plan)}
+    q, k, v = (given[name] for name in "qkv")
     stored = _stored(g, spec, layout)
     # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
@@ -247,46 +237,23 @@ def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[StoredWeight]) -> dict
     return stored
 
 
-def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
-    """Declare the optional inputs that are requested."""
-    spec, mask, segments, past, past_lengths = plan.spec, None, None, None, None
-    if plan.mask:
-        shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
-        doc = "True = may attend; broadcasts to (batch, heads, queries, keys)"
-        mask = g.input("mask", shape, doc, np.dtype(np.bool_))
-    if plan.segments:
-        length = "cache_length" if plan.in_place else "total_length" if plan.past else "query_length"
-        doc = "segments of all keys, those of the past included: a query sees the keys of its own"
-        segments = g.input("segments", ("batch", length), doc, INT64)
-    if plan.past:
-        length = "cache_length" if plan.in_place else "past_length"
-        cache = ("batch", spec.num_kv_heads, length, spec.head_dim)
-        past = (
-            g.input("past_key", cache, "keys of the positions before the queries"),
-            g.input("past_value", cache, "values of the positions before the queries"),
-        )
-    if plan.in_place:
-        doc = "how many positions of the cache count, where the queries go on; what lies behind must be finite"
-        past_lengths = g.input("past_lengths", ("batch",), doc, INT64)
-    return OptionalInputs(mask, segments, past, past_lengths)
-
-
 def _attend(
     g: Emitter,
     plan: GraphPlan,
     projected: Projected,
     stored: Mapping[str, Value],
     sources: tuple[Value, Value],
-    given: OptionalInputs,
+    given: Mapping[str, Value],
 ) -> tuple[Value, Present | None]:
     """Attend in the form of the plan; ``sources`` are the tensors that the queries and keys are made from."""
     tables = StoredTables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
     sinks = stored.get("sinks")
     if plan.in_place:
         return attend_in_place(g, plan, projected, tables, given, sinks)
-    lengths = _lengths(g, plan, *sources, given.past)
-    segments = _segments(g, lengths, given.segments)
-    inputs = AttentionInputs(projected, tables, lengths, given.mask, segments, given.past, sinks=sinks)
+    past = (given["past_key"], given["past_value"]) if plan.past else None
+    lengths = _lengths(g, plan, *sources, past)
+    segments = _segments(g, lengths, given.get("segments"))
+    inputs = AttentionInputs(projected, tables, lengths, given.get("mask"), segments, past, sinks=sinks)
     return (attend_blocks(g, plan, inputs), None) if plan.local else attend(g, plan, inputs)
 
 

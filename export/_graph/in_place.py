@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.filled import CACHE_LENGTH, attend_filled
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.parts import (
-    OptionalInputs,
     Present,
     Projected,
     as_given,
@@ -29,7 +30,7 @@ def attend_in_place(
     plan: GraphPlan,
     projected: Projected,
     tables: StoredTables,
-    given: OptionalInputs,
+    given: Mapping[str, Value],
     sinks: Value | None,
 ) -> tuple[Value, Present]:
     """Return the heads, laid out like the queries, and the caches with the new keys and values.
@@ -37,10 +38,7 @@ def attend_in_place(
     ``past (batch, Hkv, cache_length, D)`` holds ``past_lengths (batch,)`` positions of each row; what lies behind them
     is not seen, but must be finite. Attention reads of the caches what the longest row has filled.
     """
-    past, past_lengths = given.past, given.past_lengths
-    assert past is not None
-    assert past_lengths is not None
-    spec = plan.spec
+    spec, past, past_lengths = plan.spec, (given["past_key"], given["past_value"]), given["past_lengths"]
     queries = split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
     rows = _Rows(g, plan, tables, given, queries)
     bias = rows.logits(queries)
@@ -96,11 +94,9 @@ class _Rows:
     """
 
     def __init__(
-        self, g: Emitter, plan: GraphPlan, tables: StoredTables, given: OptionalInputs, queries: Value
+        self, g: Emitter, plan: GraphPlan, tables: StoredTables, given: Mapping[str, Value], queries: Value
     ) -> None:
-        assert given.past is not None
-        assert given.past_lengths is not None
-        self._g, self._plan, self._past = g, plan, given.past_lengths
+        self._g, self._plan, self._past = g, plan, given["past_lengths"]
         self._n = n = g.length(queries, 2, "query_length")
         first, pasts = g.constant([0]), self._past
         if not plan.profile.contrib:
@@ -109,12 +105,12 @@ class _Rows:
             pasts = g.index("Concat", [first, pasts], "cache/pasts_and_0", ("batch_and_1",), axis=0)
         self._longest = longest = g.index("ReduceMax", [pasts, first], "cache/longest_past", keepdims=1)
         self.total = g.plus(longest, n, "cache/total")
-        self._room = given.past[0]
+        self._room = given["past_key"]
         self.lengths = Lengths(n, self.total, self._past, "query_length", "total_length")
         self._window = TableWindow(g, plan, tables, self.lengths)
         self._columns = g.plus(self.total, 1, "cache/total_and_1")
-        self.mask = None if given.mask is None else self.of_filled(given.mask, 3, "visible/mask", "mask_total")
-        self.segments = None if given.segments is None else self._segments(given.segments)
+        self.mask = self.of_filled(given["mask"], 3, "visible/mask", "mask_total") if plan.mask else None
+        self.segments = self._segments(given["segments"]) if plan.segments else None
 
     def logits(self, queries: Value) -> Value:
         """Return the relative logits, ``(batch, H, queries, total)``, with the future and distant positions hidden."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from relskew_core._kernel.call import Options
 from relskew_core.export._graph.emitter import Value
-from relskew_core.export._graph.parts import OptionalInputs, Present, Projected
+from relskew_core.export._graph.parts import Present, Projected
 from relskew_core.export._plan import GraphPlan
 
 DOMAIN = "relskew"
@@ -58,14 +58,12 @@ Places: TypeAlias = "tuple[list[str], list[str]]"
 
 
 def places_of(
-    projected: Projected, stored: Mapping[str, Value], given: OptionalInputs, heads: Value, present: Present | None
+    projected: Projected, stored: Mapping[str, Value], given: Mapping[str, Value], heads: Value, present: Present | None
 ) -> Places:
     """Return the inputs and outputs of the attention of a block."""
-    named = {name: stored.get(name) for name in ("rel_k", "rel_v", "rel_bias", "sinks")}
-    named |= {"q": projected.q, "k": projected.k, "v": projected.v, "mask": given.mask, "k_segments": given.segments}
-    named["offset"] = given.past_lengths
-    named |= dict(zip(("past_key", "past_value"), given.past or (None, None), strict=True))
-    found = [value.name if (value := named.get(name)) is not None else "" for name in INPUTS]
+    named = {**stored, **given, "q": projected.q, "k": projected.k, "v": projected.v}
+    called = {"k_segments": "segments", "offset": "past_lengths"}
+    found = [named[key].name if (key := called.get(name, name)) in named else "" for name in INPUTS]
     while not found[-1]:
         found.pop()
     return found, [heads.name, *(value.name for value in present or ())]

@@ -38,16 +38,6 @@ Present = tuple[Value, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class OptionalInputs:
-    """The optional inputs of a graph; ``past_lengths`` with caches that are written in place."""
-
-    mask: Value | None
-    segments: Value | None
-    past: Present | None
-    past_lengths: Value | None
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """The inputs of one attention.
 

@@ -12,6 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from relskew_core._block.spec import BlockSpec, check_spec
+from relskew_core.export._description import inputs_of
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
@@ -131,28 +132,12 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> Gra
 
 def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
     """Compare the inputs and outputs with those of the specification, in order."""
-    spec = plan.spec
-    cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
-    total = (*cache[:2], "total_length", spec.head_dim)
-    inputs: dict[str, tuple[int | str, ...]] = {}
-    if plan.projections:
-        inputs["x"] = ("batch", "query_length", spec.embed_dim)
-        if spec.cross:
-            inputs["memory"] = ("batch", "memory_length", spec.embed_dim)
-    else:
-        inputs["q"] = ("batch", spec.num_heads, "query_length", spec.head_dim)
-        inputs |= dict.fromkeys("kv", ("batch", spec.num_kv_heads, "key_length", spec.head_dim))
-    if plan.mask:
-        inputs["mask"] = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
-    if plan.segments:
-        inputs["segments"] = ("batch", "total_length")
-    if plan.past:
-        inputs |= {"past_key": cache, "past_value": cache}
-    if plan.in_place:
-        inputs["past_lengths"] = ("batch",)
+    inputs = {one.name: one.shape for one in inputs_of(plan)}
     outputs = {"y": inputs["x"]} if plan.projections else {"out": inputs["q"]}
     if plan.past:
-        outputs |= {"present_key": total, "present_value": total}
+        batch, heads, length, width = inputs["past_key"]
+        grown = (batch, heads, length if plan.in_place else "total_length", width)
+        outputs |= {"present_key": grown, "present_value": grown}
     problems = []
     for kind, found, wanted in (("inputs", model.graph.input, inputs), ("outputs", model.graph.output, outputs)):
         shapes = {value.name: _shape(value) for value in found}

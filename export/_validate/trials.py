@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from relskew_core.export._description import inputs_of
 from relskew_core.export._plan import GraphPlan
 
 LENGTHS = (1, 2, 3, 7, 8, 16, 33)
@@ -179,36 +180,25 @@ def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> l
 
 def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0) -> dict[str, np.ndarray]:
     """Draw the arrays of a trial, in the graph's element type and the order of its inputs, scaled by ``factor``."""
-    spec, random = plan.spec, np.random.default_rng(seed)
-
-    def normal(*shape: int) -> np.ndarray:
-        return (factor * random.standard_normal(shape)).astype(plan.dtype)
-
-    if not plan.projections:
-        length = trial.keys if spec.cross else trial.queries
-        feeds = {"q": normal(trial.batch, spec.num_heads, trial.queries, spec.head_dim)}
-        feeds |= {name: normal(trial.batch, spec.num_kv_heads, length, spec.head_dim) for name in ("k", "v")}
-    else:
-        feeds = {"x": normal(trial.batch, trial.queries, spec.embed_dim)}
-        if spec.cross:
-            feeds["memory"] = normal(trial.batch, trial.keys, spec.embed_dim)
-    if plan.mask:
-        keys = trial.keys if trial.cache is None else trial.cache
-        shapes = (
-            (trial.batch, 1, 1, keys),
-            (trial.batch, spec.num_heads, trial.queries, keys),
-            (1, 1, trial.queries, keys),
-        )
-        # If few keys are visible, all may have logits far below zero, and a hidden key shows.
-        feeds["mask"] = random.random(shapes[seed % len(shapes)]) < (0.2 if trial.large_logits else 0.7)
-    if plan.segments:
-        keys = trial.keys if trial.cache is None else trial.cache
-        drawn = random.integers(3, size=(trial.batch, keys))
-        # Consecutive documents, or labels in no order, whose numerical distance has no meaning.
-        feeds["segments"] = np.cumsum(drawn == 0, axis=1) if seed % 2 else 7 * drawn - 7
-    if plan.past:
-        shape = (trial.batch, spec.num_kv_heads, trial.past if trial.cache is None else trial.cache, spec.head_dim)
-        feeds["past_key"], feeds["past_value"] = normal(*shape), normal(*shape)
-    if plan.in_place:
-        feeds["past_lengths"] = trial.pasts()
+    random, keys = np.random.default_rng(seed), trial.keys if trial.cache is None else trial.cache
+    sizes = {"batch": trial.batch, "query_length": trial.queries, "past_length": trial.past}
+    feeds: dict[str, np.ndarray] = {}
+    for name, shape, _, dtype in inputs_of(plan):
+        if name == "mask":
+            shapes = (
+                (trial.batch, 1, 1, keys),
+                (trial.batch, plan.spec.num_heads, trial.queries, keys),
+                (1, 1, trial.queries, keys),
+            )
+            # If few keys are visible, all may have logits far below zero, and a hidden key shows.
+            feeds[name] = random.random(shapes[seed % len(shapes)]) < (0.2 if trial.large_logits else 0.7)
+        elif name == "segments":
+            drawn = random.integers(3, size=(trial.batch, keys))
+            # Consecutive documents, or labels in no order, whose numerical distance has no meaning.
+            feeds[name] = np.cumsum(drawn == 0, axis=1) if seed % 2 else 7 * drawn - 7
+        elif name == "past_lengths":
+            feeds[name] = trial.pasts()
+        else:  # other lengths are those of a memory or of a cache
+            lengths = [size if isinstance(size, int) else sizes.get(size, keys) for size in shape]
+            feeds[name] = (factor * random.standard_normal(lengths)).astype(dtype)
     return feeds

@@ -243,15 +243,15 @@ SHAPES = {
     "mask": (CROSS, {"mask": True}, "('mask_batch', 'mask_heads', 'mask_queries', 'mask_keys')"),
     "y": (CROSS, {"mask": True}, "('batch', 'query_length', 8)"),
     "q": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
-    "k": (GROUPED, IN_PLACE, "('batch', 2, 'key_length', 2)"),
-    "v": (GROUPED, IN_PLACE, "('batch', 2, 'key_length', 2)"),
-    "segments": (GROUPED, IN_PLACE, "('batch', 'total_length')"),
-    "past_key": (GROUPED, IN_PLACE, "('batch', 2, 'past_length', 2)"),
-    "past_value": (GROUPED, IN_PLACE, "('batch', 2, 'past_length', 2)"),
+    "k": (GROUPED, IN_PLACE, "('batch', 2, 'query_length', 2)"),
+    "v": (GROUPED, IN_PLACE, "('batch', 2, 'query_length', 2)"),
+    "segments": (GROUPED, IN_PLACE, "('batch', 'cache_length')"),
+    "past_key": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
+    "past_value": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
     "past_lengths": (GROUPED, IN_PLACE, "('batch',)"),
     "out": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
-    "present_key": (GROUPED, IN_PLACE, "('batch', 2, 'total_length', 2)"),
-    "present_value": (GROUPED, IN_PLACE, "('batch', 2, 'total_length', 2)"),
+    "present_key": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
+    "present_value": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
 }
 
 
