@@ -15,8 +15,7 @@ from relskew_core.export._from_torch.fitted import FittedWindow, Reach
 from relskew_core.export._graph.emitter import BOOL, Shape, Value
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
-from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits
-from relskew_core.export._graph.skew import unskew
+from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits, relative_values
 from relskew_core.export._graph.visible import broadcast, of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -67,9 +66,7 @@ class Skewed:
 
     def values(self, weights: Value) -> Value:
         """Return the contribution of ``rel_v`` to the output."""
-        g, window = self._g, self._window
-        moved = unskew(g, weights, self._lengths, one_sided=self._plan.one_sided, symbol=window.symbol)
-        return g.compute("MatMul", [moved, window.rows()], "relative/values", self._call.out_shape)
+        return relative_values(self._g, self._window, self._lengths, weights)
 
     def _of_keys(self, shape: Shape) -> Value:
         """Return the products of keys and ``key_table``: seen from a key, past and future are exchanged."""

@@ -23,12 +23,7 @@ from relskew_core.export._from_torch.node import Functions, add_functions, is_se
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
-from relskew_core.export._graph.parts import (
-    content_logits,
-    grouped_product,
-    hide,
-    softmax_weights,
-)
+from relskew_core.export._graph.parts import content_logits, hide, weighted_values
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import GraphPlan, checked_chunk, make_plan
@@ -221,11 +216,7 @@ def _attention(
     keys = g.transpose(call.k, "attention/keys")
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
     logits = _with_additive(g, plan, call, _capped(g, logits, options.softcap))
-    softmax = softmax_weights(g, plan, logits, condition)
-    out = grouped_product(g, plan, softmax.weights, call.v, n, "attention/values", call.out_shape)
-    if operands.rel_v is not None:
-        relative = related.values(softmax.weights)
-        out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)
+    out, softmax = weighted_values(g, plan, logits, condition, call.v, n, related.values)
     if not options.return_lse:
         return call.result(out, "out"), nothing
     total = softmax.log_sum(g, lowest=None if condition is None else plan.masked_value)

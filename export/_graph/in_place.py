@@ -13,10 +13,9 @@ from relskew_core.export._graph.parts import (
     Projected,
     as_given,
     content_logits,
-    grouped_product,
     hide,
-    softmax_weights,
     split_heads,
+    weighted_values,
     with_sinks,
 )
 from relskew_core.export._graph.skew import skew, unskew
@@ -75,11 +74,9 @@ def attend_in_place(
         return as_given(g, projected, heads), present
     keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     turned = g.transpose(keys, "cache/keys_transposed")
-    softmax = softmax_weights(g, plan, content_logits(g, plan, queries, turned, bias, rows.lengths.queries), condition)
-    heads = grouped_product(g, plan, softmax.weights, values, rows.lengths.queries, "attention/values", queries.shape)
-    if spec.rel_values:
-        relative = g.compute("MatMul", rows.weights_and_values(softmax.weights), "relative/values", queries.shape)
-        heads = g.compute("Add", [heads, relative], "attention/add_relative_values", queries.shape)
+    n = rows.lengths.queries
+    logits = content_logits(g, plan, queries, turned, bias, n)
+    heads, softmax = weighted_values(g, plan, logits, condition, values, n, rows.relative_values)
     if sinks is not None:
         heads = with_sinks(g, heads, softmax, sinks)
     return as_given(g, projected, heads), present
@@ -129,15 +126,17 @@ class _Rows:
         end = g.plus(self._longest, self.total, "relative/end")
         return g.cut(skewed, 3, self._longest, end, "total_length", "relative/by_key")
 
-    def weights_and_values(self, weights: Value) -> list[Value]:
-        """Return weights by relative position, ``(batch, H, queries, window)``, and the window of ``rel_v``."""
+    def relative_values(self, weights: Value) -> Value:
+        """Return the contribution of ``rel_v`` to the output."""
         g, n = self._g, self._n
         width = g.plus(self.total, self.total, "unskew/width_of_rows")
         behind = g.index("Sub", [g.dim(self._longest), self._past], "unskew/behind_longest", self._past.shape)
         placed = self._placed(weights, width, behind, 0.0, "unskew")
         lengths = Lengths(n, width, 0, "query_length", "placed")
         moved = unskew(g, placed, lengths, one_sided=True, symbol="placed_and_1")
-        return [g.cut(moved, 3, 0, self._columns, "window", "unskew/by_position"), self._window.rows()]
+        by_position = g.cut(moved, 3, 0, self._columns, "window", "unskew/by_position")
+        shape = (*weights.shape[:3], self._plan.spec.head_dim)
+        return g.compute("MatMul", [by_position, self._window.rows()], "relative/values", shape)
 
     def last_positions(self) -> Value:
         """Return the position of each row's last query, ``(batch,)``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ class Heads(NamedTuple):
 
 
 Present = tuple[Value, Value]
+OfWeights = Callable[[Value], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +85,29 @@ def weighted_heads(
     condition: Value | None,
 ) -> Value:
     """Return the result of each query and head, ``(batch, H, queries, D)``."""
-    bias = relative_logits(g, plan, heads.queries, window, lengths)
-    logits = content_logits(g, plan, heads.queries, heads.keys, bias, lengths.queries)
-    softmax = softmax_weights(g, plan, logits, condition)
-    weights = softmax.weights
-    shape = (*weights.shape[:3], plan.spec.head_dim)
-    out = grouped_product(g, plan, weights, heads.values, lengths.queries, "attention/values", shape)
-    if plan.spec.rel_values:
-        moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
-        relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
-        out = g.compute("Add", [out, relative], "attention/add_relative_values", shape)
+    bias, count = relative_logits(g, plan, heads.queries, window, lengths), lengths.queries
+    logits = content_logits(g, plan, heads.queries, heads.keys, bias, count)
+    relative = partial(relative_values, g, window, lengths)
+    out, softmax = weighted_values(g, plan, logits, condition, heads.values, count, relative)
     return out if heads.sinks is None else with_sinks(g, out, softmax, heads.sinks)
+
+
+def relative_values(g: Emitter, window: TableWindow, lengths: Lengths, weights: Value) -> Value:
+    """Return the contribution of ``rel_v`` to the output."""
+    moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
+    rows = window.rows()
+    return g.compute("MatMul", [moved, rows], "relative/values", (*weights.shape[:3], rows.shape[-1]))
+
+
+def weighted_values(
+    g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None, values: Value, count: Dim, relative: OfWeights
+) -> tuple[Value, Softmax]:
+    """Return the output of ``count`` queries, and their softmax; ``relative`` returns the contribution of ``rel_v``."""
+    softmax, shape = softmax_weights(g, plan, logits, condition), (*logits.shape[:3], values.shape[3])
+    out = grouped_product(g, plan, softmax.weights, values, count, "attention/values", shape)
+    if plan.spec.rel_values:
+        out = g.compute("Add", [out, relative(softmax.weights)], "attention/add_relative_values", shape)
+    return out, softmax
 
 
 def present_values(g: Emitter, plan: GraphPlan, past: Present) -> Present:
