@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core.export._from_torch.call import TracedCall, shape_of
 from relskew_core.export._from_torch.emitter import InnerEmitter, TracedEmitter
-from relskew_core.export._graph.chunks import even_chunks
-from relskew_core.export._graph.emitter import BOOL, INT64, INT64_MAX, Dim, Value
+from relskew_core.export._graph.chunks import even_chunks, joined
+from relskew_core.export._graph.emitter import BOOL, INT64, Dim, Value
 from relskew_core.export._plan import AUTO_CHUNK
 from relskew_core.export._profiles import PROFILES
 
@@ -106,21 +106,9 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
         return body.adopt(out, "chunk", (*call.out_shape[:2], "chunk", call.out_shape[3]))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
-    batch, heads, _, width = call.out_shape
-    sizes = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
-    wide = g.length(call.v, 3, "chunks/width")
-    # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
-    by_turn = g.dims("chunks/by_turn_shape", count, sizes, step, wide)
-    stacked = g.compute("Reshape", [turns, by_turn], "chunks/by_turn", ("turns", batch, heads, "chunk", width))
-    turned = g.transpose(stacked, "chunks/turned", [1, 2, 0, 3, 4])
-    whole = g.index("Mul", [count, step], "chunks/chunked_length")
-    together = g.dims("chunks/joined_shape", sizes, whole, wide)
-    joined = g.compute("Reshape", [turned, together], "chunks/joined", (batch, heads, "chunked_length", width))
-    before_last = g.index("Sub", [whole, step], "chunks/before_last")
-    rest = g.index("Sub", [before_last, n], "chunks/rest_from_end")
-    head = g.cut(joined, 2, 0, before_last, "before_last", "chunks/head")
-    tail = g.cut(joined, 2, rest, INT64_MAX, "rest", "chunks/tail")
-    return call.result(g.compute("Concat", [head, tail], "chunks/heads", call.out_shape, axis=2), "out")
+    leading = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
+    sizes = leading, g.length(call.v, 3, "chunks/width")
+    return call.result(joined(g, turns, (step, count), n, sizes, call.out_shape), "out")
 
 
 def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:

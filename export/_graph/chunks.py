@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
 from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, TableWindow
@@ -91,20 +91,31 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
-    iterations, batch, _, width = turns.shape
+    _, batch, _, width = turns.shape
+    return joined(g, turns, (size, count), n, (-1, int(width)), (batch, lengths.query_symbol, width))
+
+
+def joined(
+    g: Emitter, turns: Value, chunks: tuple[Value, Value], n: Value, sizes: tuple[Dim, Dim], shape: Shape
+) -> Value:
+    """Return the results of a loop over chunks, one after the other, ``(…, n, width)``.
+
+    ``chunks`` are their size and their number, ``sizes`` the leading axes and the width.
+    """
+    (size, count), (leading, width), axis = chunks, sizes, len(shape) - 2
     # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
-    stack = g.dims("chunks/by_turn_shape", count, -1, size, int(width))
-    stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
-    turned = g.transpose(stacked, "chunks/turned", [1, 0, 2, 3])
-    joined_shape = (batch, "chunked_length", width)
+    by_turn = g.dims("chunks/by_turn_shape", count, leading, size, width)
+    stacked = g.compute("Reshape", [turns, by_turn], "chunks/by_turn", turns.shape)
+    turned = g.transpose(stacked, "chunks/turned", [*range(1, axis + 1), 0, axis + 1, axis + 2])
     whole = g.index("Mul", [count, size], "chunks/chunked_length")
-    by_batch = g.dims("chunks/joined_shape", -1, whole, int(width))
-    joined = g.compute("Reshape", [turned, by_batch], "chunks/joined", joined_shape)
+    together = g.dims("chunks/joined_shape", leading, whole, width)
+    long = (*shape[:axis], "chunked_length", shape[-1])
+    flat = g.compute("Reshape", [turned, together], "chunks/joined", long)
     before = g.index("Sub", [whole, size], "chunks/before_last")
     rest = g.index("Sub", [before, n], "chunks/rest_from_end")
-    head = g.cut(joined, 1, 0, before, "before_last", "chunks/head")
-    tail = g.cut(joined, 1, rest, INT64_MAX, "rest", "chunks/tail")
-    return g.compute("Concat", [head, tail], "chunks/heads", (batch, lengths.query_symbol, width), axis=1)
+    head = g.cut(flat, axis, 0, before, "before_last", "chunks/head")
+    tail = g.cut(flat, axis, rest, INT64_MAX, "rest", "chunks/tail")
+    return g.compute("Concat", [head, tail], "chunks/heads", shape, axis=axis)
 
 
 def _keys_of(g: Emitter, plan: GraphPlan, lengths: Lengths, start: Value, end: Value) -> tuple[Dim, Dim]:
