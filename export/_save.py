@@ -1,11 +1,11 @@
-"""Saving a model in one file or two, all or nothing."""
+"""Saving models in one file or two each, all or nothing."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from onnx import TensorProto
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._publish import check_target, publish, target_path, temporary_folder
+
+SET = "relskew.set"
+"""The metadata's key for a text that is the same in files that were written together."""
 
 # A protobuf is limited to 2 GiB; the nodes and names need some of it.
 _PROTOBUF_LIMIT = 2**31 - 2**24
@@ -82,30 +85,52 @@ def save(
     """
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"`model` must be an onnx.ModelProto, got {describe(model)}")
-    return write(model, path, overwrite=overwrite, external_threshold=external_threshold)
-
-
-def write(
-    model: onnx.ModelProto,
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-    external_threshold: int,
-    check: Callable[[Path], None] | None = None,
-) -> Path:
-    """Save a model; nothing appears at ``path`` if ``check`` raises an error for the finished file."""
-    check_bool("overwrite", overwrite)
     target = target_path(path)
-    check_target(target, overwrite)
-    with unpublished(model, target, external_threshold) as (new, data):
-        if check is not None:
-            check(new)
-        publish(new, data, target, overwrite)
+    check_target(target, check_bool("overwrite", overwrite))
+    write([model], [target], overwrite=overwrite, external_threshold=external_threshold)
     return target
 
 
+def write(
+    graphs: Sequence[onnx.ModelProto],
+    targets: Sequence[Path],
+    *,
+    overwrite: bool,
+    external_threshold: int,
+    check: Callable[[Sequence[Path]], None] | None = None,
+) -> None:
+    """Save graphs that belong together: all appear, or none if ``check`` raises an error for the finished files."""
+    if len(graphs) > 1:
+        digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
+        for graph in graphs:
+            graph.metadata_props.add(key=SET, value=digest)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(_unpublished(graph, target, external_threshold))
+            for graph, target in zip(graphs, targets, strict=True)
+        ]
+        if check is not None:
+            check([new for new, _ in files])
+        _publish_all(files, targets, overwrite)
+
+
+def _publish_all(files: Sequence[tuple[Path, Path | None]], targets: Sequence[Path], overwrite: bool) -> None:
+    """Give all files their names; if one fails, remove those that replaced nothing."""
+    done: list[Path] = []
+    try:
+        for (new, data), target in zip(files, targets, strict=True):
+            names = [target, *([] if data is None else [target.parent / data.name])]
+            free = [name for name in names if not os.path.lexists(name)]
+            publish(new, data, target, overwrite)
+            done += free
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
-def unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
+def _unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
     """Write a model and its external data to a temporary directory next to its target, flushed and checked."""
     check_int("external_threshold", external_threshold, minimum=0)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):

@@ -15,11 +15,11 @@ from relskew_core.export._caches import INT8, PAST_LENGTH, caches_in_place
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
+from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.exported import ExportReport, check_report, described
 from relskew_core.export._whole.genai import check_config, config_text, write_config
 from relskew_core.export._whole.memory import memory_path, split_off
-from relskew_core.export._whole.together import write_together
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -275,7 +275,7 @@ def decoder_to_onnx(
     config = None
     if genai is not False:
         config = config_text(target.name, graph, genai, reach)
-    write_together(
+    write(
         graphs,
         targets,
         overwrite=overwrite,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
+from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.encoder_decoder_names import FILES, START
 from relskew_core.export._whole.exported import ExportReport, check_report, described
-from relskew_core.export._whole.together import write_together
 
 if TYPE_CHECKING:
     from torch import nn
@@ -186,7 +186,7 @@ def encoder_decoder_to_onnx(
             with evaluating(model):
                 check_parts(parts, files, tolerance, checks)
 
-        write_together(
+        write(
             graphs,
             targets,
             overwrite=overwrite,

@@ -154,9 +154,10 @@ def torch_to_onnx(
     model = checked_model(model)
     check_bool("check", check)
     check_report(report)
+    check_bool("overwrite", overwrite)
     target = None if path is None else target_path(path)
     if target is not None:
-        check_target(target, check_bool("overwrite", overwrite))
+        check_target(target, overwrite)
     wanted = torch_dtype(dtype)
     args, kwargs = pytree.tree_map(lambda x: x if wanted is None else cast(x, wanted), _arguments(inputs))
     flat = Flat(in_dtype(model, wanted), args, kwargs)
@@ -186,10 +187,10 @@ def torch_to_onnx(
     unchecked: list[str] = []
     checks: list[Check] = []
 
-    def compare(file: Path) -> None:
+    def compare(files: Sequence[Path]) -> None:
         from relskew_core.export._whole.compare import check_equal, gives_numbers, results_of, runner
 
-        runs = [runner(file, names, operator=library) for library in (False, True)[: 1 + operator]]
+        runs = [runner(files[0], names, operator=library) for library in (False, True)[: 1 + operator]]
         with evaluating(flat):
             for number, case in enumerate(_cases(leaves, converted.shapes)):
                 label = "inputs of " + ", ".join(
@@ -208,8 +209,8 @@ def torch_to_onnx(
 
     with tempfile.TemporaryDirectory() as folder:
         write(
-            converted.model,
-            Path(folder, "model.onnx") if target is None else target,
+            [converted.model],
+            [Path(folder, "model.onnx") if target is None else target],
             overwrite=overwrite,
             external_threshold=external_threshold,
             check=compare if check else None,

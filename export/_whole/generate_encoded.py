@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from relskew_core._array.checks import describe
+from relskew_core.export._save import SET
 from relskew_core.export._whole.encoder_decoder_names import FILES, START
-from relskew_core.export._whole.together import SET
 
 Array = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from relskew_core._array.checks import describe
 from relskew_core.export._library import found_library
-from relskew_core.export._whole.together import SET
+from relskew_core.export._save import SET
 
 TYPES = {
     "tensor(float)": np.float32,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import Span, relative_attention
-from relskew_core.export import ExportReport, _publish, encoder_decoder_to_onnx, generate
-from relskew_core.export._whole import convert, together
+from relskew_core.export import ExportReport, _publish, _save, encoder_decoder_to_onnx, generate
+from relskew_core.export._whole import convert
 from relskew_core.export._whole.encoder_decoder_names import FILES
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
@@ -208,7 +208,7 @@ def test_files_appear_together(made: tuple[Model, Path], tmp_path: Path, monkeyp
             raise OSError("full")
         publish(new, data, target, overwrite)
 
-    monkeypatch.setattr(together, "publish", until)
+    monkeypatch.setattr(_save, "publish", until)
     with pytest.raises(OSError, match="full"):
         encoder_decoder_to_onnx(model, tmp_path, check=False, external_threshold=0)
     assert list(tmp_path.iterdir()) == [other]

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,14 +329,14 @@ def test_a_check_sees_the_finished_file_first(tmp_path: Path) -> None:
     path, made = save(model(0), tmp_path / "block.onnx"), model(1)
     before = names(tmp_path)
 
-    def check(new: Path) -> None:
-        assert ballast(new) == 1
+    def check(files: Sequence[Path]) -> None:
+        assert [ballast(new) for new in files] == [1]
         assert ballast(path) == 0
         raise ArithmeticError
 
     for threshold in (0, 2**30):
         with pytest.raises(ArithmeticError):
-            write(made, path, overwrite=True, external_threshold=threshold, check=check)
+            write([made], [path], overwrite=True, external_threshold=threshold, check=check)
         assert names(tmp_path) == before
         assert ballast(path) == 0
 
