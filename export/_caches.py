@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from relskew_core._array.checks import check_bool, check_choice, describe
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._graph.filled_node import FilledAttentions
+from relskew_core.export._graph.functions import refill
 from relskew_core.export._graph.grouped import DOMAIN
 from relskew_core.export._graph.grouped_node import GroupedAttentions, JoinedCache, shared, store
 from relskew_core.export._graph.in_place_node import SCALE, attending, with_caches
@@ -103,9 +104,7 @@ def caches_in_place(
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     caches = _caches(changed.graph, past, present)
-    nodes = list(_Writer(changed, caches, contrib, cache_dtype).nodes())
-    del changed.graph.node[:]
-    changed.graph.node.extend(nodes)
+    refill(changed.graph.node, _Writer(changed, caches, contrib, cache_dtype).nodes())
     _declare(changed, caches, cache_dtype)
     read_side_by_side(changed)
     if contrib:

@@ -11,6 +11,7 @@ import onnx.inliner
 from relskew_core._array.checks import describe
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.availability import availability
+from relskew_core.export._graph.functions import refill
 from relskew_core.export._graph.operator import DOMAIN, NAME
 
 
@@ -103,7 +104,5 @@ def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) ->
         raise ValueError(f"`model_or_path` must have nodes {DOMAIN}::{NAME}, which `operator=True` writes, got none")
     plain: onnx.ModelProto = onnx.inliner.inline_selected_functions(model, [(DOMAIN, NAME)])
     if all(function.domain != DOMAIN for function in plain.functions):
-        kept = [entry for entry in plain.opset_import if entry.domain != DOMAIN]
-        del plain.opset_import[:]
-        plain.opset_import.extend(kept)
+        refill(plain.opset_import, [entry for entry in plain.opset_import if entry.domain != DOMAIN])
     return plain

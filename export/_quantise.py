@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core.export import _table_products as table_products
-from relskew_core.export._graph.functions import all_graphs, names_read
+from relskew_core.export._graph.functions import all_graphs, names_read, readers_of, refill
 from relskew_core.export._save import save
 from relskew_core.export._table_static import round_tables
 
@@ -138,12 +138,9 @@ def _move(model: onnx.ModelProto) -> None:
         results: Any = ReferenceEvaluator(node).run(None, given)
         known[node.output[0]] = results[0]
         graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
-    del graph.node[:]
-    graph.node.extend(nodes)
-    read = {name for part in all_graphs(graph) for node in part.node for name in node.input} | outputs
-    stored = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(stored)
+    refill(graph.node, nodes)
+    read = {*readers_of(graph), *outputs}
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
 
 @contextmanager
@@ -209,9 +206,7 @@ def _sort(graph: onnx.GraphProto) -> None:
     read = {
         index: [makers[name] for name in names_read([node]) if name in makers] for index, node in enumerate(graph.node)
     }
-    nodes = [graph.node[index] for index in TopologicalSorter(read).static_order()]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, [graph.node[index] for index in TopologicalSorter(read).static_order()])
 
 
 def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
@@ -255,11 +250,7 @@ def _tables(model: onnx.ModelProto) -> None:
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
     constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if len(tensor.dims) == 1}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for part in all_graphs(graph):
-        for node in part.node:
-            for name in node.input:
-                readers.setdefault(name, []).append(node)
+    readers = readers_of(graph)
     results = {value.name for part in all_graphs(graph) for value in part.output}
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
@@ -291,8 +282,7 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
             scaled = [whole, f"{name}_scale"]
             path = f"{node.name}/dequantize"
             nodes.append(helper.make_node("DequantizeLinear", scaled, [made], path, axis=cut[name]))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)
 
 
 def _axes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._graph.functions import all_graphs, readers_of, refill
 
 OLDEST = 18
 """The opset in which the axes of a maximum are an input, as in these nodes."""
@@ -61,13 +61,8 @@ class _Finder:
     """Finds the uses of a table."""
 
     def __init__(self, graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-        self.readers: dict[str, list[onnx.NodeProto]] = {}
-        self._constants = constants
+        self.readers, self._constants = readers_of(graph), constants
         self.results = {value.name for part in all_graphs(graph) for value in part.output}
-        for part in all_graphs(graph):
-            for node in part.node:
-                for name in node.input:
-                    self.readers.setdefault(name, []).append(node)
 
     def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
         """Return a node that reads a table and its successors, if they only multiply."""
@@ -125,11 +120,8 @@ def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
             nodes.extend(_product(node, columns, f"{cuts[columns]}_scale"))
         elif not node.output or node.output[0] not in turns:
             nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-    for index in reversed(range(len(graph.value_info))):
-        if graph.value_info[index].name in {*cuts, *turns}:
-            del graph.value_info[index]
+    refill(graph.node, nodes)
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in {*cuts, *turns}])
 
 
 def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[onnx.NodeProto]:

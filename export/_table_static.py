@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._graph.functions import all_graphs, readers_of, refill
 from relskew_core.export._table_products import MIDDLE
 
 
@@ -34,10 +34,7 @@ def round_tables(model: onnx.ModelProto, least: int) -> None:
     The scale is that of a whole table, not of the parts that the calibration has seen.
     """
     graph = model.graph
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    readers = readers_of(graph)
     inner = (part for part in all_graphs(graph) if part is not graph)
     elsewhere = {name for part in inner for node in part.node for name in node.input}
     elsewhere |= {value.name for value in graph.output}
@@ -100,5 +97,4 @@ def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto, parts: list[_Part],
         changed |= {node.output[0] for node in (cut, *turns)}
     for node in unread:
         graph.node.remove(node)
-    for value in [value for value in graph.value_info if value.name in changed]:
-        graph.value_info.remove(value)
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in changed])

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from relskew_core.export._graph.emitter import INT64, Emitter, Shape, Value
 from relskew_core.export._graph.filled import attend_filled
+from relskew_core.export._graph.functions import read_once
 from relskew_core.export._graph.grouped_node import JoinedCache, shared
 
 KEPT = ("scale", "softcap", "softmax_precision")
@@ -24,14 +25,11 @@ class FilledAttentions:
         self._graph, self._pasts = graph, {cache.present: cache.past for cache in caches}
         self._types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
         self._emitters: dict[np.dtype[Any], Emitter] = {}
-        readers: dict[str, int] = {}
-        for node in graph.node:
-            for name in node.input:
-                readers[name] = readers.get(name, 0) + (node.op_type != "Shape")
+        alone = read_once(graph)
         self.nodes = {
             node.output[0]: node
             for node in graph.node
-            if node.op_type == "Attention" and all(readers[name] == 1 for name in node.input[1:3]) and self._fits(node)
+            if node.op_type == "Attention" and alone.issuperset(node.input[1:3]) and self._fits(node)
         }
         """The nodes, by output."""
 

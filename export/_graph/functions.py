@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,11 +101,8 @@ def _fold(
     after = list(graph.node[last + 1 :])
     late = {*outputs}
     moved = [node for node in before if late & set(names_read([node]))]
-    del graph.node[:]
-    graph.node.extend([*(node for node in before if node not in moved), call, *moved, *after])
-    for index in reversed(range(len(graph.value_info))):
-        if graph.value_info[index].name in made - wanted:
-            del graph.value_info[index]
+    refill(graph.node, [*(node for node in before if node not in moved), call, *moved, *after])
+    refill(graph.value_info, [info for info in graph.value_info if info.name not in made - wanted])
     return function
 
 
@@ -115,6 +113,29 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield from all_graphs(attribute.g)
+
+
+def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
+    """Return the nodes that read each tensor, including those in branches and loops."""
+    found: dict[str, list[onnx.NodeProto]] = {}
+    for part in all_graphs(graph):
+        for node in part.node:
+            for name in node.input:
+                found.setdefault(name, []).append(node)
+    return found
+
+
+def read_once(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that one node reads, not counting the reading of a shape."""
+    counts = Counter(name for node in graph.node if node.op_type != "Shape" for name in node.input)
+    return {name for name, count in counts.items() if count == 1}
+
+
+def refill(field: Any, entries: Iterable[Any]) -> None:
+    """Replace all entries of a repeated field."""
+    kept = list(entries)
+    del field[:]
+    field.extend(kept)
 
 
 def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from relskew_core.export._graph.functions import read_once, refill
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 
 SCALE = "_scale"
@@ -23,16 +24,12 @@ PRESENT_INT8 = OUTPUTS.index("present_key_int8")
 
 def attending(graph: onnx.GraphProto, presents: Mapping[str, object]) -> dict[str, onnx.NodeProto]:
     """Return, by output, the nodes that are the only readers of two caches and whose queries continue them."""
-    readers: dict[str, int] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers[name] = readers.get(name, 0) + (node.op_type != "Shape")
-    found = {}
+    alone, found = read_once(graph), {}
     for node in graph.node:
         if (node.domain, node.op_type) != (DOMAIN, NAME) or len(node.input) <= OFFSET or not node.input[OFFSET]:
             continue
         pair = node.input[K], node.input[V]
-        own = pair[0] != pair[1] and all(name in presents and readers[name] == 1 for name in pair)
+        own = pair[0] != pair[1] and alone.issuperset(pair) and all(name in presents for name in pair)
         if own and any(one.name == ALIGNED and one.i for one in node.attribute):
             found[node.output[0]] = node
     return found
@@ -58,10 +55,7 @@ def with_caches(
     else:
         inputs += [*[""] * (PAST - len(inputs)), *past]
     inputs[K], inputs[V] = new
-    del changed.input[:]
-    changed.input.extend(inputs)
-    del changed.output[:]
-    changed.output.extend(outputs)
+    changed.input[:], changed.output[:] = inputs, outputs
     changed.overload = f"{node.overload}_in_place{'_int8' if in_int8 else ''}"
     if all(function.overload != changed.overload for function in model.functions):
         (function,) = (one for one in model.functions if one.overload == node.overload and one.name == NAME)
@@ -100,10 +94,8 @@ def _with_caches(function: onnx.FunctionProto, overload: str, *, in_int8: bool) 
             nodes += _quantising(kind, filled)
         else:
             nodes += _writing(f"past/{kind}", f"new/{kind}", f"present/{kind}", filled)
-    del made.input[:], made.output[:], made.node[:]
-    made.input.extend(inputs)
-    made.output.extend(outputs)
-    made.node.extend([*nodes, *function.node])
+    made.input[:], made.output[:] = inputs, outputs
+    refill(made.node, [*nodes, *function.node])
     return made
 
 
@@ -151,6 +143,5 @@ def _quantising(kind: str, filled: str) -> Iterator[onnx.NodeProto]:
 def drop_unused(model: onnx.ModelProto) -> None:
     """Remove the functions that no node calls."""
     used = {node.overload for node in model.graph.node if node.domain == DOMAIN}
-    kept = [one for one in model.functions if one.domain != DOMAIN or one.name != NAME or one.overload in used]
-    del model.functions[:]
-    model.functions.extend(kept)
+    called = [one for one in model.functions if one.domain != DOMAIN or one.name != NAME or one.overload in used]
+    refill(model.functions, called)

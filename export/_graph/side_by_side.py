@@ -8,7 +8,7 @@ from typing import NamedTuple
 import onnx
 from onnx import helper
 
-from relskew_core.export._graph.functions import all_graphs, names_read
+from relskew_core.export._graph.functions import names_read, readers_of, refill
 from relskew_core.export._graph.in_place_node import drop_unused
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME
 
@@ -41,11 +41,7 @@ class _Graph:
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._made = {name: node for node in graph.node for name in node.output}
-        self._readers: dict[str, list[onnx.NodeProto]] = {}
-        for part in all_graphs(graph):
-            for node in part.node:
-                for name in node.input:
-                    self._readers.setdefault(name, []).append(node)
+        self._readers = readers_of(graph)
         self._outputs = {value.name for value in graph.output}
         values = (*graph.input, *graph.value_info, *graph.output)
         self._sizes: dict[str, Sizes] = {
@@ -153,11 +149,7 @@ def _drop_unread(graph: onnx.GraphProto) -> None:
             continue
         kept.append(node)
         used.update(names_read([node]))
-    nodes = kept[::-1]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    for values in (graph.initializer, graph.value_info):
-        for index in reversed(range(len(values))):
-            unread = values[index].name not in used
-            if unread and (values is graph.value_info or values[index].name in dropped):
-                del values[index]
+    refill(graph.node, kept[::-1])
+    refill(graph.value_info, [value for value in graph.value_info if value.name in used])
+    for tensor in [tensor for tensor in graph.initializer if tensor.name in dropped - used]:
+        graph.initializer.remove(tensor)

@@ -13,11 +13,16 @@ from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.encoder_decoder_names import FILES, START
 from relskew_core.export._whole.exported import ExportReport, check_report, described
 
 if TYPE_CHECKING:
     from torch import nn
+
+FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
+"""The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
+
+START = "relskew.decoder_start_token_id"
+"""The metadata's key for the token with which a text begins."""
 
 
 def encoder_decoder_to_onnx(

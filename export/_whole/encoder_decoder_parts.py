@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from relskew_core._array.checks import describe
 from relskew_core.export._whole.decoder_calls import Layers, cache_with_memory, pairs_of
-from relskew_core.export._whole.encoder_decoder_names import KINDS
+
+KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+"""The caches of a layer: of self-attention, and of the memory."""
 
 
 class Encoder(nn.Module):

@@ -11,9 +11,9 @@ import numpy as np
 
 from relskew_core._array.checks import describe
 from relskew_core.export._save import SET
-from relskew_core.export._whole.encoder_decoder_names import FILES, START
-
-Array = np.ndarray[Any, Any]
+from relskew_core.export._whole.encoder_decoder import FILES, START
+from relskew_core.export._whole.generate_memory import TYPES
+from relskew_core.export._whole.sampling import Array
 
 
 class EncoderDecoder:
@@ -53,8 +53,7 @@ class EncoderDecoder:
         batched = source.ndim == axes
         source = source if batched else source[None]
         if sounds:
-            kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
-            source = source.astype(kinds[self._source.type])
+            source = source.astype(TYPES[self._source.type])
         else:
             source = source.astype(np.int64)
             if source.min() < 0 or source.max() >= self._vocabulary:

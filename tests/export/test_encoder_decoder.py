@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from relskew_core import Span, relative_attention
 from relskew_core.export import ExportReport, _publish, _save, encoder_decoder_to_onnx, generate
 from relskew_core.export._whole import convert
-from relskew_core.export._whole.encoder_decoder_names import FILES
+from relskew_core.export._whole.encoder_decoder import FILES
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
 
