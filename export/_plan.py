@@ -9,7 +9,7 @@ import numpy as np
 
 from relskew_core._array.checks import check_bool, check_choice, check_int
 from relskew_core._block.checks import ENDLESS
-from relskew_core._block.spec import BlockSpec, check_spec
+from relskew_core._block.spec import BlockSpec
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._plan_checks import check_contrib, check_in_place, check_past
@@ -38,11 +38,6 @@ class TableEnd:
 
     rows: int
     past_edge: Literal["limited", "clip", "zero", "hidden", "endless"]
-
-    @property
-    def spare(self) -> int:
-        """1 if a column of zeros follows the rows, for the positions past them."""
-        return int(self.past_edge != "clip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class GraphPlan:
     @property
     def lead(self) -> int:
         """The stored column of ``r = 0``."""
-        return self.left.rows + self.left.spare
+        return self.left.rows + self.spare_rows[0]
 
     @property
     def endless(self) -> bool:
@@ -91,7 +86,12 @@ class GraphPlan:
     @property
     def columns(self) -> int:
         """The number of stored columns."""
-        return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
+        return self.lead + 1 + self.ahead + self.spare_rows[1]
+
+    @property
+    def ahead(self) -> int:
+        """The number of rows after ``r = 0``."""
+        return 0 if self.one_sided else self.right.rows
 
     @property
     def blocks_before(self) -> int:
@@ -101,24 +101,20 @@ class GraphPlan:
     @property
     def kept_rows(self) -> tuple[int, int]:
         """The table's rows that are stored, as a range."""
-        span, right = self.spec.span, 0 if self.one_sided else self.right.rows
-        return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, right)
+        span = self.spec.span
+        return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, self.ahead)
 
     @property
     def added_rows(self) -> tuple[int, int]:
         """How many rows extend the table at each end to the length of the window."""
-        span, right = self.spec.span, 0 if self.one_sided else self.right.rows
-        return max(0, self.left.rows - span.left), max(0, right - span.right)
+        span = self.spec.span
+        return max(0, self.left.rows - span.left), max(0, self.ahead - span.right)
 
     @property
     def spare_rows(self) -> tuple[int, int]:
-        """How many columns of zeros are before the rows, and after them."""
-        return self.left.spare, 0 if self.one_sided else self.right_spare
-
-    @property
-    def right_spare(self) -> int:
-        """1 if a column of zeros follows the rows on the right; a limited right end needs none."""
-        return int(self.right.past_edge in ("zero", "hidden"))
+        """How many columns of zeros are before the rows, and after them, where a limited end needs none."""
+        after = not self.one_sided and self.right.past_edge in ("zero", "hidden")
+        return int(self.left.past_edge != "clip"), int(after)
 
     @property
     def reach(self) -> str:
@@ -181,7 +177,6 @@ def make_plan(
     segments: Any = False,
 ) -> GraphPlan:
     """Check the arguments of an export and choose its form."""
-    check_spec(spec)
     check_choice("profile", profile, tuple(PROFILES))
     form = PROFILES[profile]
     oldest = form.opset
@@ -195,7 +190,6 @@ def make_plan(
     if max_length is not None:
         max_length = check_int("max_length", max_length, minimum=1)
     check_bool("mask", mask)
-    check_bool("projections", projections)
     if check_bool("segments", segments) and spec.cross:
         raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are not one sequence, got cross=True")
     if check_bool("past", past):

@@ -88,7 +88,7 @@ def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
         "num_heads": spec.num_heads,
         "kv_num_heads": spec.num_kv_heads,
         "left": 0 if plan.endless else plan.left.rows,
-        "right": 0 if plan.endless or plan.one_sided else plan.right.rows,
+        "right": 0 if plan.endless else plan.ahead,
         "lead": -1 if plan.endless else plan.lead,
         "by_distance": int(slopes),
         "beyond": next(iter(ends - {"limited"}), "error"),
