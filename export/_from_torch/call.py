@@ -57,20 +57,15 @@ class TracedCall:
     def consecutive(self) -> Segments:
         """Return the consecutive positions of queries and keys, ``(1, length)``."""
         g, lengths = self._g, self.lengths
+        ends = (lengths.queries, "queries", lengths.query_symbol), (lengths.keys, "keys", lengths.key_symbol)
         queries, keys = (
             g.range((0, ""), (length, f"positions/count_of_{name}"), f"positions/numbers_of_{name}", symbol)
-            for name, length, symbol in (
-                ("queries", lengths.queries, lengths.query_symbol),
-                ("keys", lengths.keys, lengths.key_symbol),
-            )
+            for length, name, symbol in ends
         )
         queries = g.index("Add", [queries, g.dim(lengths.past)], "positions/queries", queries.shape)
-        first = g.constant([0])
+        rows, first = {"queries": queries, "keys": keys}, g.constant([0])
         return Segments(
-            *(
-                g.index("Unsqueeze", [x, first], f"positions/row_of_{name}", (1, *x.shape))
-                for x, name in ((queries, "queries"), (keys, "keys"))
-            )
+            *(g.index("Unsqueeze", [x, first], f"positions/row_of_{name}", (1, *x.shape)) for name, x in rows.items())
         )
 
     def _label(self, x: Any, name: str) -> Value:

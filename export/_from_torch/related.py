@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from relskew_core.export._graph.emitter import BOOL, Shape, Value
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits, relative_values
-from relskew_core.export._graph.visible import broadcast, of_own_segment, visible
+from relskew_core.export._graph.visible import broadcast, by_pair, of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan, make_plan
 
@@ -42,10 +42,7 @@ class Skewed:
             lengths = guarded(g, plan, lengths)
         self._g, self._plan, self._call, self._lengths = g, plan, call, lengths
         self._operands, self._options, self._reach = operands, options, reach
-        if reach is None:
-            self._window = TableWindow(g, plan, stored_tables(g, plan, operands), lengths)
-        else:
-            self._window = FittedWindow(g, plan, adopted_tables(g, operands), lengths, reach)
+        self._window = window_of(g, plan, tables_of(g, operands, plan if reach is None else None), lengths, reach)
 
     def logits(self) -> Value:
         """Return the tables' contribution to the logits, ``(batch, H, queries, keys)``."""
@@ -84,11 +81,8 @@ class Skewed:
         bounds = [g.constant([number]) for number in (-1, INT64_MIN, len(table.shape) - 2, -1)]
         flipped = g.compute("Slice", [table, *bounds], "key_table/flipped", table.shape)
         with g.within("keys"):
-            window = (
-                TableWindow(g, seen, StoredTables(stored_table(g, seen, flipped, "rel_k"), None, None), turned)
-                if reach is None
-                else FittedWindow(g, seen, StoredTables(flipped, None, None), turned, reach.turned())
-            )
+            stored = stored_table(g, seen, flipped, "rel_k") if reach is None else flipped
+            window = window_of(g, seen, StoredTables(stored, None, None), turned, reach and reach.turned())
             keys = keys_by_query_head(g, plan, self._call, self._options.rel_scale)
             logits = relative_logits(g, seen, keys, window, turned)
             return g.compute("Transpose", [logits], "turned", shape, perm=[0, 1, 3, 2])
@@ -104,12 +98,9 @@ class LookedUp:
         span = options.span
         self._low, high = (max(-span.left, min(position, span.right)) for position in options.positions())
         self._width = high - self._low + 1
-        queries, keys = call.labels(operands, "positions") or call.consecutive()
-        rows, columns = (queries.shape[0], 1, queries.shape[1], 1), (keys.shape[0], 1, 1, keys.shape[1])
-        self._queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "positions/of_queries", rows)
-        self._keys = g.index("Unsqueeze", [keys, g.constant([1, 2])], "positions/of_keys", columns)
+        self._queries, self._keys = by_pair(g, call.labels(operands, "positions") or call.consecutive(), "positions")
         self._pairs: Shape = (*call.q.shape[:3], call.k.shape[2])
-        self._loose: Shape = (*broadcast(rows, columns)[:2], *self._pairs[2:])
+        self._loose: Shape = (*broadcast(self._queries.shape, self._keys.shape)[:2], *self._pairs[2:])
         self._r = g.index("Sub", [self._keys, self._queries], "positions/relative", self._loose)
 
     def logits(self) -> Value:
@@ -274,22 +265,24 @@ def attend_in_blocks(
     """Return the heads of local attention, with blocks folded into the batch."""
     queries = scaled(g, call.q, options.scale, "attention/scaled")
     projected = Projected(queries, call.k, call.v)
-    return attend_blocks(g, plan, AttentionInputs(projected, stored_tables(g, plan, operands), call.lengths))
+    return attend_blocks(g, plan, AttentionInputs(projected, tables_of(g, operands, plan), call.lengths))
 
 
-def adopted_tables(g: TracedEmitter, operands: Operands) -> StoredTables:
-    """Return the tables of a call unchanged."""
-    return StoredTables(
-        *(adopted_table(g, getattr(operands, field.name), field.name) for field in fields(StoredTables))
-    )
+def tables_of(g: TracedEmitter, operands: Operands, plan: GraphPlan | None) -> StoredTables:
+    """Return the tables of a call, in the form that the windows of a plan read, or unchanged without one."""
+
+    def table(name: str) -> Value | None:
+        given = adopted_table(g, getattr(operands, name), name)
+        return given if plan is None else stored_table(g, plan, given, name)
+
+    return StoredTables(*map(table, StoredTables._fields))
 
 
-def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> StoredTables:
-    """Return the tables of a call in the form that their windows read."""
-    names = [field.name for field in fields(StoredTables)]
-    return StoredTables(
-        **{name: stored_table(g, plan, adopted_table(g, getattr(operands, name), name), name) for name in names}
-    )
+def window_of(
+    g: TracedEmitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, reach: Reach | None
+) -> TableWindow:
+    """Return the window of tables, whose ``reach`` may depend on lengths."""
+    return TableWindow(g, plan, tables, lengths) if reach is None else FittedWindow(g, plan, tables, lengths, reach)
 
 
 def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:

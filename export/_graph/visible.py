@@ -68,11 +68,16 @@ def visible(
 
 def of_own_segment(g: Emitter, segments: Segments) -> Value:
     """Return the keys in a query's segment, ``(batch, 1, queries, keys)``."""
-    queries, keys = segments
+    pair = by_pair(g, segments, "segments")
+    return g.compute("Equal", pair, "visible/segment", broadcast(*(x.shape for x in pair)), BOOL)
+
+
+def by_pair(g: Emitter, labels: Segments, name: str) -> tuple[Value, Value]:
+    """Return integers of the queries, ``(batch, 1, queries, 1)``, and of the keys, ``(batch, 1, 1, keys)``."""
+    queries, keys = labels
     rows, columns = (queries.shape[0], 1, queries.shape[1], 1), (keys.shape[0], 1, 1, keys.shape[1])
-    of_queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "segments/of_queries", rows)
-    of_keys = g.index("Unsqueeze", [keys, g.constant([1, 2])], "segments/of_keys", columns)
-    return g.compute("Equal", [of_queries, of_keys], "visible/segment", broadcast(rows, columns), BOOL)
+    of_queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], f"{name}/of_queries", rows)
+    return of_queries, g.index("Unsqueeze", [keys, g.constant([1, 2])], f"{name}/of_keys", columns)
 
 
 def broadcast(one: Shape, other: Shape) -> Shape:

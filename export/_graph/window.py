@@ -34,8 +34,7 @@ class HeadRange(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTables:
+class StoredTables(NamedTuple):
     """The stored tables: ``rel_k`` and ``rel_v (…, position, head_dim)``, ``rel_bias (H or 1, position)``."""
 
     rel_k: Value | None
