@@ -70,7 +70,7 @@ class GraphPlan:
 
     @property
     def one_sided(self) -> bool:
-        """Whether the table's columns end at ``r = 0``: self-attention whose queries see no future."""
+        """Whether the table's columns end at ``r = 0``, where ``right`` then is hidden: causal self-attention."""
         return self.spec.causal and not self.spec.cross
 
     @property
@@ -86,12 +86,7 @@ class GraphPlan:
     @property
     def columns(self) -> int:
         """The number of stored columns."""
-        return self.lead + 1 + self.ahead + self.spare_rows[1]
-
-    @property
-    def ahead(self) -> int:
-        """The number of rows after ``r = 0``."""
-        return 0 if self.one_sided else self.right.rows
+        return self.lead + 1 + self.right.rows + self.spare_rows[1]
 
     @property
     def blocks_before(self) -> int:
@@ -102,13 +97,13 @@ class GraphPlan:
     def kept_rows(self) -> tuple[int, int]:
         """The table's rows that are stored, as a range."""
         span = self.spec.span
-        return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, self.ahead)
+        return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, self.right.rows)
 
     @property
     def added_rows(self) -> tuple[int, int]:
         """How many rows extend the table at each end to the length of the window."""
         span = self.spec.span
-        return max(0, self.left.rows - span.left), max(0, self.ahead - span.right)
+        return max(0, self.left.rows - span.left), max(0, self.right.rows - span.right)
 
     @property
     def spare_rows(self) -> tuple[int, int]:
@@ -119,7 +114,7 @@ class GraphPlan:
     @property
     def reach(self) -> str:
         """The end of the name of the node that fails past a table: runtimes show it in their errors."""
-        sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
+        sides = ((self.left, "back"), (self.right, "ahead"))
         ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
         table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
         return f"/{table}_reaches_{'_and_'.join(ends)}" if ends else ""
@@ -223,10 +218,8 @@ def make_plan(
     local = spec.block_size is not None and few and not (limited or mask or past)
     if chunk_size == "auto":
         # In self-attention what a table reaches bounds the queries; a past has few of them after the first call.
-        ends = [end.rows for end in (left, right)[: 1 if spec.causal else 2] if end.past_edge == "limited"]
-        longest = min(
-            [LONGEST if max_length is None else max_length, *([] if spec.cross else [end + 1 for end in ends])]
-        )
+        ends = [] if spec.cross else [end.rows + 1 for end in (left, right) if end.past_edge == "limited"]
+        longest = min([LONGEST if max_length is None else max_length, *ends])
         whole = longest <= AUTO_CHUNK or past or spec.block_size is not None or not form.branches
         chunk_size = None if whole else AUTO_CHUNK
     return GraphPlan(

@@ -158,7 +158,7 @@ def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
     """Return an array of any library as one of NumPy; errors name its key."""
-    array: np.ndarray = given if isinstance(given, np.ndarray) or not hasattr(given, "dtype") else _host_copy(given)
+    array: np.ndarray = _host_copy(given) if hasattr(given, "dtype") else given
     if not hasattr(array, "dtype") or dtype_name(array.dtype) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")
     return array

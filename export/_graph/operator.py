@@ -72,7 +72,7 @@ def places_of(
 def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
     """Return the attributes of a node for a plan, whose tables are as the graph stores them."""
     spec = plan.spec
-    ends = {plan.left.past_edge, "hidden" if plan.one_sided else plan.right.past_edge} - {"hidden", "endless"}
+    ends = {plan.left.past_edge, plan.right.past_edge} - {"hidden", "endless"}
     if len(ends) > 1:
         raise ValueError(
             "`operator=True` requires a `max_length` that cuts both ends of the tables or neither, got "
@@ -88,7 +88,7 @@ def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
         "num_heads": spec.num_heads,
         "kv_num_heads": spec.num_kv_heads,
         "left": 0 if plan.endless else plan.left.rows,
-        "right": 0 if plan.endless else plan.ahead,
+        "right": 0 if plan.endless else plan.right.rows,
         "lead": -1 if plan.endless else plan.lead,
         "by_distance": int(slopes),
         "beyond": next(iter(ends - {"limited"}), "error"),

@@ -100,12 +100,9 @@ class TableWindow:
         g, plan = self._g, self._plan
         before: Dim = lengths.keys
         after: Dim = 1
-        symbols: Shape = ("window", 1)
         if not plan.one_sided:
             before = g.plus(lengths.queries, lengths.past, "window/before")
             after = g.minus(lengths.keys, lengths.past, "window/after")
-            # As many columns before the window as there are queries, and keys after it; with a past it is the reverse.
-            symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
         if plan.endless:
             first = g.minus(0, before, "window/first")
             self._r = g.range((first, "window/start"), (after, "window/end"), "window/positions", self.symbol)
@@ -143,6 +140,8 @@ class TableWindow:
             ramp = _ramp(g, 0, plan.lead + 1, count, "window/ramp", "window")
             self._index = g.index("Add", [ramp, g.dim(start)], "window/index", ("window",))
         else:
+            # As many columns before the window as there are queries, and keys after it; with a past it is the reverse.
+            symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
             self._index = self._joined(soft, (start, end), (before, after), symbols)
 
     def _joined(
