@@ -10,11 +10,16 @@ import onnx
 from onnx import TensorProto, helper
 
 from relskew_core._array.checks import check_bool, check_choice, describe
+from relskew_core.export._graph.attention_nodes import (
+    FilledAttentions,
+    GroupedAttentions,
+    JoinedCache,
+    shared,
+    store,
+)
 from relskew_core.export._graph.filled import CACHE_LENGTH
-from relskew_core.export._graph.filled_node import FilledAttentions
 from relskew_core.export._graph.functions import refill
 from relskew_core.export._graph.grouped import DOMAIN
-from relskew_core.export._graph.grouped_node import GroupedAttentions, JoinedCache, shared, store
 from relskew_core.export._graph.in_place_node import SCALE, attending, with_caches
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from relskew_core import __version__
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import BOOL, CONSTANT, INT64, Shape
 from relskew_core.export._plan import GraphPlan
+from relskew_core.export._profiles import PROFILES
 
 
 class GraphInput(NamedTuple):
@@ -66,13 +68,54 @@ def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:
     }
     if plan.chunk_size is not None:
         found["relskew.chunk_size"] = str(plan.chunk_size)
-    if plan.in_place:
-        found["relskew.in_place"] = "true"
-    if plan.segments:
-        found["relskew.segments"] = "true"
+    found |= {f"relskew.{name}": "true" for name in ("in_place", "segments") if getattr(plan, name)}
     if not plan.projections:
         found["relskew.projections"] = "false"
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The arguments of the export in the metadata, which is untrusted; ``None`` for missing ones."""
+
+    spec: BlockSpec | None = None
+    profile: str | None = None
+    max_length: int | None = None
+    chunk_size: int | None = None
+
+
+def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
+    """Return the readable arguments, and messages about the others."""
+    written = {entry.key: entry.value for entry in model.metadata_props}
+    problems: list[str] = []
+
+    def read(name: str, parse: Callable[[str], Any]) -> Any:
+        text = written.get(f"relskew.{name}") or ""
+        try:
+            return parse(text) if text else None
+        except Exception as error:  # a file may contain anything
+            problems.append(f"relskew.{name} is {text[:60]!r} ({type(error).__name__}: {str(error)[:100]})")
+            return None
+
+    found = Metadata(
+        read("spec", lambda text: BlockSpec.from_dict(json.loads(text))),
+        read("profile", _known_profile),
+        read("max_length", _positive),
+        read("chunk_size", _positive),
+    )
+    return found, "; ".join(problems)
+
+
+def _known_profile(text: str) -> str:
+    if text not in PROFILES:
+        raise ValueError(f"must be one of {', '.join(PROFILES)}")
+    return text
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("must be at least 1")
+    return int(text)
 
 
 def summary(plan: GraphPlan) -> str:

@@ -12,14 +12,13 @@ import onnx
 from onnx import numpy_helper
 
 from relskew_core._block.spec import BlockSpec, check_spec
-from relskew_core.export._description import inputs_of
+from relskew_core.export._description import Metadata, inputs_of, read_metadata
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
 from relskew_core.export._graph.operator import DOMAIN
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import PROFILES, Profile
-from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weight
