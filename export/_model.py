@@ -10,6 +10,7 @@ import onnx
 
 from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.keywords import explains
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._description import digest, inputs_of, metadata, summary
 from relskew_core.export._graph.attend import attend
@@ -33,6 +34,7 @@ from relskew_core.export._weights import (
 )
 
 
+@explains
 def to_onnx(
     spec: BlockSpec,
     weights: Mapping[str, Any],

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
+from relskew_core._array.keywords import explains
 from relskew_core.export import _table_products as table_products
 from relskew_core.export._graph.functions import all_graphs, names_read, readers_of, refill
 from relskew_core.export._save import save
@@ -37,6 +38,7 @@ INT8_PRODUCTS = 4
 """``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
 
 
+@explains
 def quantize(
     model: onnx.ModelProto | str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -64,7 +66,7 @@ def quantize(
         activations, whose scale is computed in each call. ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear``
         with scales from ``inputs``, as accelerators need them, with weights in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
-        Representative inputs, with their names as keys, only for ``"static"``.
+        Representative inputs, with their names as keys, required for ``"static"`` and only for it.
     overwrite : bool, default False
         Whether an existing file may be replaced.
 
@@ -77,8 +79,8 @@ def quantize(
     ------
     ValueError, TypeError
         If an argument does not fit.
-    FileExistsError
-        If there is a file and ``overwrite`` is false.
+    FileExistsError, IsADirectoryError
+        If there is a file and ``overwrite`` is false, or ``model`` is a folder.
 
     See Also
     --------
@@ -99,9 +101,14 @@ def quantize(
     """
     check_choice("kind", kind, KINDS)
     if (inputs is not None) != (kind == "static"):
-        raise ValueError(f"`inputs` are only for kind='static', got {describe(inputs)} and kind={kind!r}")
+        rule = "must be given for" if inputs is None else "are only for"
+        raise ValueError(f"`inputs` {rule} kind='static', got {describe(inputs)} and kind={kind!r}")
     if inputs is not None and not len(inputs):
         raise ValueError("`inputs` must have at least one entry, got none: ranges are computed from them")
+    if not isinstance(model, onnx.ModelProto) and Path(model).is_dir():
+        raise IsADirectoryError(
+            f"`model` must be one file, got the folder {os.fspath(model)!r}: quantise every file in it"
+        )
     given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
     if isinstance(model, onnx.ModelProto):
         given.CopyFrom(model)
@@ -141,6 +148,8 @@ def _move(model: onnx.ModelProto) -> None:
     refill(graph.node, nodes)
     read = {*readers_of(graph), *outputs}
     refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+    # The tools transpose weights in place, and then reject a shape that was declared before.
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in known])
 
 
 @contextmanager
@@ -217,7 +226,7 @@ def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
             self._left = iter(inputs)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            return next((dict(feeds) for feeds in self._left), None)
+            return next(({name: np.asarray(x) for name, x in feeds.items()} for feeds in self._left), None)
 
     return Reader()
 

@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from relskew_core._array.checks import check_int, check_real
+from relskew_core._array.keywords import explains
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._validate.isolated import run_isolated
 from relskew_core.export._validate.questions import reason
@@ -30,6 +31,7 @@ _KINDS = {
 }
 
 
+@explains
 def validate(
     model_or_path: onnx.ModelProto | str | os.PathLike[str],
     spec: BlockSpec,

@@ -200,7 +200,9 @@ def check_equal(
         limit = TOLERANCES[expected.dtype] if tolerance is None else tolerance
         error = _relative_error(found, right)
         if not error <= limit:
-            raise RuntimeError(f"{message} differs by {error:.1e} relative to its norm, more than {limit:.0e}")
+            raise RuntimeError(
+                f"{message} differs by {error:.1e} relative to its norm, more than {limit:.0e}, the `tolerance`"
+            )
         checks.append(Check(name, *origin, ok=True, error=error, gate=limit))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
+from relskew_core._array.keywords import explains
 from relskew_core.export._caches import INT8, PAST_LENGTH, caches_in_place
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
@@ -31,6 +32,7 @@ IN_PLACE = "in_place"
 """The caches of a graph: buffers of a fixed length; the input ``past_length`` is the filled part."""
 
 
+@explains
 def decoder_to_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -295,7 +297,7 @@ def _why(length: int | None, name: str, axis: int) -> str:
     if name == PAST_LENGTH:
         return "one number for all rows"
     if not name.startswith("past_key_values."):
-        return "`model` takes no other length"
+        return "`model` takes no other size"
     return {1: "the heads of the layer", 2: f"`length` is {length}", 3: "the width of a head"}[axis]
 
 

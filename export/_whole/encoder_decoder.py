@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.checks import check_bool
+from relskew_core._array.keywords import explains
 from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
@@ -25,6 +26,7 @@ START = "relskew.decoder_start_token_id"
 """The metadata's key for the token with which a text begins."""
 
 
+@explains
 def encoder_decoder_to_onnx(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -235,9 +237,11 @@ def _start(model: Any) -> int:
     """Return the token with which an encoder–decoder begins its text."""
     config = getattr(model, "config", None)
     if not callable(getattr(model, "get_encoder", None)) or not getattr(config, "is_encoder_decoder", False):
+        flag = getattr(config, "is_encoder_decoder", None)
+        shown = "" if flag is None else f" with config.is_encoder_decoder={flag}"
         raise TypeError(
             "`model` must be an encoder–decoder of transformers, such as T5ForConditionalGeneration, got "
-            f"{describe(model)}"
+            f"{type(model).__name__}{shown}"
         )
     settings: Sequence[Any] = (getattr(model, "generation_config", None), config)
     for holder in settings:

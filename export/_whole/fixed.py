@@ -97,7 +97,7 @@ def reasons_of(
             elif place in groups:
                 why = f"torch fixed it{_where(groups[place], varies.frames)}, though `model` takes others"
             else:
-                why = f"`model` takes no other length{_where([place], varies.frames)}"
+                why = f"`model` takes no other size{_where([place], varies.frames)}"
             found[place] = why
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.keywords import explains
 from relskew_core._array.warned import warn_caller
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@explains
 def torch_to_onnx(
     model: nn.Module,
     inputs: Any,

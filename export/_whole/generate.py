@@ -12,6 +12,7 @@ import numpy as np
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
+from relskew_core._array.keywords import explains
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE
 from relskew_core.export._save import SET
@@ -24,6 +25,7 @@ from relskew_core.export._whole.sampling import Array, Sampler
 _CACHED = re.compile(rf"past_key_values\.(\d+)\.((?:key|value)(?:{SCALE})?)")
 
 
+@explains
 def generate(
     model: Any,
     prompt: Any,
@@ -298,7 +300,10 @@ def _tokens(name: str, given: Any, most_axes: int) -> Array:
     try:
         array = np.asarray(given)
     except ValueError:  # the rows have different lengths
-        raise ValueError(f"`{name}` must hold rows of one length, got {describe(given)}") from None
+        raise ValueError(
+            f"`{name}` must hold rows of one length, got {describe(given)}: a decoder has no mask for padding, so call "
+            "`generate` for each length"
+        ) from None
     if not array.size:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or not 1 <= array.ndim <= most_axes:

@@ -46,7 +46,10 @@ class EncoderDecoder:
         try:
             source = np.asarray(given)
         except ValueError:
-            raise ValueError(f"`prompt` must hold rows of one length, got {describe(given)}") from None
+            raise ValueError(
+                f"`prompt` must hold rows of one length, got {describe(given)}: pad them, and give a `mask` that is 0 "
+                "at the padding"
+            ) from None
         wanted = "vectors (length, width) or (batch, length, width)" if sounds else "ints (length,) or (batch, length)"
         if source.dtype.kind not in ("f" if sounds else "iu") or not axes - 1 <= source.ndim <= axes or not source.size:
             raise TypeError(f"`prompt` must be {wanted}, got {source.dtype} {source.shape}")

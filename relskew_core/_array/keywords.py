@@ -16,13 +16,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 ELSEWHERE = {
     "alibi_slopes": "rel_bias", "attention_dropout": "dropout", "attention_mask": "mask", "attn_bias": "mask",
     "attn_mask": "mask", "backend": "impl", "bias": "rel_bias", "cu_seqlens": "segments", "document_ids": "segments",
-    "dropout_p": "dropout", "dropout_rate": "dropout", "dropout_rng": "seed", "implementation": "impl",
-    "is_causal": "causal", "k_bias": "rel_k", "key": "k", "key_padding_mask": "mask", "local_window_size": "window",
-    "logit_cap": "softcap", "logits_soft_cap": "softcap", "num_key_value_heads": "num_kv_heads", "p": "dropout",
-    "past_length": "offset", "position_bias": "rel_bias", "position_ids": "positions", "q_offset": "offset",
-    "query": "q", "relative_position_bias": "rel_bias", "return_softmax_lse": "return_lse", "rng": "seed",
-    "s_aux": "sinks", "scaling": "scale", "segment_ids": "segments", "sliding_window": "window", "sm_scale": "scale",
-    "soft_cap": "softcap", "softmax_scale": "scale", "table": "rel_k", "value": "v", "window_size": "window",
+    "dropout_p": "dropout", "dropout_rate": "dropout", "dropout_rng": "seed", "dynamic_axes": "vary",
+    "dynamic_shapes": "vary", "eos_token_id": "stop", "implementation": "impl", "is_causal": "causal",
+    "k_bias": "rel_k", "key": "k", "key_padding_mask": "mask", "local_window_size": "window", "logit_cap": "softcap",
+    "logits_soft_cap": "softcap", "max_new_tokens": "n", "num_key_value_heads": "num_kv_heads",
+    "opset_version": "opset", "p": "dropout", "past_length": "offset", "position_bias": "rel_bias",
+    "position_ids": "positions", "q_offset": "offset", "query": "q", "relative_position_bias": "rel_bias",
+    "return_softmax_lse": "return_lse", "rng": "seed", "s_aux": "sinks", "scaling": "scale", "segment_ids": "segments",
+    "sliding_window": "window", "sm_scale": "scale", "soft_cap": "softcap", "softmax_scale": "scale", "table": "rel_k",
+    "value": "v", "window_size": "window",
 }  # fmt: skip
 """The names of arguments in torch, JAX, flash-attention and transformers, and their names here."""
 
@@ -33,6 +35,11 @@ MORE = {
     "enable_gqa": ", and need not be: a number of key heads that divides that of the queries is enough",
     "need_weights": ": `attention_weights` returns the weights",
     "output_attentions": ": `attention_weights` returns the weights",
+    "cache_dtype": ": `decoder_to_onnx` has it",
+    "genai": ": `decoder_to_onnx` has it",
+    "in_place": ": `to_onnx` and `decoder_to_onnx` have it",
+    "operator": ": `to_onnx`, `torch_to_onnx` and `decoder_to_onnx` have it",
+    "profile": ": `to_onnx` has it",
 }
 """Further hints for some of them."""
 

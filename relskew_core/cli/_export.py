@@ -153,6 +153,11 @@ def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:
         raise CliError(f"{path}: is not an ONNX model: {reason(error)}") from error
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     if "relskew.spec" not in metadata:
+        if "relskew.version" in metadata and "relskew.profile" not in metadata:
+            raise CliError(
+                f"{path}: is a whole model, which was compared with torch when it was written; this command reads the "
+                "blocks that `relskew export` and `to_onnx` write"
+            )
         raise CliError(f"{path}: has no relskew.spec in its metadata: it is not a model that relskew exported")
     try:
         spec = BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))

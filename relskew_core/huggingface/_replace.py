@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from relskew_core._array.checks import describe
 from relskew_core.huggingface._alibi import BloomRelativeAttention, FalconRelativeAttention, MptRelativeAttention
 from relskew_core.huggingface._attend import DropIn
 from relskew_core.huggingface._audio import Gemma3nRelativeAttention, Phi4RelativeAttention, Phi4RelativeBias
@@ -106,11 +107,12 @@ DROP_INS: tuple[type[DropIn], ...] = (
 
 
 NEAREST = {
-    ("LayoutLM",): "`conventions.T5` has these buckets",
-    ("WindowAttention",): "`conventions.Swin` reads the table",
-    ("Gemma4Audio",): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
+    ("LayoutLM",): "`conventions.T5` has these buckets, docs/variants.md",
+    ("WindowAttention",): "`conventions.Swin` reads the table, docs/variants.md",
+    ("Gemma4Audio",): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`, docs/variants.md",
+    ("RotaryEmbedding",): "`register_attention` adds a bias to rotary positions, `replace_rotary` replaces them",
 }
-"""The closest convention for unsupported models, by their modules."""
+"""What to do with unsupported models, by their modules."""
 
 
 def replace_attention(model: Model, *, window: tuple[int, int] | None = None) -> Model:
@@ -141,7 +143,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         passed for attention that does not support it. Later, in the model's ``forward``: if attention weights are
         requested, which are never materialised.
     TypeError
-        If ``window`` is not a pair of ints.
+        If ``model`` is not a module, or ``window`` is not a pair of ints.
 
     See Also
     --------
@@ -180,9 +182,11 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     >>> replace_attention(torch.nn.Linear(2, 2))
     Traceback (most recent call last):
         ...
-    ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention...
+    ValueError: `model` must have relative positions in one of the attention classes below, got Linear with ...
     """
     sides = checked_window(window)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
     root: Any = nn.ModuleDict({"model": model})
     parts = list(root.modules())
     names = {type(part).__name__ for part in parts}
@@ -191,8 +195,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
     if not present:
         raise ValueError(
-            f"`model` must have relative positions in one of {', '.join(_known())}, "
-            f"got {type(model).__name__} with {_attention_of(model)}. By hand: {_nearest(parts)}"
+            f"`model` must have relative positions in one of the attention classes below, got {type(model).__name__} "
+            f"with {_attention_of(model)}. By hand: {_nearest(parts)}. Supported are {', '.join(_known())}"
         )
     if sides is not None:
         check_local(present)
@@ -218,11 +222,11 @@ def _drop_in(original: nn.Module, names: set[str]) -> DropIn | None:
 
 
 def _nearest(parts: list[nn.Module]) -> str:
-    """Return the convention that reads the tables of an unsupported model, and the page with its call."""
+    """Return what to do with an unsupported model: the convention that reads its tables, or another function."""
     for part in parts:
-        for names, convention in NEAREST.items():
+        for names, advice in NEAREST.items():
             if any(name in type(part).__name__ for name in names):
-                return f"{convention}, docs/variants.md"
+                return advice
     return "the calls for other code are in docs/chooser.md"
 
 

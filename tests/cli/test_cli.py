@@ -510,6 +510,11 @@ def test_validate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     model.metadata_props.extend(kept)
     onnx.save(model, "foreign.onnx")
     assert "not a model that relskew exported" in error_of(capsys, "validate", "foreign.onnx")
+    whole = onnx.load("foreign.onnx")
+    del whole.metadata_props[:]
+    whole.metadata_props.add(key="relskew.version", value="1")
+    onnx.save(whole, "whole.onnx")
+    assert "whole.onnx: is a whole model, which was compared with torch" in error_of(capsys, "validate", "whole.onnx")
     model.metadata_props.add(key="relskew.spec", value='{"embed_dim": 8}')
     onnx.save(model, "broken.onnx")
     assert "cannot be read" in error_of(capsys, "validate", "broken.onnx")

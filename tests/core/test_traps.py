@@ -260,6 +260,23 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        ("generate", "eos_token_id", "is called `stop` here"),
+        ("generate", "max_new_tokens", "is called `n` here"),
+        ("torch_to_onnx", "dynamic_axes", "is called `vary` here"),
+        ("decoder_to_onnx", "opset_version", "is called `opset` here"),
+        ("encoder_decoder_to_onnx", "operator", "`decoder_to_onnx` have it"),
+        ("quantize", "profile", "`to_onnx` has it"),
+    ],
+)
+def test_exports_explain_unknown_arguments(function: str, name: str, hint: str) -> None:
+    export = pytest.importorskip("relskew_core.export")
+    with pytest.raises(TypeError, match=rf"^{function}\(\) has no argument `{name}`: .*{hint}"):
+        getattr(export, function)(**{name: 1})
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: relative_attention(Q, K, V, segments=[0] * N), "an integer array, or a pair of integer arrays"),

@@ -229,6 +229,10 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`model` must be an encoder–decoder of transformers"):
         encoder_decoder_to_onnx(nn.Linear(2, 2), tmp_path / "made")
     model = Model()
+    model.config.is_encoder_decoder = False  # as an encoder that is made of the same config sets it
+    with pytest.raises(TypeError, match=r"got Model with config\.is_encoder_decoder=False$"):
+        encoder_decoder_to_onnx(model, tmp_path / "made")
+    model = Model()
     model.config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="`model` must have a `decoder_start_token_id`"):
         encoder_decoder_to_onnx(model, tmp_path / "made")

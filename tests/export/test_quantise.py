@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -323,7 +324,7 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     ("kind", "given", "message"),
     [
         ("int8", None, "`kind` must be one of 'dynamic'"),
-        ("static", None, "`inputs` are only for kind='static'"),
+        ("static", None, "`inputs` must be given for kind='static', got NoneType None"),
         ("dynamic", inputs(), "`inputs` are only for kind='static'"),
         ("static", [], "`inputs` must have at least one entry"),
     ],
@@ -332,6 +333,27 @@ def test_wrong_arguments(kind: Any, given: Any, message: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=r"`model` must be one file, got the folder '.*': quantise every"):
+        quantize(tmp_path, tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize("kind", TOLERANCES)
+def test_weights_of_declared_shapes_and_inputs_of_torch(kind: Any, tmp_path: Path) -> None:
+    """A classifier after pooling, which torch's exporter writes as ``Gemm`` with the shapes of its weights."""
+    torch = pytest.importorskip("torch")
+    torch_to_onnx = importlib.import_module("relskew_core.export").torch_to_onnx
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)), torch.randn(3, 64)
+    made = torch_to_onnx(model, x, input_names=["x"])
+    weights = {tensor.name for tensor in made.graph.initializer}
+    assert weights & {value.name for value in made.graph.value_info}
+    path = quantize(made, tmp_path / "small.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
+    (y,) = opened(path).run(None, {"x": x.numpy()})
+    wanted = model(x).detach().numpy()
+    assert np.linalg.norm(y - wanted) < TOLERANCES[kind] * np.linalg.norm(wanted)
 
 
 def test_older_operators_have_no_scales_along_an_axis(tmp_path: Path) -> None:

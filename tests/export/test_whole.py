@@ -327,7 +327,7 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     reports: list[ExportReport] = []
     decoder_to_onnx(model, path, memory=[states, seen], report=reports.append, **options)
     assert [graph.file for graph in reports[0].graphs] == ["decoder.onnx", "decoder_memory.onnx"]
-    assert reports[0].graphs[1].inputs[0].fixed == {2: "`model` takes no other length"}
+    assert reports[0].graphs[1].inputs[0].fixed == {2: "`model` takes no other size"}
     assert {check.case for check in reports[0].checks} >= {"one token", "a prompt of 20"}
     first, later = onnx.load(tmp_path / "decoder_memory.onnx").graph, onnx.load(path).graph
     assert shapes(first.input) == {"memory": ["batch", "memory_length", 16], "seen": ["batch", "memory_length"]}
@@ -609,7 +609,7 @@ def test_what_is_called_alike_and_what_is_fixed() -> None:
     assert (x.name, x.dtype, x.shape, x.varies) == ("x", "float32", (2, "x_length", 4), (1,))
     assert x.fixed[0].startswith("torch fixed it, by `return ")
     assert x.fixed[0].endswith(", though `model` takes others")
-    assert x.fixed[2].startswith("`model` takes no other length")
+    assert x.fixed[2].startswith("`model` takes no other size")
     assert list(mask.fixed) == [0]
     assert {check.name for check in report.checks} == {"y", "output_mask"}
     assert all(check.error is not None and check.error <= check.gate for check in report.checks if check.gate)

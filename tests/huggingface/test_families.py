@@ -182,7 +182,7 @@ def test_a_decoder_has_no_window() -> None:
 def test_what_has_no_relative_positions_stays() -> None:
     rotary = conformer("Wav2Vec2ConformerSelfAttention")
     rotary.position_embeddings_type = "rotary"
-    with pytest.raises(ValueError, match=r"one of BeitAttention, .*, got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt"):
+    with pytest.raises(ValueError, match=r"got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt.* Supported are Beit"):
         replace_attention(rotary)
     both = torch.nn.ModuleList([rotary, conformer("Wav2Vec2ConformerSelfAttention")])
     replace_attention(both)
@@ -195,12 +195,22 @@ def test_what_has_no_relative_positions_stays() -> None:
     [
         ("LayoutLMv3SelfAttention", r"By hand: `conventions\.T5` has these buckets, docs/variants\.md"),
         ("ShiftedWindowAttention", r"By hand: `conventions\.Swin` reads the table, docs/variants\.md"),
+        (
+            "OtherRotaryEmbedding",
+            r"By hand: `register_attention` adds a bias to rotary positions, `replace_rotary` ",
+        ),
         ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
     ],
 )
 def test_what_is_refused_has_a_next_step(kind: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         replace_attention(module(kind))
+
+
+@pytest.mark.parametrize("model", ["t5-small", torch.nn.Linear])
+def test_what_is_no_module_is_named(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got (str|type)"):
+        replace_attention(model)
 
 
 def test_a_bias_without_its_attention_stays() -> None:
