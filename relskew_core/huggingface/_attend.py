@@ -24,6 +24,8 @@ class DropIn(nn.Module):
     number of heads, and the dropout of weights, a number or a module.
     """
 
+    known: ClassVar[dict[str, list[type[DropIn]]]] = {}  # all, by the names of the classes that they replace
+
     replaces: ClassVar[tuple[str, ...]]
     needs: ClassVar[str | None] = None  # a class that the model must also contain
     projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -34,6 +36,10 @@ class DropIn(nn.Module):
     key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that pass it a mask of keys alone
 
     window: tuple[int, int] | None = None
+
+    def __init_subclass__(cls) -> None:
+        for name in getattr(cls, "replaces", ()):
+            DropIn.known.setdefault(name, []).append(cls)
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()

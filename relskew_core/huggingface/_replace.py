@@ -7,104 +7,31 @@ from typing import Any, TypeVar
 from torch import nn
 
 from relskew_core._array.checks import describe
-from relskew_core.huggingface._alibi import BloomRelativeAttention, FalconRelativeAttention, MptRelativeAttention
+from relskew_core.huggingface import (  # noqa: F401  # their classes enter themselves into `DropIn.known`
+    _alibi,
+    _audio,
+    _beit,
+    _boxes,
+    _conformer,
+    _deberta,
+    _funnel,
+    _grids,
+    _inkling,
+    _mpnet,
+    _prophetnet,
+    _shaw,
+    _t5,
+    _vits,
+    _wav2vec2_bert,
+    _wavlm,
+    _windows,
+    _xlnet,
+)
 from relskew_core.huggingface._attend import DropIn
-from relskew_core.huggingface._audio import Gemma3nRelativeAttention, Phi4RelativeAttention, Phi4RelativeBias
-from relskew_core.huggingface._beit import (
-    BeitRelativeAttention,
-    BeitRelativeBias,
-    Data2VecVisionRelativeAttention,
-    Data2VecVisionRelativeBias,
-)
-from relskew_core.huggingface._boxes import (
-    LayoutLMv3RelativeAttention,
-    LayoutLMv3RelativeEncoder,
-    UdopRelativeAttention,
-    UdopRelativeBias,
-)
-from relskew_core.huggingface._conformer import (
-    FastSpeech2ConformerRelativeAttention,
-    NemotronRelativeAttention,
-    ParakeetRelativeAttention,
-    Wav2Vec2RelativeAttention,
-)
-from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV2RelativeAttention
-from relskew_core.huggingface._funnel import FunnelRelativeAttention, FunnelRelativeStructure
-from relskew_core.huggingface._grids import SamRelativeAttention, VitDetRelativeAttention
-from relskew_core.huggingface._inkling import InklingRelativeAttention
 from relskew_core.huggingface._local import check_local, checked_window, make_local
 from relskew_core.huggingface._masks import CAUSAL_NAME, mask_keys_alone
-from relskew_core.huggingface._mpnet import MPNetRelativeAttention, MPNetRelativeEncoder
-from relskew_core.huggingface._prophetnet import ProphetNetRelativeAttention
-from relskew_core.huggingface._shaw import (
-    GraniteSpeechRelativeAttention,
-    SpeechT5RelativeAttention,
-    SpeechT5RelativePositions,
-)
-from relskew_core.huggingface._t5 import T5RelativeAttention, UMT5RelativeAttention
-from relskew_core.huggingface._vits import VitsRelativeAttention
-from relskew_core.huggingface._wav2vec2_bert import (
-    SeamlessM4Tv2RelativeKeyAttention,
-    Wav2Vec2BertRelativeKeyAttention,
-)
-from relskew_core.huggingface._wavlm import WavLMRelativeAttention
-from relskew_core.huggingface._windows import (
-    ShiftedWindowRelativeAttention,
-    SwinRelativeAttention,
-    SwinSelfRelativeAttention,
-    Swinv2RelativeAttention,
-    WindowRelativeAttention,
-)
-from relskew_core.huggingface._xlnet import XLNetRelativeSkew
 
 Model = TypeVar("Model", bound=nn.Module)
-
-DROP_INS: tuple[type[DropIn], ...] = (
-    T5RelativeAttention,
-    UMT5RelativeAttention,
-    VitsRelativeAttention,
-    Wav2Vec2RelativeAttention,
-    Wav2Vec2BertRelativeKeyAttention,
-    FastSpeech2ConformerRelativeAttention,
-    ParakeetRelativeAttention,
-    WavLMRelativeAttention,
-    DebertaV2RelativeAttention,
-    DebertaRelativeAttention,
-    SwinRelativeAttention,
-    SwinSelfRelativeAttention,
-    Swinv2RelativeAttention,
-    SamRelativeAttention,
-    VitDetRelativeAttention,
-    MPNetRelativeEncoder,
-    MPNetRelativeAttention,
-    SeamlessM4Tv2RelativeKeyAttention,
-    SpeechT5RelativePositions,
-    SpeechT5RelativeAttention,
-    GraniteSpeechRelativeAttention,
-    MptRelativeAttention,
-    BloomRelativeAttention,
-    XLNetRelativeSkew,
-    FunnelRelativeStructure,
-    FunnelRelativeAttention,
-    InklingRelativeAttention,
-    BeitRelativeBias,
-    BeitRelativeAttention,
-    Data2VecVisionRelativeBias,
-    Data2VecVisionRelativeAttention,
-    WindowRelativeAttention,
-    ShiftedWindowRelativeAttention,
-    LayoutLMv3RelativeEncoder,
-    LayoutLMv3RelativeAttention,
-    UdopRelativeBias,
-    UdopRelativeAttention,
-    ProphetNetRelativeAttention,
-    FalconRelativeAttention,
-    NemotronRelativeAttention,
-    Gemma3nRelativeAttention,
-    Phi4RelativeBias,
-    Phi4RelativeAttention,
-)
-
 
 NEAREST = {
     ("LayoutLM",): "`conventions.T5` has these buckets, docs/variants.md",
@@ -194,9 +121,10 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     made = {id(part): drop_in for part in parts if (drop_in := _drop_in(part, names)) is not None}
     present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
     if not present:
+        supported = ", ".join(sorted(DropIn.known))
         raise ValueError(
             f"`model` must have relative positions in one of the attention classes below, got {type(model).__name__} "
-            f"with {_attention_of(model)}. By hand: {_nearest(parts)}. Supported are {', '.join(_known())}"
+            f"with {_attention_of(model)}. By hand: {_nearest(parts)}. Supported are {supported}"
         )
     if sides is not None:
         check_local(present)
@@ -215,8 +143,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
 
 
 def _drop_in(original: nn.Module, names: set[str]) -> DropIn | None:
-    for drop_in in DROP_INS:
-        if type(original).__name__ in drop_in.replaces and drop_in.needs in (None, *names) and drop_in.serves(original):
+    for drop_in in DropIn.known.get(type(original).__name__, ()):
+        if drop_in.needs in (None, *names) and drop_in.serves(original):
             return drop_in(original)
     return None
 
@@ -228,10 +156,6 @@ def _nearest(parts: list[nn.Module]) -> str:
             if any(name in type(part).__name__ for name in names):
                 return advice
     return "the calls for other code are in docs/chooser.md"
-
-
-def _known() -> list[str]:
-    return sorted({name for drop_in in DROP_INS for name in drop_in.replaces})
 
 
 def _attention_of(model: nn.Module) -> str:
