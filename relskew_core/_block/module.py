@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, Self, overload
 
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import is_floating
@@ -14,12 +15,12 @@ from relskew_core._block.block import apply_block, check_inputs, project_heads, 
 from relskew_core._block.cache import Cache, Growing, check_room
 from relskew_core._block.masks import check_padding, without_keys
 from relskew_core._block.settings import Settings
-from relskew_core._block.spec import BlockSpec
+from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
 
 
 class ModuleBlock:
-    """The caches and the call of the block, which these modules share."""
+    """The weights, the caches and the call of the block, which these modules share."""
 
     xp: ClassVar[Namespace]
     caches: ClassVar[tuple[type[Any], type[Any]]]
@@ -28,6 +29,50 @@ class ModuleBlock:
     spec: BlockSpec
     settings: Settings
     k_proj: Any
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> Self:
+        """Return a module with the weights of a mapping.
+
+        Parameters
+        ----------
+        weights : mapping of str to array
+            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
+            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
+        spec : BlockSpec
+            The block.
+        **options
+            Those of the class; what draws weights is not needed: no ``key`` of equinox, and ``rngs`` of flax for
+            dropout alone.
+
+        Returns
+        -------
+        RelativeMultiheadAttention
+            Its parameters are of the weights' dtype.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If keys or shapes are others; the message names the key.
+
+        Examples
+        --------
+        >>> from relskew_core import BlockSpec, Span, init_weights
+        >>> from relskew_core.layers.equinox import RelativeMultiheadAttention
+        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+        >>> attention = RelativeMultiheadAttention.from_weights(
+        ...     init_weights(spec, seed=0), spec
+        ... )
+        >>> attention.q_proj.weight.shape, attention.rel_k.shape
+        ((16, 16), (4, 32, 4))
+        """
+        check_spec(spec)
+        spec.check_weights(weights)
+        return cls._filled({name: cls._copied(weights[name]) for name in spec.weight_shapes()}, spec, options)
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
+        return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
     @overload
     def empty_cache(
@@ -160,13 +205,23 @@ class ModuleBlock:
 
         return past, attend
 
+    @classmethod
+    def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
+        """Return a module with checked weights of its library."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _copied(x: Any) -> Array:
+        """Return a copy of an array of any library in the module's, of the same dtype."""
+        raise NotImplementedError
+
     def _project(self, name: str, x: Array) -> Array:
         """Apply a projection."""
-        raise NotImplementedError
+        return getattr(self, name)(x)
 
     def _tables(self) -> dict[str, Array]:
         """Return the tables and sinks of the module."""
-        raise NotImplementedError
+        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
 
     def _like(self) -> Array:
         """Return any weight, which has the module's dtype."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.core import Tracer
 
+from relskew_core._array.namespace import is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import Growing, check_cached, slid
 from relskew_core._block.module import ModuleBlock
@@ -121,3 +122,10 @@ class JaxBlock(ModuleBlock):
 
     xp: ClassVar[Namespace] = jnp
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
+
+    @staticmethod
+    def _copied(x: Any) -> Array:
+        if not is_torch(x):
+            return jnp.array(x)
+        # NumPy has no bfloat16 for torch, and JAX's `copy=True` would share the memory.
+        return jnp.from_dlpack(x.detach().to("cpu", copy=True))

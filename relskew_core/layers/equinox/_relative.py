@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.caches import Cache, JaxBlock
-from relskew_core.layers._jax.weights import drawn, taken
+from relskew_core.layers._jax.weights import drawn
 
 
 class SeenByEquinox(Seen, total=False):
@@ -122,49 +122,10 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         )
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
-        """Return a module with the weights of a mapping.
-
-        Parameters
-        ----------
-        weights : mapping of str to array
-            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
-            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
-        spec : BlockSpec
-            The block.
-        **options
-            Those of the class; no ``key`` is needed.
-
-        Returns
-        -------
-        RelativeMultiheadAttention
-            Its parameters are of the weights' dtype.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If keys or shapes are others; the message names the key.
-
-        Examples
-        --------
-        >>> from relskew_core import BlockSpec, Span, init_weights
-        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(
-        ...     init_weights(spec, seed=0), spec
-        ... )
-        >>> attention.rel_k.shape
-        (4, 32, 4)
-        """
+    def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
         module = eqx.filter_eval_shape(lambda: cls(spec, **{"key": jax.random.key(0), **options}))
-        names = tuple(spec.weight_shapes())
-        filled: RelativeMultiheadAttention = eqx.tree_at(
-            attrgetter(*names), module, tuple(taken(weights, spec)[name] for name in names)
-        )
+        filled: Self = eqx.tree_at(attrgetter(*weights), module, tuple(weights.values()))
         return filled
-
-    def weights(self) -> dict[str, Array]:
-        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
-        return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
     @overload
     def __call__(
@@ -235,9 +196,6 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
 
     def _project(self, name: str, x: Array) -> Array:
         return jnp.vectorize(getattr(self, name), signature="(i)->(o)")(x)
-
-    def _tables(self) -> dict[str, Array]:
-        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
 
 
 def _linear(spec: BlockSpec, name: str, key: Array, dtype: Any) -> eqx.nn.Linear:

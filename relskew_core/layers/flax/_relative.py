@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +15,7 @@ from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.caches import Cache, JaxBlock
-from relskew_core.layers._jax.weights import drawn, taken
+from relskew_core.layers._jax.weights import drawn
 
 
 class SeenByFlax(Seen, total=False):
@@ -134,43 +134,11 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
                 yield item
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
-        """Return a module with the weights of a mapping.
-
-        Parameters
-        ----------
-        weights : mapping of str to array
-            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
-            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
-        spec : BlockSpec
-            The block.
-        **options
-            Those of the class; ``rngs`` are needed for dropout alone.
-
-        Returns
-        -------
-        RelativeMultiheadAttention
-            Its parameters are of the weights' dtype.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If keys or shapes are others; the message names the key.
-
-        Examples
-        --------
-        >>> from relskew_core import BlockSpec, Span, init_weights
-        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(
-        ...     init_weights(spec, seed=0), spec
-        ... )
-        >>> attention.q_proj.kernel.shape, attention.rel_k.shape
-        ((16, 16), (4, 32, 4))
-        """
+    def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
         if "rngs" not in options:  # initial weights are replaced, so these keys must not serve dropout
             options.update(rngs=nnx.Rngs(0), keep_rngs=False)
         module = cls(spec, **options)
-        for name, weight in taken(weights, spec).items():
+        for name, weight in weights.items():
             owner, _, part = name.rpartition(".")
             if part == "weight":  # flax stores projections transposed
                 getattr(module, owner).kernel = nnx.Param(weight.T)
@@ -260,11 +228,8 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
             key_padding_mask=key_padding_mask, offset=offset, segments=segments, positions=positions,
         )  # fmt: skip
 
-    def _project(self, name: str, x: Array) -> Array:
-        return getattr(self, name)(x)
-
     def _tables(self) -> dict[str, Array]:
-        return {name: table[...] for name in ATTENDED if (table := getattr(self, name)) is not None}
+        return {name: table[...] for name, table in super()._tables().items()}
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
         """Return the key of a call's dropout, ``None`` for no dropout."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import Any, ClassVar, Unpack, overload
+from typing import Any, ClassVar, Self, Unpack, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -88,50 +87,21 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         self._put({name: _drawn(spec, name, shape, dtype) for name, shape in shapes.items()})
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
-        """Return a module with the weights of a mapping.
-
-        Parameters
-        ----------
-        weights : mapping of str to array
-            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
-            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
-        spec : BlockSpec
-            The block.
-        **options
-            Those of the class.
-
-        Returns
-        -------
-        RelativeMultiheadAttention
-            Its parameters are of the weights' dtype.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If keys or shapes are others; the message names the key.
-
-        Examples
-        --------
-        >>> from relskew_core import BlockSpec, Span, init_weights
-        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(
-        ...     init_weights(spec, seed=0), spec
-        ... )
-        >>> attention.q_proj.weight.shape, attention.rel_k.shape
-        ((16, 16), (4, 32, 4))
-        """
+    def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
         module = cls(spec, **options)
-        spec.check_weights(weights)
-        module._put({name: _copy(weights[name]) for name in spec.weight_shapes()})
+        module._put(weights)
         return module
+
+    @staticmethod
+    def _copied(x: Any) -> Array:
+        if is_torch(x):
+            x = x.detach().cpu()
+        elif hasattr(x, "strides"):  # MLX does not accept NumPy arrays with negative strides
+            x = x.copy()
+        return mx.asarray(x, dtype=getattr(mx, str(x.dtype).rpartition(".")[2]), copy=True)
 
     def _extra_repr(self) -> str:
         return ", ".join(self.spec.chosen() + self.settings.chosen())
-
-    def weights(self) -> dict[str, Array]:
-        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
-        return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
     @overload
     def __call__(self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[Seen]) -> X: ...
@@ -191,23 +161,8 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
             owner, _, part = name.rpartition(".")
             setattr(getattr(self, owner) if owner else self, part, weight)
 
-    def _project(self, name: str, x: Array) -> Array:
-        return getattr(self, name)(x)
-
-    def _tables(self) -> dict[str, Array]:
-        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
-
 
 def _drawn(spec: BlockSpec, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Draw the weight of a name, in the bounds of :func:`relskew_core.init_weights`."""
     bound = 0.0 if starts_at_zero(name) else uniform_bound(spec, name)
     return mx.random.uniform(-bound, bound, shape, dtype) if bound else mx.zeros(shape, dtype)
-
-
-def _copy(x: Any) -> Array:
-    """Return an array in MLX, of the same dtype."""
-    if is_torch(x):
-        x = x.detach().cpu()
-    elif hasattr(x, "strides"):  # MLX does not accept NumPy arrays with negative strides
-        x = x.copy()
-    return mx.asarray(x, dtype=getattr(mx, str(x.dtype).rpartition(".")[2]), copy=True)
