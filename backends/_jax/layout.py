@@ -31,10 +31,6 @@ class Layout(NamedTuple):
         width = max(reach[1] - low + 1, end - first)
         return cls(first, end, width, low + options.span.left, slice(max(reach[0] - low, 0), reach[1] - low + 1))
 
-    def within(self, span: Span) -> bool:
-        """Whether the tables have a row for every column."""
-        return self.row >= 0 and self.row + self.width <= span.rows
-
     def rows(self, span: Span) -> list[int]:
         """Return the row of every column: the nearest, or one past the last for positions beyond ``"zero"`` tables.
 

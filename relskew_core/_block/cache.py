@@ -63,6 +63,45 @@ def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array
     return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
 
 
+class SlidingCache(NamedTuple):
+    """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
+
+    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped, while
+    :class:`FixedCache` keeps all.
+
+    Parameters
+    ----------
+    keys, values : array, shape (..., Hkv, keep, D)
+        The last positions, in order; in the beginning, room in front of them.
+    length : array of integers, shape ()
+        How many of them there are, at most ``keep``.
+
+    Examples
+    --------
+    >>> import equinox as eqx
+    >>> import jax
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.equinox import RelativeMultiheadAttention
+    >>> spec = BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
+    >>> attention = RelativeMultiheadAttention(spec, key=jax.random.key(0))
+    >>> x = jax.random.normal(jax.random.key(1), (100, 8), "float32")
+    >>> def step(cache, token):
+    ...     y, cache = attention(token[None], past=cache)
+    ...     return cache, y[0]
+    >>> cache, steps = jax.lax.scan(step, attention.empty_cache((), keep=3), x)
+    >>> bool(jax.numpy.allclose(steps, attention(x), atol=1e-5))
+    True
+    """
+
+    keys: Array
+    values: Array
+    length: Array
+
+    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
+        """Append the new keys and values, and drop the same number of old ones."""
+        return slid(self, k, v, xp=xp)
+
+
 def check_cached(name: str, value: Any, length: int, new: Array) -> None:
     """Refuse cached keys or values of ``length`` positions that the new ones cannot follow."""
     *lead, heads, _, width = new.shape

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from relskew_core._array.known import known_values
 from relskew_core._array.typing import Array
-from relskew_core._block.cache import check_cached, slid
+from relskew_core._block.cache import check_cached
 
 
 class FixedCache(NamedTuple):
@@ -63,41 +63,3 @@ class FixedCache(NamedTuple):
             written.append(mx.put_along_axis(old, mx.broadcast_to(places, new.shape), new, axis=-2))
         keys, values = written
         return keys, values, FixedCache(keys, values, self.length + n), {"offset": self.length}
-
-
-class SlidingCache(NamedTuple):
-    """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
-
-    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped, while
-    :class:`FixedCache` keeps all.
-
-    Parameters
-    ----------
-    keys, values : array, shape (..., Hkv, keep, D)
-        The last positions, in order; in the beginning, room in front of them.
-    length : array of integers, shape ()
-        How many of them there are, at most ``keep``.
-
-    Examples
-    --------
-    >>> import mlx.core as mx
-    >>> from relskew_core import BlockSpec, Span
-    >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
-    ... )
-    >>> x, steps, cache = mx.random.normal((2, 20, 8)), [], attention.empty_cache(2, keep=3)
-    >>> for token in mx.split(x, 20, axis=1):
-    ...     y, cache = attention(token, past=cache)
-    ...     steps.append(y)
-    >>> mx.allclose(mx.concatenate(steps, axis=1), attention(x), atol=1e-5).item()
-    True
-    """
-
-    keys: Array
-    values: Array
-    length: Array
-
-    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
-        """Append the new keys and values, and drop the same number of old ones."""
-        return slid(self, k, v, xp=xp)

@@ -13,12 +13,13 @@ from relskew_core._array import mlx
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import is_torch
 from relskew_core._array.typing import Array, Impl, Namespace
+from relskew_core._block.cache import SlidingCache
 from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.module import ModuleBlock
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
-from relskew_core.layers.mlx._caches import FixedCache, SlidingCache
+from relskew_core.layers.mlx._caches import FixedCache
 
 
 class RelativeMultiheadAttention(ModuleBlock, Module):
