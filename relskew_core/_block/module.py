@@ -1,4 +1,4 @@
-"""The shared part of the modules of flax, equinox and MLX: they check their inputs and apply the block."""
+"""The shared part of the modules of all frameworks: they check their inputs and apply the block."""
 
 from __future__ import annotations
 
@@ -6,27 +6,98 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Self, overload
 
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
+from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import is_floating
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.biases import with_bias
 from relskew_core._block.block import apply_block, check_inputs, project_heads, weights_alone
-from relskew_core._block.cache import Cache, Growing, check_room
-from relskew_core._block.masks import check_padding, without_keys
+from relskew_core._block.cache import PAST, Cache, Growing, check_room
+from relskew_core._block.masks import X, check_padding, without_keys
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
 
 
-class ModuleBlock:
-    """The weights, the caches and the call of the block, which these modules share."""
+class CalledBlock:
+    """The call of a block's module, in every framework: its cache, its options, and the weights of its attention."""
 
     xp: ClassVar[Namespace]
+    spec: BlockSpec
+
+    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Attend with the module's tables and options."""
+        raise NotImplementedError
+
+    @explains
+    def attention_weights(
+        self,
+        x: X,
+        memory: Array | None = None,
+        *,
+        past: Any = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        offset: int | Sequence[int] | Array | None = None,
+        segments: Array | tuple[Array, Array] | None = None,
+        positions: tuple[Array, Array] | None = None,
+    ) -> X:
+        """Return the weights of the module's attention, for pictures and inspection: without dropout.
+
+        Parameters
+        ----------
+        x, memory, past, mask, key_padding_mask, offset, segments, positions
+            As where the module is called.
+
+        Returns
+        -------
+        array, shape (..., H, Lq, Lk)
+            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
+            ones.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        check_inputs(x, memory, self.spec)
+        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
+        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
+        found: X = attend(q, k, v, function=weights_alone, **seen)
+        return found
+
+    def _attention(
+        self, past: Any, mask: Any, key_padding_mask: Any, offset: Any, segments: Any, positions: Any, **more: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Return the cache of a call, and a function that attends with its options."""
+        options = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments, **more}
+        for name, value in (("offset", offset), ("positions", positions)):
+            if value is not None:
+                if past is not None:
+                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(value)}")
+                options[name] = value
+        if past is not None and not hasattr(past, "length"):  # a pair, which grows
+            past = Growing.of(past, self.spec)
+            past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
+
+        def attend(q: Array, k: Array, v: Array, **seen: Any) -> Any:
+            return self.attend(q, k, v, **{**seen, **options})
+
+        return past, attend
+
+    def _project(self, name: str, x: Array) -> Array:
+        """Apply a projection."""
+        return getattr(self, name)(x)
+
+
+class ModuleBlock(CalledBlock):
+    """The modules of flax, equinox and MLX: their weights, their caches, and their attention."""
+
     caches: ClassVar[tuple[type[Any], type[Any]]]
     """The fixed and the sliding cache."""
 
-    spec: BlockSpec
     settings: Settings
     k_proj: Any
 
@@ -133,77 +204,34 @@ class ModuleBlock:
         key: Array | None,
         *,
         past: Any,
-        mask: Array | None,
-        key_padding_mask: Array | None,
         **given: Any,
     ) -> Array | tuple[Array, Cache]:
         """Apply the block; ``key`` is that of dropout, ``None`` for no dropout."""
         check_inputs(x, memory, self.spec)
         dropped = {} if key is None else {"dropout": self.settings.dropout, "seed": key}
-        past, attend = self._attention(
-            relative_attention, past, mask, key_padding_mask, **given, **dropped, impl=self.settings.impl
-        )
+        past, attend = self._attention(past, **given, **dropped)
         y, present = apply_block(x, self.spec, self._project, memory=memory, cache=past, attend=attend, xp=self.xp)
         return y if present is None else (y, present)
 
-    def attention_weights(
+    def attend(
         self,
-        x: Array,
-        memory: Array | None = None,
+        q: Array,
+        k: Array,
+        v: Array,
         *,
-        past: Any = None,
+        function: Callable[..., Array] = relative_attention,
         mask: Array | None = None,
         key_padding_mask: Array | None = None,
-        offset: int | Sequence[int] | Array | None = None,
-        segments: Array | tuple[Array, Array] | None = None,
-        positions: tuple[Array, Array] | None = None,
+        unfilled: Array | None = None,
+        **options: Any,
     ) -> Array:
-        """Return the weights of the module's attention, for pictures and inspection: without dropout.
-
-        Parameters
-        ----------
-        x, memory, past, mask, key_padding_mask, offset, segments, positions
-            As where the module is called.
-
-        Returns
-        -------
-        array, shape (..., H, Lq, Lk)
-            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
-            ones.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
-        """
-        check_inputs(x, memory, self.spec)
-        past, attend = self._attention(
-            weights_alone, past, mask, key_padding_mask, offset=offset, segments=segments, positions=positions
-        )
-        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
-        return attend(q, k, v, **seen)
-
-    def _attention(
-        self, function: Callable[..., Array], past: Any, mask: Array | None, padding: Array | None, **given: Any
-    ) -> tuple[Any, Callable[..., Array]]:
-        """Return the cache of a call, and a function that attends with its options."""
-        xp = self.xp
-        options = {name: value for name, value in given.items() if value is not None}
-        if past is not None:
-            for name in ("offset", "positions"):
-                if name in options:
-                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
-            past = past if isinstance(past, self.caches) else Growing.of(past, self.spec)
-
-        def attend(q: Array, k: Array, v: Array, *, unfilled: Array | None = None, **seen: Any) -> Array:
-            given_tables = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
-            hidden = None if padding is None else check_padding(padding, k, xp=xp)
-            shown = without_keys(unfilled, without_keys(hidden, mask, q, k, xp=xp), q, k, xp=xp)
-            seen = {**seen, **options}
-            tables = with_bias(given_tables, self.spec, q, k, seen, xp=xp)
-            return function(q, k, v, mask=shown, chunk_size=self.settings.chunk_size, **tables, **seen)
-
-        return past, attend
+        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden."""
+        xp, settings = self.xp, self.settings
+        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
+        mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
+        own = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
+        tables = with_bias(own, self.spec, q, k, options, xp=xp)
+        return function(q, k, v, mask=mask, impl=settings.impl, chunk_size=settings.chunk_size, **tables, **options)
 
     @classmethod
     def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
@@ -214,10 +242,6 @@ class ModuleBlock:
     def _copied(x: Any) -> Array:
         """Return a copy of an array of any library in the module's, of the same dtype."""
         raise NotImplementedError
-
-    def _project(self, name: str, x: Array) -> Array:
-        """Apply a projection."""
-        return getattr(self, name)(x)
 
     def _tables(self) -> dict[str, Array]:
         """Return the tables and sinks of the module."""

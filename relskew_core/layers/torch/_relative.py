@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
-from relskew_core._array.typing import Impl
-from relskew_core._block.block import apply_block, check_inputs, project_heads, weights_alone
-from relskew_core._block.cache import PAST, Growing
+from relskew_core._array.typing import Impl, Namespace
+from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.cache import Growing
+from relskew_core._block.module import CalledBlock
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
@@ -26,7 +25,7 @@ from relskew_core.layers.torch._taken import taken_over
 Cache = Growing | FixedCache | SlidingCache
 
 
-class RelativeMultiheadAttention(CachedAttention):
+class RelativeMultiheadAttention(CachedAttention, CalledBlock):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
 
     Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
@@ -96,6 +95,8 @@ class RelativeMultiheadAttention(CachedAttention):
     >>> attention.attention_weights(x).shape
     torch.Size([2, 4, 7, 7])
     """
+
+    xp: ClassVar[Namespace] = xp
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -234,60 +235,6 @@ class RelativeMultiheadAttention(CachedAttention):
             refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
             return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
         check_inputs(x, memory, self.spec)
-        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
-        y, present = apply_block(x, self.spec, self._project, memory=memory, cache=past, attend=attend, xp=xp)
+        cache, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
+        y, present = apply_block(x, self.spec, self._project, memory=memory, cache=cache, attend=attend, xp=xp)
         return y if present is None else (y, present)
-
-    @explains
-    def attention_weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        past: tuple[Tensor, Tensor] | Cache | None = None,
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        offset: int | Sequence[int] | Tensor | None = None,
-        segments: Tensor | tuple[Tensor, Tensor] | None = None,
-        positions: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the attention weights without dropout, for pictures and inspection.
-
-        Parameters
-        ----------
-        x, memory, past, mask, key_padding_mask, offset, segments, positions
-            As in :meth:`forward`.
-
-        Returns
-        -------
-        Tensor, shape (..., H, Lq, Lk)
-            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
-            ones.
-        """
-        check_inputs(x, memory, self.spec)
-        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
-        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=xp)
-        weights: Tensor = attend(q, k, v, function=weights_alone, **seen)
-        return weights
-
-    def _attention(
-        self, past: Any, mask: Any, key_padding_mask: Any, offset: Any, segments: Any, positions: Any
-    ) -> tuple[Cache | None, Callable[..., Any]]:
-        """Return the cache of a call, and a function that attends with its options."""
-        options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments}
-        for name, value in (("offset", offset), ("positions", positions)):
-            if value is not None:
-                if past is not None:
-                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(value)}")
-                options[name] = value
-        if past is not None and not hasattr(past, "length"):  # a pair, which grows
-            past = Growing.of(past, self.spec)
-            past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> Any:
-            return self.attend(q, k, v, **{**seen, **options})
-
-        return past, attend
-
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        return getattr(self, name)(x)
