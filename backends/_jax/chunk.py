@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from relskew_core._kernel import dropout
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, is_empty
-from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
+from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows, hide
 from relskew_core._positions.table import weighed
 from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.columns import Columns
@@ -199,14 +198,8 @@ class TracedChunk:
 
     def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
         """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
-        mask, visible = self.call.operands.mask, self.visible
-        if mask is not None:
-            allowed = self.of_mask(mask)
-            if allowed.dtype != bool:
-                logits, allowed = logits + of_rank(allowed, logits.ndim), allowed > -math.inf
-            visible = allowed if visible is None else jnp.logical_and(*same_rank(visible, allowed))
-        if visible is not None:
-            logits = jnp.where(visible, logits, -math.inf)
+        mask = self.call.operands.mask
+        logits = hide(logits, mask if mask is None else self.of_mask(mask), self.visible, xp=jnp)
         return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), lse=lse, xp=jnp)
 
     def kept(self, weights: Array) -> Array:

@@ -12,11 +12,13 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core.backends._torch.operator import TwoOperators
+
 Arrays = Sequence[Tensor]
 Layout = Sequence[Any]
 
 
-class OperatorInParts:
+class OperatorInParts(TwoOperators):
     """``relskew::name`` and ``relskew::name_vjp``, which computes the parts again.
 
     Parameters
@@ -32,20 +34,7 @@ class OperatorInParts:
     def __init__(self, name: str, parts: Callable[..., Iterator[tuple[slice, Tensor, Tensor]]]) -> None:
         self._of = parts
         given = "Tensor[] arrays, bool[] given, SymInt[] axes, SymInt[] spans, SymInt[] numbers"
-        library: Any = torch.library
-        self.op = library.custom_op(
-            f"relskew::{name}", self._forward, mutates_args=(), schema=f"({given}) -> (Tensor out, Tensor lse)"
-        )
-        self.vjp = library.custom_op(
-            f"relskew::{name}_vjp",
-            self._vjp,
-            mutates_args=(),
-            schema=f"(Tensor d_out, Tensor d_lse, bool[] wanted, {given}) -> Tensor[]",
-        )
-        self.op.register_fake(self._fake)
-        self.vjp.register_fake(self._fake_vjp)
-        self.op.register_autograd(self._backward, setup_context=self._setup)
-        self.op.register_vmap(self._vmap)
+        self.register(name, given, "Tensor d_out, Tensor d_lse, bool[] wanted", "Tensor[]")
 
     def __call__(self, arrays: Sequence[Tensor | None], *layout: Layout) -> tuple[Tensor, Tensor]:
         """Attend."""

@@ -107,7 +107,26 @@ _make_options = _maker(Options)
 PORTABLE = partial(portable_vjp, xp=xp)
 
 
-class Operator:
+class TwoOperators:
+    """``relskew::name`` and its gradient, ``relskew::name_vjp``."""
+
+    def register(self, name: str, given: str, cotangents: str, gradients: str, devices: str | None = None) -> None:
+        """Register both; ``given`` are the arguments of the first, and of the second after its ``cotangents``."""
+
+        def made(name: str, function: Callable[..., Any], schema: str) -> Any:
+            library: Any = torch.library
+            return library.custom_op(name, function, mutates_args=(), device_types=devices, schema=schema)
+
+        own: Any = self
+        self.op = made(f"relskew::{name}", own._forward, f"({given}) -> (Tensor out, Tensor lse)")
+        self.vjp = made(f"relskew::{name}_vjp", own._vjp, f"({cotangents}, {given}) -> {gradients}")
+        self.op.register_fake(own._fake)
+        self.vjp.register_fake(own._fake_vjp)
+        self.op.register_autograd(own._backward, setup_context=own._setup)
+        self.op.register_vmap(own._vmap)
+
+
+class Operator(TwoOperators):
     """``relskew::name`` and ``relskew::name_vjp``.
 
     Parameters
@@ -135,29 +154,10 @@ class Operator:
         devices: str | None = None,
     ) -> None:
         self._attend, self._pull_back, self._keeps = attend, pull_back, keeps
-        given = f"{_ARRAYS}, {_NUMBERS}"
         results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
         cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? lse, str wanted"
-        library: Any = torch.library
-        self.op = library.custom_op(
-            f"relskew::{name}",
-            self._forward,
-            mutates_args=(),
-            device_types=devices,
-            schema=f"({given}) -> (Tensor out, Tensor lse)",
-        )
-        self.vjp = library.custom_op(
-            f"relskew::{name}_vjp",
-            self._vjp,
-            mutates_args=(),
-            device_types=devices,
-            schema=f"({cotangents}, {given}) -> ({results})",
-        )
-        self.op.register_fake(self._fake)
-        self.vjp.register_fake(self._fake_vjp)
-        self.op.register_autograd(self._backward, setup_context=self._setup)
+        self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
-        self.op.register_vmap(self._vmap)
         self.vjp.register_vmap(self._vmap_vjp)
         explain(self.op._opoverload, self._fake)
 

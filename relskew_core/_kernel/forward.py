@@ -161,7 +161,8 @@ def chunk_weights(
     xp: Namespace,
 ) -> tuple[Array, Array | None]:
     """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
-    logits = hide(logits, operands.mask, visible, chunk, xp=xp)
+    mask = operands.mask if operands.mask is None else operands.mask[(..., *chunk.of_mask(operands.mask))]
+    logits = hide(logits, mask, visible, xp=xp)
     return softmax(logits, dead_rows=has_dead_rows(operands, options), lse=lse, xp=xp)
 
 
@@ -193,10 +194,9 @@ def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_
     return rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
 
 
-def hide(logits: Array, mask: Array | None, visible: Array | None, chunk: Chunk, *, xp: Namespace) -> Array:
+def hide(logits: Array, mask: Array | None, visible: Array | None, *, xp: Namespace) -> Array:
     """Add an additive mask, and put ``-inf`` at hidden keys."""
     if mask is not None:
-        mask = mask[(..., *chunk.of_mask(mask))]
         if xp.isdtype(mask.dtype, "bool"):
             allowed = mask
         else:
