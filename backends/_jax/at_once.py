@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from relskew_core._array.checks import is_symbol
-from relskew_core._array.ranks import of_rank, same_rank
+from relskew_core._array.masks import joint
+from relskew_core._array.ranks import of_rank
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unsupported
@@ -123,7 +124,7 @@ def _visible(options: Options, x: Operands, layout: Layout) -> Array | None:
         return visible
     mask = _of_keys(x.mask, layout)
     allowed = mask if mask.dtype == bool else mask > -math.inf
-    return allowed if visible is None else jnp.logical_and(*same_rank(visible, allowed))
+    return joint(visible, allowed, xp=jnp)
 
 
 def _of_keys(mask: Array, layout: Layout) -> Array:

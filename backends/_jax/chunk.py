@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax import lax
 
+from relskew_core._array.masks import joint
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
@@ -155,8 +156,7 @@ class TracedChunk:
         if labels.q_segments is None:
             return visible
         queries, keys = same_rank(of_queries(labels.q_segments, self.layout), of_keys(labels.k_segments, self.layout))
-        same = queries == keys
-        return same if visible is None else jnp.logical_and(*same_rank(visible, same))
+        return joint(visible, queries == keys, xp=jnp)
 
     def scaled_queries(self) -> tuple[Array, Array]:
         """Return the queries for the keys and those for ``rel_k``, scaled."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypedDict, TypeVar
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
-from relskew_core._array.ranks import same_rank
+from relskew_core._array.masks import joint
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import check_mask
 
@@ -44,8 +43,5 @@ def without_keys(hidden: Array | None, mask: Array | None, q: Array, k: Array, *
     """Return a mask that hides these keys (..., Lk) from all heads and queries, in addition to ``mask``."""
     if hidden is None:
         return mask
-    seen = ~hidden[..., None, None, :]
-    if mask is None:
-        return seen
-    given, seen = same_rank(check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp), seen)
-    return given & seen if given.dtype == xp.bool else xp.where(seen, given, -math.inf)
+    mask = None if mask is None else check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
+    return joint(mask, ~hidden[..., None, None, :], xp=xp)

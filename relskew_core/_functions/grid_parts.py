@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.known import exported
+from relskew_core._array.masks import joint
 from relskew_core._array.namespace import device
 from relskew_core._array.pieces import ranges
-from relskew_core._array.ranks import of_rank, same_rank
+from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.axes import axis_bias, axis_logits
@@ -49,7 +50,7 @@ class GridParts:
             keys, values = (self.of_rows(x, -2, rows, xp=xp) for x in (k, v))
             if cut is not None and cut.shape[-1] != 1:
                 cut = self.of_rows(cut, -1, rows, xp=xp)
-            bias = _combine(bias, _both(cut, visible, xp=xp), xp=xp)
+            bias = joint(bias, joint(cut, visible, xp=xp), xp=xp)
             size = chosen.stop - chosen.start
             options: Any = {"mask": bias, "scale": scale, "chunk_size": size, "return_lse": True}
             return chosen, *relative_attention(q[..., chosen, :], keys, values, **options)
@@ -124,24 +125,6 @@ class GridParts:
         return xp.concat(
             [columns(at_prefix, self.prefix[1]), columns(at_grid, cells) if grid is None else grid], axis=-1
         )
-
-
-def _both(mask: Array | None, visible: Array | None, *, xp: Namespace) -> Array | None:
-    """Return a mask that also hides keys outside the pattern."""
-    if mask is None or visible is None:
-        return visible if mask is None else mask
-    mask, visible = same_rank(mask, visible)
-    return mask & visible if xp.isdtype(mask.dtype, "bool") else xp.where(visible, mask, -math.inf)
-
-
-def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array | None:
-    """Add a mask to a bias; hidden entries of a boolean mask become minus infinity."""
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    bias, mask = same_rank(bias, mask)
-    if xp.isdtype(mask.dtype, "bool"):
-        return xp.where(mask, bias, -math.inf)
-    return bias + mask
 
 
 def _chunks(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relskew_core._array.masks import joint
 from relskew_core._array.namespace import device
 from relskew_core._array.nothing import nothing
 from relskew_core._array.pieces import in_turn
@@ -138,8 +139,7 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
     if operands.q_segments is None:
         return visible
     queries, keys = same_rank(of_queries(operands.q_segments, chunk), of_keys(operands.k_segments, chunk))
-    same = queries == keys
-    return same if visible is None else xp.logical_and(*same_rank(visible, same))
+    return joint(visible, queries == keys, xp=xp)
 
 
 def seen_of(x: Array, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
@@ -201,7 +201,7 @@ def hide(logits: Array, mask: Array | None, visible: Array | None, *, xp: Namesp
             allowed = mask
         else:
             logits, allowed = logits + of_rank(mask, logits.ndim), mask > -math.inf
-        visible = allowed if visible is None else xp.logical_and(*same_rank(visible, allowed))
+        visible = joint(visible, allowed, xp=xp)
     return logits if visible is None else xp.where(visible, logits, -math.inf)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relskew_core._array.masks import joint
 from relskew_core._kernel.call import GridOperands, GridOptions, Operands, Options, named
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 
@@ -52,9 +53,8 @@ def _mask(x: GridOperands, options: GridOptions) -> Tensor:
         shape = [side.keys if other == place else 1 for other, side in enumerate(options.sides)]
         total = total + read.reshape(*read.shape[:-1], *shape)
     total = torch.nn.functional.pad(total.flatten(-len(options.sides)), (outside[1], 0, outside[0], 0))
-    if x.mask is None:
-        return total
-    return total.where(x.mask, -math.inf) if x.mask.dtype == torch.bool else total + x.mask
+    mask: Any = joint(total, x.mask, xp=torch)
+    return mask
 
 
 def _places(count: int, like: Tensor) -> Tensor:

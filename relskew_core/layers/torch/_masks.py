@@ -24,13 +24,6 @@ def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
     return _turned("key_padding_mask", mask, q, ((*k.shape[:-3], k.shape[-2]),))[..., None, None, :]
 
 
-def combined(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the mask that hides the keys that either mask hides."""
-    if mask is None or other is None:
-        return other if mask is None else mask
-    return mask & other if mask.dtype == other.dtype == torch.bool else _additive(mask, other) + _additive(other, mask)
-
-
 def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     floating = isinstance(mask, Tensor) and mask.is_floating_point()
     if (not floating and getattr(mask, "dtype", None) != torch.bool) or not has_shape(mask, *shapes):
@@ -40,9 +33,3 @@ def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]
             f"{expected}, got {describe(mask)}"
         )
     return mask.to(q.dtype) if floating else ~mask
-
-
-def _additive(mask: Tensor, other: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=other.dtype).masked_fill(~mask, -math.inf)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.masks import joint
 from relskew_core._array.typing import Impl
 from relskew_core._block.block import weights_alone
 from relskew_core._block.spec import CallSpec
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention
-from relskew_core.layers.torch._masks import attention_mask, combined, padding_mask
+from relskew_core.layers.torch._masks import attention_mask, padding_mask
 from relskew_core.layers.torch._nested import by_item
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -290,9 +292,10 @@ class MultiheadAttention(TableAttention):
             "causal": is_causal,
             "window": self.spec.window,
             "offset": 0,
-            "mask": combined(
+            "mask": joint(
                 None if is_causal or attn_mask is None else attention_mask(attn_mask, q, k),
                 None if key_padding_mask is None else padding_mask(key_padding_mask, q, k),
+                xp=xp,
             ),
         }
         heads = self.attend(q, k, v, **options)
