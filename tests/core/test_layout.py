@@ -14,7 +14,7 @@ from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.key_side import SMALLEST, blocks
 from relskew_core._positions.visibility import Visibility
-from relskew_core.backends._jax.layout import Layout
+from relskew_core.backends._jax.at_once import Layout
 
 SIDES = st.none() | st.integers(0, 4)
 PATTERNS = st.fixed_dictionaries(

@@ -9,6 +9,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
+from relskew_core._array.checks import describe
 from relskew_core._array.typing import Impl
 from relskew_core._block.biases import with_bias
 from relskew_core._block.masks import check_padding, without_keys
@@ -16,7 +17,6 @@ from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.distance import alibi_slopes
-from relskew_core.layers.torch._local import local_table
 
 
 class TableAttention(nn.Module):
@@ -140,9 +140,25 @@ class TableAttention(nn.Module):
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables of the heads of some queries, in their dtype."""
-        return {name: x if x is None else local_table(name, x, q, self.spec) for name, x in self.tables().items()}
+        return {name: x if x is None else _local_table(name, x, q, self.spec) for name, x in self.tables().items()}
 
 
 def _reset_fixed(module: TableAttention, _: Any) -> None:
     """Compute the buffers of a module that has loaded a state, which does not contain them."""
     module.reset_fixed()
+
+
+def _local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
+    """Return a table for the queries of this process, with their heads and dtype; gradients reach the original."""
+    if hasattr(table, "placements"):  # a DTensor, whose import is slow
+        from torch.distributed.tensor import Partial
+
+        # A shared table serves different heads in each process, so its local gradient is a partial sum.
+        placements = [Partial() if placement.is_replicate() else placement for placement in table.placements]
+        table = table.to_local(grad_placements=placements)
+    elif q.ndim > 2 and q.shape[-3] != spec.num_heads:
+        raise ValueError(
+            f"`{name}` must be sharded like the heads, of which {q.shape[-3]} of {spec.num_heads} are here: give "
+            f"the module itself relskew_core.layers.torch.parallel.TableParallel() in its plan, got {describe(table)}"
+        )
+    return table if table.dtype == q.dtype else table.to(q.dtype)

@@ -9,6 +9,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
+from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl, Namespace
 from relskew_core._block.block import apply_block, check_inputs
@@ -20,7 +21,6 @@ from relskew_core._positions.span import Span
 from relskew_core.layers.torch._cached import CachedAttention
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._nested import by_item
-from relskew_core.layers.torch._taken import taken_over
 
 Cache = Growing | FixedCache | SlidingCache
 
@@ -151,7 +151,34 @@ class RelativeMultiheadAttention(CachedAttention, CalledBlock):
         >>> torch.allclose(new(x), old(x, x, x)[0], atol=1e-6)
         True
         """
-        return taken_over(cls, attention, span, options)
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
+        unlike = {
+            "kdim": attention.kdim != attention.embed_dim,
+            "vdim": attention.vdim != attention.embed_dim,
+            "add_bias_kv": attention.bias_k is not None,
+            "add_zero_attn": attention.add_zero_attn,
+        }
+        if any(unlike.values()):
+            found = ", ".join(name for name, here in unlike.items() if here)
+            raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
+        if options.get("sinks"):
+            raise ValueError(
+                "`sinks` must be False: no finite sinks leave the outputs of `attention` unchanged, got True"
+            )
+        weight, bias = attention.in_proj_weight, attention.in_proj_bias
+        spec = BlockSpec(attention.embed_dim, attention.num_heads, span, bias=bias is not None, **options)
+        module = cls(spec, dropout=attention.dropout, device=weight.device, dtype=weight.dtype)
+        module.train(attention.training)
+        with torch.no_grad():
+            for name, part in zip(PROJECTIONS, (*weight.chunk(3), attention.out_proj.weight), strict=True):
+                module.get_parameter(f"{name}.weight").copy_(part)
+            if bias is not None:
+                for name, part in zip(PROJECTIONS, (*bias.chunk(3), attention.out_proj.bias), strict=True):
+                    module.get_parameter(f"{name}.bias").copy_(part)
+            for table in module.table_parameters():
+                table.zero_()
+        return module
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
