@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import array_api_compat.torch as of_torch
 from torch import Tensor
 
-from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core.backends import _compiled
 from relskew_core.backends._torch.operator import Operator
 from relskew_core.backends._torch.triton import backward, forward
 
@@ -23,9 +25,5 @@ def attention_vjp(
     d_out: Tensor, operands: Operands, options: Options, *, out: Tensor | None, lse: Tensor | None, xp: Any, **more: Any
 ) -> Gradients:
     """Return the gradients of every operand; missing results of the forward pass are computed again."""
-    if out is None or lse is None:
-        made, sums = forward.attention(operands, options)
-        if out is None:
-            out = made if lse is None else made * share_of(sums, lse, xp=xp)[..., None]
-        lse = sums if lse is None else lse
+    out, lse = _compiled.results(out, lse, partial(forward.attention, operands, options), xp=of_torch)
     return backward.attention_vjp(d_out, operands, options, out=out, lse=lse, **more)
