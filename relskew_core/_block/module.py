@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
@@ -20,16 +20,91 @@ from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
 
+Fixed = TypeVar("Fixed")
+Sliding = TypeVar("Sliding")
 
-class CalledBlock:
-    """The call of a block's module, in every framework: its cache, its options, and the weights of its attention."""
+
+class CalledBlock(Generic[Fixed, Sliding]):
+    """The call of a block's module, in every framework: its caches, its options, and the weights of its attention."""
 
     xp: ClassVar[Namespace]
+    caches: ClassVar[tuple[type[Any], type[Any]]]
+    """The fixed and the sliding cache."""
+
     spec: BlockSpec
 
     def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Attend with the module's tables and options."""
         raise NotImplementedError
+
+    @overload
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: None = None, keep: None = None, dtype: Any = None
+    ) -> Growing: ...
+    @overload
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: int, keep: None = None, dtype: Any = None
+    ) -> Fixed: ...
+    @overload
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: None = None, keep: int, dtype: Any = None
+    ) -> Sliding: ...
+    def empty_cache(
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: Any = None,
+    ) -> Any:
+        """Return the ``past`` of a first call: no keys and no values.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length : int, optional
+            Make room for this many positions at once: every step has the same shapes, and compilers make one program
+            for the prompt and one for all steps.
+        keep : int, optional
+            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
+            constant memory. No more are kept than ``spec.window`` lets a query see.
+        dtype : dtype, optional
+            Of the keys and values; by default that in which the module projects, such as that of an autocast region.
+
+        Returns
+        -------
+        Growing, FixedCache or SlidingCache
+            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import BlockSpec, Span
+        >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+        >>> attention = RelativeMultiheadAttention(
+        ...     BlockSpec(8, 2, Span.causal(16), causal=True)
+        ... ).eval()
+        >>> x = torch.randn(1, 16, 8)
+        >>> with torch.no_grad():
+        ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))
+        ...     for position in range(10, 16):
+        ...         step, past = attention(x[:, position : position + 1], past=past)
+        ...     torch.allclose(step, attention(x)[:, -1:], atol=1e-6)
+        True
+        """
+        lead, length, keep = check_room(self.spec, batch, length, keep)
+        shape = (*lead, self.spec.num_kv_heads, length or keep or 0, self.spec.head_dim)
+        keys, values, none = self._room(shape, dtype)
+        if length is keep is None:
+            return Growing(keys, values)
+        fixed, sliding = self.caches
+        return (sliding if length is None else fixed)(keys, values, none)
 
     @explains
     def attention_weights(
@@ -87,16 +162,17 @@ class CalledBlock:
 
         return past, attend
 
+    def _room(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array, Array]:
+        """Return the keys and values of an empty cache, and their number, zero."""
+        raise NotImplementedError
+
     def _project(self, name: str, x: Array) -> Array:
         """Apply a projection."""
         return getattr(self, name)(x)
 
 
-class ModuleBlock(CalledBlock):
-    """The modules of flax, equinox and MLX: their weights, their caches, and their attention."""
-
-    caches: ClassVar[tuple[type[Any], type[Any]]]
-    """The fixed and the sliding cache."""
+class ModuleBlock(CalledBlock[Fixed, Sliding]):
+    """The modules of flax, equinox and MLX: their weights, and their attention."""
 
     settings: Settings
     k_proj: Any
@@ -145,57 +221,13 @@ class ModuleBlock(CalledBlock):
         """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
         return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
-    @overload
-    def empty_cache(
-        self, batch: int | tuple[int, ...], *, length: None = None, keep: None = None, dtype: Any = None
-    ) -> Growing: ...
-    @overload
-    def empty_cache(
-        self, batch: int | tuple[int, ...], *, length: int | None = None, keep: int | None = None, dtype: Any = None
-    ) -> Any: ...
-    def empty_cache(
-        self,
-        batch: int | tuple[int, ...],
-        *,
-        length: int | None = None,
-        keep: int | None = None,
-        dtype: Any = None,
-    ) -> Any:
-        """Return the ``past`` of a first call: no keys and no values.
-
-        Parameters
-        ----------
-        batch : int or tuple of int
-            The leading axes of the inputs.
-        length : int, optional
-            Make room for this many positions at once: every step has the same shapes, as what is compiled asks for.
-        keep : int, optional
-            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
-            constant memory. No more are kept than ``spec.window`` lets a query see.
-        dtype : dtype, optional
-            Of the keys and values; by default what the module computes in, or the dtype of its tables.
-
-        Returns
-        -------
-        Growing, FixedCache or SlidingCache
-            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
-        """
+    def _room(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array, Array]:
         if dtype is None:
             dtype = getattr(self, "dtype", None)
         if dtype is None:
             dtype = self._like().dtype
-        lead, length, keep = check_room(self.spec, batch, length, keep)
-        shape = (*lead, self.spec.num_kv_heads, length or keep or 0, self.spec.head_dim)
         keys, values = (self.xp.zeros(shape, dtype=dtype) for _ in range(2))
-        if length is keep is None:
-            return Growing(keys, values)
-        fixed, sliding = self.caches
-        return (sliding if length is None else fixed)(keys, values, self.xp.zeros((), dtype=self.xp.int32))
+        return keys, values, self.xp.zeros((), dtype=self.xp.int32)
 
     def _call(
         self,

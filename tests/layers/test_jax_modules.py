@@ -16,7 +16,8 @@ from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, i
 from layers.modules import DRAWN, SPECS, check_drawn
 
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
-from relskew_core.layers._jax.caches import FixedCache, SlidingCache
+from relskew_core._block.cache import SlidingCache
+from relskew_core.layers._jax.caches import FixedCache
 from relskew_core.layers.torch import RelativeMultiheadAttention as TorchAttention
 
 CAUSAL = SPECS["causal"]

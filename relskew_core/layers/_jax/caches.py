@@ -78,7 +78,7 @@ for kind in Cache.__args__:  # jax.export can then serialise a step
     export.register_namedtuple_serialization(kind, serialized_name=f"relskew_core.{kind.__name__}")
 
 
-class JaxBlock(ModuleBlock):
+class JaxBlock(ModuleBlock[FixedCache, SlidingCache]):
     """The shared part of the modules of both frameworks."""
 
     xp: ClassVar[Namespace] = jnp

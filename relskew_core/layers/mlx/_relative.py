@@ -22,7 +22,7 @@ from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core.layers.mlx._caches import FixedCache
 
 
-class RelativeMultiheadAttention(ModuleBlock, Module):
+class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a module of mlx.nn.
 
     The projections are called as modules, so that what replaces them takes part: quantized ones, say. Dropout goes by

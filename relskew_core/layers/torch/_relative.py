@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl, Namespace
 from relskew_core._block.block import apply_block, check_inputs
 from relskew_core._block.cache import Growing
+from relskew_core._block.masks import Past, Seen
 from relskew_core._block.module import CalledBlock
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._cached import CachedAttention
+from relskew_core.layers.torch._attention import TableAttention
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._nested import by_item
 
 Cache = Growing | FixedCache | SlidingCache
 
 
-class RelativeMultiheadAttention(CachedAttention, CalledBlock):
+class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, SlidingCache]):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
 
     Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
@@ -97,11 +99,27 @@ class RelativeMultiheadAttention(CachedAttention, CalledBlock):
     """
 
     xp: ClassVar[Namespace] = xp
+    caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
+
+    processes = 1
+    """The number of processes that share the heads, which ``TableParallel`` sets."""
 
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
     out_proj: nn.Module
+
+    if TYPE_CHECKING:  # torch declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: Tensor, memory: Tensor | None = None, *, past: None = None, **options: Unpack[Seen]
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, x: Tensor, memory: Tensor | None = None, *, past: Past, **options: Unpack[Seen]
+        ) -> tuple[Tensor, Past]: ...
+        def __call__(self, *inputs: Any, **options: Any) -> Any: ...
 
     @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
@@ -265,3 +283,13 @@ class RelativeMultiheadAttention(CachedAttention, CalledBlock):
         cache, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
         y, present = apply_block(x, self.spec, self._project, memory=memory, cache=cache, attend=attend, xp=xp)
         return y if present is None else (y, present)
+
+    def _room(self, shape: tuple[int, ...], dtype: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weight = getattr(self.k_proj, "weight", None)  # in quantised projections it is a method, or integers
+        weights = (weight, *self.table_parameters(), *self.parameters(), self.slopes)
+        like = next(x for x in weights if isinstance(x, Tensor) and x.is_floating_point())
+        new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
+        new = autocast({"new": new})["new"]
+        *lead, heads, length, width = shape
+        keys, values = (new.new_zeros((*lead, heads // self.processes, length, width)) for _ in "kv")
+        return keys, values, torch.zeros((), dtype=torch.int64, device=new.device)
