@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.integers import integers
+from relskew_core._array.namespace import device, is_torch
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
@@ -55,7 +56,9 @@ def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array
     for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
         check_cached(name, old, keep, new)
     k, v = (xp.concat(pair, axis=-2) for pair in ((cache.keys, k), (cache.values, v)))
-    unfilled = integers(0, keep + n, device=None, xp=xp) < keep - cache.length
+    # JAX may have split the arrays over devices, and then integers on one of them would not fit
+    place = device(k) if is_torch(k) else None
+    unfilled = integers(0, keep + n, device=place, xp=xp) < keep - cache.length
     length = cache.length + n
     # array-api-compat 1.15 has no `minimum` of a tensor and a number
     length = xp.where(length < keep, length, keep)

@@ -83,6 +83,14 @@ def test_chunk_by_chunk(together: int) -> None:
 
 
 @torch.no_grad()
+def test_a_stream_stays_on_its_device() -> None:
+    """Of the two that every machine has, neither computes with the other's arrays."""
+    module = drawn(STREAM).to("meta")
+    y, past = module(x(SIZE).to("meta"), past=module.empty_cache(2))
+    assert {y.device.type, *(part.device.type for part in past)} == {"meta"}
+
+
+@torch.no_grad()
 def test_the_last_chunk_may_be_padded() -> None:
     module, given = drawn(STREAM), x(10)
     padded = torch.cat([given, torch.ones(2, 2, E, dtype=torch.float64)], 1)

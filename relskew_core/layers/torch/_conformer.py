@@ -9,7 +9,6 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl
@@ -169,10 +168,8 @@ class ConformerAttention(RelativeMultiheadAttention):
             if value is not None:
                 raise ValueError(f"`{name}` must be None with `spec.blocks_before`, got {describe(value)}")
         lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
-        like = autocast({"new": torch.empty(0, dtype=dtype or self.u.dtype, device=self.u.device)})["new"]
         kept = spec.blocks_before * spec.block_size
-        keys, values = (like.new_zeros((*lead, spec.num_heads, kept, spec.head_dim)) for _ in "kv")
-        return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
+        return ChunkCache(*self._room((*lead, spec.num_heads, kept, spec.head_dim), dtype or self.u.dtype))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attend with both biases and with projected sinusoids for all positions of the call."""
