@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
@@ -20,8 +21,52 @@ from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
 
+F = TypeVar("F", bound=Callable[..., Any])
 Fixed = TypeVar("Fixed")
 Sliding = TypeVar("Sliding")
+
+CALL = """Project, attend with relative positions, project back.
+
+Parameters
+----------
+x : array, shape (..., Lq, E)
+    Input of the queries, and of the keys and values unless ``spec.cross``.
+memory : array, shape (..., Lk, E), optional
+    Input of the keys and values; required if ``spec.cross``, and an error otherwise.
+past : cache, optional
+    The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
+    ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
+mask : array, optional
+    Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+    are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
+key_padding_mask : array, shape (..., Lk), optional
+    Boolean, ``True`` for keys that are padding and not attended to.
+offset, segments, positions : optional
+    As in :func:`relskew_core.relative_attention`. A cache provides its offset.{own}
+
+Returns
+-------
+y : array, shape (..., Lq, E)
+present : cache
+    Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
+
+Raises
+------
+ValueError, TypeError
+    If an argument does not fit; the message names it.
+"""
+"""The docstring of the call of a module."""
+
+
+def called(own: str = "") -> Callable[[F], F]:
+    """Document a module's call, with the arguments that only its framework has, and let it explain wrong ones."""
+
+    def decorate(function: F) -> F:
+        more = inspect.cleandoc(own)
+        function.__doc__ = CALL.format(own=f"\n{more}" if more else "")
+        return explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")(function)
+
+    return decorate
 
 
 class CalledBlock(Generic[Fixed, Sliding]):

@@ -12,6 +12,7 @@ from flax import nnx
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array, Impl
 from relskew_core._block.masks import Past, Seen, X
+from relskew_core._block.module import called
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.caches import Cache, JaxBlock
@@ -174,7 +175,12 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     def __call__(
         self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[SeenByFlax]
     ) -> tuple[X, Past]: ...
-    @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
+    @called("""
+        deterministic : bool, optional
+            Leave dropout out; by default as the module says, and one of both has to where there is dropout.
+        rngs : nnx.Rngs or nnx.RngStream, optional
+            Of dropout; by default those that the module keeps.
+    """)
     def __call__(
         self,
         x: Array,
@@ -189,40 +195,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Any:
-        """Project, attend with relative positions, project back.
-
-        Parameters
-        ----------
-        x : array, shape (..., Lq, E)
-            Input of the queries, and of the keys and values unless ``spec.cross``.
-        memory : array, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
-        past : cache, optional
-            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
-            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
-        mask : array, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
-            are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
-        key_padding_mask : array, shape (..., Lk), optional
-            Boolean, ``True`` for keys that are padding and not attended to.
-        offset, segments, positions : optional
-            As in :func:`relskew_core.relative_attention`. A cache provides its offset.
-        deterministic : bool, optional
-            Leave dropout out; by default as the module says, and one of both has to where there is dropout.
-        rngs : nnx.Rngs or nnx.RngStream, optional
-            Of dropout; by default those that the module keeps.
-
-        Returns
-        -------
-        y : array, shape (..., Lq, E)
-        present : cache
-            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
-        """
         return self._call(
             x, memory, self._dropout_key(deterministic, rngs), past=past, mask=mask,
             key_padding_mask=key_padding_mask, offset=offset, segments=segments, positions=positions,

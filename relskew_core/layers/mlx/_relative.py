@@ -15,7 +15,7 @@ from relskew_core._array.namespace import is_torch
 from relskew_core._array.typing import Array, Impl, Namespace
 from relskew_core._block.cache import SlidingCache
 from relskew_core._block.masks import Past, Seen, X
-from relskew_core._block.module import ModuleBlock
+from relskew_core._block.module import ModuleBlock, called
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
@@ -108,7 +108,7 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
     def __call__(self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[Seen]) -> X: ...
     @overload
     def __call__(self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[Seen]) -> tuple[X, Past]: ...
-    @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
+    @called()
     def __call__(
         self,
         x: Array,
@@ -121,36 +121,6 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
         segments: Array | tuple[Array, Array] | None = None,
         positions: tuple[Array, Array] | None = None,
     ) -> Any:
-        """Project, attend with relative positions, project back.
-
-        Parameters
-        ----------
-        x : array, shape (..., Lq, E)
-            Input of the queries, and of the keys and values unless ``spec.cross``.
-        memory : array, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
-        past : cache, optional
-            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
-            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
-        mask : array, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
-            are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
-        key_padding_mask : array, shape (..., Lk), optional
-            Boolean, ``True`` for keys that are padding and not attended to.
-        offset, segments, positions : optional
-            As in :func:`relskew_core.relative_attention`. A cache provides its offset.
-
-        Returns
-        -------
-        y : array, shape (..., Lq, E)
-        present : cache
-            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
-        """
         seed = mx.random.randint(0, 2**31 - 1) if self.training and self.settings.dropout else None
         return self._call(
             x, memory, seed, past=past, mask=mask, key_padding_mask=key_padding_mask, offset=offset,
