@@ -247,11 +247,10 @@ def shaw_attention(
     array([1.8, 1.4, 1. , 0.6, 0.2])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
-    check_trailing("q", q, {"n": None, "D": None})
-    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    logits = shaw_logits(q, k, rel_k, form=form, offset=offset)  # which checks these
     check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
     check_leading("v", v, "q", q)
-    weights = weigh(shaw_logits(q, k, rel_k, form=form, offset=offset), xp=xp)
+    weights = weigh(logits, xp=xp)
     if rel_v is None:
         return xp.matmul(weights, v)
     return shaw_values(weights, v, rel_v, form=form, offset=offset)

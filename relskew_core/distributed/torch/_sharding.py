@@ -13,9 +13,7 @@ from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, SEQUENCES, Kind, Op
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import COUNT, Operator
 from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
-
-HEADS = -3
-"""The axis of the heads."""
+from relskew_core.distributed.torch._heads import HEADS
 
 
 @cache
