@@ -9,7 +9,7 @@ from relskew_core._array.integers import integer
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions.buckets import deberta_buckets, t5_buckets
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, check_span_given
 from relskew_core.conventions._convention import check_rows
 
 
@@ -100,8 +100,7 @@ class T5:
             Each bucket has the bias of its position nearest to the query; one without a position in ``span``, zeros.
         """
         xp = namespace_of_arrays({"rel_bias": rel_bias})
-        if not isinstance(span, Span):
-            raise TypeError(f"`span` must be a Span, got {describe(span)}")
+        check_span_given(span)
         if rel_bias.ndim != 2 or rel_bias.shape[-1] != span.rows:
             raise ValueError(f"`rel_bias` must have shape (H, {span.rows}) for {span}, got {describe(rel_bias)}")
         return _nearest(xp.matrix_transpose(rel_bias), span, self._buckets(span), self.num_buckets)

@@ -9,7 +9,7 @@ from typing import Literal
 from relskew_core._array.checks import check_choice, check_int, describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._positions.span import Beyond, Span
+from relskew_core._positions.span import Beyond, Span, check_span_given
 
 Order = Literal["ascending", "descending"]
 Reach = Literal["past", "odd", "even", "any"]
@@ -142,8 +142,7 @@ def load_named(convention: Convention, name: str, table: Array, *, left: int | N
 def check_rows(name: str, table: Array, span: Span) -> None:
     """Refuse a table without exactly one row for every relative position of ``span``."""
     rows = _count_rows(name, table)
-    if not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span, got {describe(span)}")
+    check_span_given(span)
     if rows != span.rows:
         raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
 
