@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import onnx
 
 from relskew_core import __version__
@@ -19,7 +18,7 @@ from relskew_core.export._graph.functions import fold_into_functions, fold_into_
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.operator import Places, attributes_of_block, places_of
-from relskew_core.export._graph.parts import AttentionInputs, Present, Projected
+from relskew_core.export._graph.parts import AttentionInputs, Present, Projected, scaled
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -182,7 +181,7 @@ def to_onnx(
     ordered = sorted(arrays.items(), key=lambda item: not is_computed(item[0]))
     layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in ordered))
     g = Emitter(plan.dtype)
-    places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
+    places = _emit(g, plan, layout, operator=operator)
     # IR version 10 introduced the types of a function's values.
     ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
     model = g.model(name, plan.opset, ir_version, summary(plan))
@@ -197,36 +196,29 @@ def to_onnx(
     return model
 
 
-def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
+def _emit(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
     """Emit projections, attention and output projection in reading order; return the inputs of the attention."""
-    given = {one.name: g.input(*one) for one in inputs_of(plan)}
-    stored = _stored(g, plan.spec, layout)
-    x = given["x"]
-    source = given.get("memory", x)
-    projected = Projected(
-        *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
-    )
-    sources = (projected.q, projected.k) if operator else (x, source)
-    heads, present = _attend(g, plan, projected, stored, sources, given)
-    g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
-    _presents(g, present)
-    return places_of(projected, stored, given, heads, present)
-
-
-def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
-    """Emit attention of heads that are inputs; return its inputs."""
     spec, given = plan.spec, {one.name: g.input(*one) for one in inputs_of(plan)}
-    q, k, v = (given[name] for name in "qkv")
     stored = _stored(g, spec, layout)
-    # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
-    scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
-    scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
-    projected = Projected(scaled, k, v)
-    heads, present = _attend(g, plan, projected, stored, (scaled if operator else q, k), given)
-    out = g.rename(heads, "out")
-    g.output(out, "heads for each query")
-    _presents(g, present)
-    return places_of(projected, stored, given, out, present)
+    if plan.projections:
+        query = given["x"]
+        key = given.get("memory", query)
+        sources = (("q", query), ("k", key), ("v", key))
+        projected = Projected(*(_linear(g, x, f"{role}_proj", stored) for role, x in sources))
+    else:
+        query, key = given["q"], given["k"]
+        projected = Projected(scaled(g, query, spec.head_dim**-0.5, "q/scaled"), key, given["v"])
+    read = (projected.q, projected.k) if operator else (query, key)
+    heads, present = _attend(g, plan, projected, stored, read, given)
+    if plan.projections:
+        g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
+    else:
+        heads = g.rename(heads, "out")
+        g.output(heads, "heads for each query")
+    if present is not None:
+        g.output(present[0], "keys so far, the next call's past_key")
+        g.output(present[1], "values so far, the next call's past_value")
+    return places_of(projected, stored, given, heads, present)
 
 
 def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[StoredWeight]) -> dict[str, Value]:
@@ -257,12 +249,6 @@ def _attend(
     segments = _segments(g, lengths, given.get("segments"))
     inputs = AttentionInputs(projected, tables, lengths, given.get("mask"), segments, past, sinks=sinks)
     return (attend_blocks(g, plan, inputs), None) if plan.local else attend(g, plan, inputs)
-
-
-def _presents(g: Emitter, present: Present | None) -> None:
-    if present is not None:
-        g.output(present[0], "keys so far, the next call's past_key")
-        g.output(present[1], "values so far, the next call's past_value")
 
 
 def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Present | None) -> Lengths:

@@ -58,9 +58,9 @@ IN_PLACE_OPSET = 24  # the first opset with TensorScatter
 IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that introduced these opsets; later opsets need at most 10
 
 
-def checked_opset(opset: object) -> int:
+def checked_opset(opset: object, newest: int = NEWEST_OPSET) -> int:
     """Return a checked version of the standard operators for graphs of torch models."""
     oldest, chosen = PROFILES["portable"].opset, check_int("opset", opset)
-    if not oldest <= chosen <= NEWEST_OPSET:
-        raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {chosen}")
+    if not oldest <= chosen <= newest:
+        raise ValueError(f"`opset` must be {oldest} … {newest}, got {chosen}")
     return chosen

@@ -88,18 +88,17 @@ def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None
     The replaced model's weights stay for those who are reading it; a later save removes them.
     """
     replaced = weights_of(target)
-    published = None if data is None else target.parent / data.name
-    made = data is not None and published is not None and _link_weights(data, published)
+    made = None if data is None else _link_weights(data, target.parent / data.name)
     try:
-        if made:
+        if made is not None:
             sync_directory(target.parent)
         if overwrite:
             os.replace(new, target)
         else:
             _move_if_free(new, target)
     except BaseException:
-        if made and published is not None:
-            published.unlink(missing_ok=True)
+        if made is not None:
+            made.unlink(missing_ok=True)
         raise
     sync_directory(target.parent)
     for old in replaced:
@@ -123,8 +122,8 @@ def _taken(target: Path) -> FileExistsError:
     return FileExistsError(f"`path` exists, pass overwrite=True to replace it: {os.fspath(target)!r}")
 
 
-def _link_weights(data: Path, published: Path) -> bool:
-    """Give the weights their name; ``False`` if identical weights have it already."""
+def _link_weights(data: Path, published: Path) -> Path | None:
+    """Give the weights their name and return it; ``None`` if identical weights have it already."""
     os.utime(data)
     try:
         _move_if_free(data, published)
@@ -133,8 +132,8 @@ def _link_weights(data: Path, published: Path) -> bool:
             name = os.fspath(published)
             raise FileExistsError(f"the weights of `path` need a name that another file has: {name!r}") from None
         os.utime(published)  # so that no other save takes it for unused weights
-        return False
-    return True
+        return None
+    return published
 
 
 def _move_if_free(new: Path, target: Path) -> None:

@@ -15,7 +15,14 @@ from relskew_core.export._from_torch.fitted import FittedWindow, Reach
 from relskew_core.export._graph.emitter import BOOL, Shape, Value
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
-from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits, relative_values
+from relskew_core.export._graph.parts import (
+    FLOAT32,
+    AttentionInputs,
+    Projected,
+    relative_logits,
+    relative_values,
+    scaled,
+)
 from relskew_core.export._graph.visible import broadcast, by_pair, of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -283,12 +290,6 @@ def window_of(
 ) -> TableWindow:
     """Return the window of tables, whose ``reach`` may depend on lengths."""
     return TableWindow(g, plan, tables, lengths) if reach is None else FittedWindow(g, plan, tables, lengths, reach)
-
-
-def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:
-    """Return ``scale · x``."""
-    # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
-    return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
 
 
 def keys_by_query_head(g: TracedEmitter, plan: GraphPlan, call: TracedCall, scale: float) -> Value:

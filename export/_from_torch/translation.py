@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnx
 
-from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import CallSpec
 from relskew_core._kernel.call import TABLES, Operands, Options, unsupported
 from relskew_core._positions.span import Span
@@ -20,14 +20,14 @@ from relskew_core.export._from_torch.chunked import attend_by_length, chunk_size
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Ends, Reach, dims_of, ends_of
 from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
-from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
+from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks
 from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
-from relskew_core.export._graph.parts import content_logits, hide, weighted_values
+from relskew_core.export._graph.parts import content_logits, hide, scaled, weighted_values
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import GraphPlan, checked_chunk, make_plan
-from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES
+from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES, checked_opset
 
 SUPPORTED = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
@@ -125,10 +125,7 @@ def torch_translation_table(
     >>> sorted(str(operator) for operator in torch_translation_table(23))
     ['relskew.attention.default', 'relskew.recomputed_attention.default']
     """
-    opset = check_int("opset", opset)
-    oldest = PROFILES["portable"].opset
-    if not oldest <= opset <= EXPORTER_OPSET:
-        raise ValueError(f"`opset` must be {oldest} … {EXPORTER_OPSET}, got {opset}")
+    opset = checked_opset(opset, EXPORTER_OPSET)
     chunk_size = checked_chunk(chunk_size)
     table = TranslationTable()
     functions = table._functions = Functions() if check_bool("operator", operator) else None

@@ -67,6 +67,12 @@ def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, t
     return g.transpose(whole, f"{name}/heads", [0, 2, 3, 1] if transposed else [0, 2, 1, 3])
 
 
+def scaled(g: Emitter, x: Value, scale: float, name: str) -> Value:
+    """Return ``scale · x``."""
+    # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
+    return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
+
+
 def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWindow, lengths: Lengths) -> Value:
     """Return the contribution of relative positions, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
 

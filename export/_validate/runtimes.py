@@ -27,8 +27,6 @@ WITH_OPERATOR = "onnxruntime, operator"
 
 BFLOAT16 = DTYPES["bfloat16"]
 SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
-
-
 DEVICES = (SHORT_NAMES["cuda"], SHORT_NAMES["tensorrt"])
 
 
@@ -203,7 +201,7 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
     def run(feeds: Feeds) -> list[np.ndarray]:
         tensors = {key: _openvino_tensor(openvino, array) for key, array in feeds.items()}
         results = compiled(tensors)
-        return [_from_openvino(results[output]) for output in compiled.outputs]
+        return [np.array(results[output]) for output in compiled.outputs]
 
     return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run, empty_batch=True)
 
@@ -223,10 +221,6 @@ def _openvino_tensor(openvino: Any, array: np.ndarray) -> Any:
     if array.dtype != BFLOAT16:
         return openvino.Tensor(np.ascontiguousarray(array))
     return openvino.Tensor(array.view(np.uint16), array.shape, openvino.Type.bf16)
-
-
-def _from_openvino(value: Any) -> np.ndarray:
-    return np.array(value)
 
 
 OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {

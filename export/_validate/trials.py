@@ -53,7 +53,8 @@ def make_trials(
     plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int] | None, seed: int
 ) -> list[tuple[Trial, int]]:
     """Return the inputs to try, each once and with the seed of its numbers; those that must fail come last."""
-    sweep = dict.fromkeys(_sweep(plan, lengths, batches or BATCHES))
+    sweep_of = _sweep_of_memories if plan.spec.cross else _sweep_of_sequences
+    sweep = dict.fromkeys(sweep_of(plan, lengths, batches or BATCHES))
     seeds = {trial: index for index, trial in enumerate(sweep)}
     if plan.dtype.itemsize >= 4:  # half precision rounds large logits too coarsely to compare
         short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
@@ -99,10 +100,6 @@ def _trial(plan: GraphPlan, batch: int, queries: int, keys: int, past: int = 0) 
 def _batch(plan: GraphPlan, batch: int, queries: int, past: int) -> int:
     """Return the batch to try: GroupQueryAttention supports several queries after a past only for one item."""
     return 1 if plan.profile.contrib and past and queries > 1 else batch
-
-
-def _sweep(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
-    yield from (_sweep_of_memories if plan.spec.cross else _sweep_of_sequences)(plan, lengths, batches)
 
 
 def _sweep_of_memories(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
