@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from relskew_core._array.checks import check_choice, describe
 from relskew_core._array.keywords import explains
 from relskew_core.export import _table_products as table_products
-from relskew_core.export._graph.functions import all_graphs, names_read, readers_of, refill
+from relskew_core.export._graph.functions import all_graphs, cut_axes, names_read, readers_of, refill, vectors_of
 from relskew_core.export._save import save
 from relskew_core.export._table_static import round_tables
 
@@ -258,12 +258,12 @@ def _tables(model: onnx.ModelProto) -> None:
     """Store the tables that are cut or looked up as int8, and dequantise the parts that are read."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if len(tensor.dims) == 1}
+    vectors = vectors_of(graph)
     readers = readers_of(graph)
     results = {value.name for part in all_graphs(graph) for value in part.output}
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
-        found, rank = [_axes(node, constants) for node in readers.get(name, ())], len(tensor.dims)
+        found, rank = [_axes(node, vectors) for node in readers.get(name, ())], len(tensor.dims)
         large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
         if name not in results and large and found and all(found):
             axes = {axis % rank for one in found for axis in one}
@@ -294,12 +294,8 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
     refill(graph.node, nodes)
 
 
-def _axes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> list[int]:
+def _axes(node: onnx.NodeProto, vectors: Mapping[str, np.ndarray]) -> list[int]:
     """Return the axes along which a node slices or gathers its first input; none if it does anything else."""
-    if node.domain:
-        return []
-    if node.op_type == "Gather":
+    if node.op_type == "Gather" and not node.domain:
         return [next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)]
-    if node.op_type == "Slice" and len(node.input) == 4 and node.input[3] in constants:
-        return [int(axis) for axis in constants[node.input[3]]]
-    return []
+    return cut_axes(node, vectors)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from relskew_core.export._graph.functions import all_graphs, readers_of, refill
+from relskew_core.export._graph.functions import all_graphs, cut_axes, readers_of, refill, vectors_of
 
 OLDEST = 18
 """The opset in which the axes of a maximum are an input, as in these nodes."""
@@ -33,8 +33,7 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
     Each query is rounded with a separate scale, so that no query changes what another one gets.
     """
     graph = model.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if len(tensor.dims) == 1}
-    find = _Finder(graph, constants)
+    find = _Finder(graph)
     found = {}
     for tensor in list(graph.initializer):
         if (
@@ -60,13 +59,14 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
 class _Finder:
     """Finds the uses of a table."""
 
-    def __init__(self, graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-        self.readers, self._constants = readers_of(graph), constants
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.readers, self._vectors = readers_of(graph), vectors_of(graph)
         self.results = {value.name for part in all_graphs(graph) for value in part.output}
 
     def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
         """Return a node that reads a table and its successors, if they only multiply."""
-        turn = self._behind(cut) if cut.input[0] == table and self._cuts_rows(cut) else []
+        # A slice of rows is as fast along columns; gathering columns is far slower.
+        turn = self._behind(cut) if cut.input[0] == table and cut_axes(cut, self._vectors) == [ROWS] else []
         if len(turn) != 1 or turn[0].op_type != "Transpose" or [list(x.ints) for x in turn[0].attribute] != [[0, 2, 1]]:
             return None
         columns, products = turn[0].output[0], self._behind(turn[0])
@@ -77,11 +77,6 @@ class _Finder:
     def _behind(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         name = node.output[0]
         return [] if name in self.results else self.readers.get(name, [])
-
-    def _cuts_rows(self, node: onnx.NodeProto) -> bool:
-        """Whether a node slices rows, which is as fast along columns; gathering columns is far slower."""
-        axes = self._constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) == 4 else None
-        return axes is not None and axes.tolist() == [ROWS]
 
 
 _CONSTANTS: dict[str, np.ndarray] = {

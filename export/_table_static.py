@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from relskew_core.export._graph.functions import all_graphs, readers_of, refill
+from relskew_core.export._graph.functions import all_graphs, cut_axes, readers_of, refill, vectors_of
 from relskew_core.export._table_products import MIDDLE
 
 
@@ -21,11 +21,11 @@ class _Part(NamedTuple):
     rounds: onnx.NodeProto
     unpacked: list[onnx.NodeProto]
 
-    def reads_rows(self, rank: int, axes: Mapping[str, list[int]]) -> bool:
+    def reads_rows(self, rank: int, vectors: Mapping[str, np.ndarray]) -> bool:
         """Whether it slices rows and transposes them, so that columns could be sliced instead."""
         swapped = [*range(rank - 2), rank - 1, rank - 2]
-        sliced = len(self.cut.input) == 4 and axes.get(self.cut.input[3]) == [rank - 2]
-        return sliced and [list(one.ints) for node in self.turns for one in node.attribute] == [swapped]
+        turned = [list(one.ints) for node in self.turns for one in node.attribute] == [swapped]
+        return turned and cut_axes(self.cut, vectors) == [rank - 2]
 
 
 def round_tables(model: onnx.ModelProto, least: int) -> None:
@@ -38,11 +38,7 @@ def round_tables(model: onnx.ModelProto, least: int) -> None:
     inner = (part for part in all_graphs(graph) if part is not graph)
     elsewhere = {name for part in inner for node in part.node for name in node.input}
     elsewhere |= {value.name for value in graph.output}
-    axes = {
-        tensor.name: numpy_helper.to_array(tensor).tolist()
-        for tensor in graph.initializer
-        if tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1
-    }
+    vectors = vectors_of(graph)
     for tensor in list(graph.initializer):
         large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= least
         if not large or tensor.name in elsewhere:
@@ -50,7 +46,7 @@ def round_tables(model: onnx.ModelProto, least: int) -> None:
         parts = [_part(node, tensor.name, readers, elsewhere) for node in readers.get(tensor.name, ())]
         found = [part for part in parts if part is not None]
         if found and len(found) == len(parts):
-            _store(graph, tensor, found, columns=all(part.reads_rows(len(tensor.dims), axes) for part in found))
+            _store(graph, tensor, found, columns=all(part.reads_rows(len(tensor.dims), vectors) for part in found))
 
 
 def _part(

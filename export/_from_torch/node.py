@@ -96,8 +96,8 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
         model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 
 
-def is_served(operands: Operands, options: Options) -> bool:
-    """Whether the operator supports all of a call."""
+def is_served(operands: Operands) -> bool:
+    """Whether the operator supports the arrays of a call, and thus all of it."""
     return len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES
 
 

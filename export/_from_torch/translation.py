@@ -148,7 +148,7 @@ def torch_translation_table(
         names = unsupported(operands, options, SUPPORTED)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
-        if functions is not None and is_served(operands, options):
+        if functions is not None and is_served(operands):
             return write_node(op, operands, options, ends, opset, functions, _attention)
         operands = with_one_leading_axis(g, operands)
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from relskew_core.export._graph.operator import DOMAIN, NAME, VERSION
 
@@ -123,6 +124,17 @@ def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
             for name in node.input:
                 found.setdefault(name, []).append(node)
     return found
+
+
+def vectors_of(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
+    """Return the stored tensors with one axis, among them the axes of slices."""
+    return {one.name: numpy_helper.to_array(one) for one in graph.initializer if len(one.dims) == 1}
+
+
+def cut_axes(node: onnx.NodeProto, vectors: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the axes along which a node slices its first input; none if it does anything else."""
+    sliced = node.op_type == "Slice" and not node.domain and len(node.input) == 4 and node.input[3] in vectors
+    return vectors[node.input[3]].tolist() if sliced else []
 
 
 def read_once(graph: onnx.GraphProto) -> set[str]:

@@ -25,7 +25,7 @@ def visible(
     """
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
     if plan.in_place:  # the rows of the batch have different positions
-        symbols = (lengths.row_symbol, 1, *symbols)
+        symbols = ("batch", 1, *symbols)
     conditions: list[Value] = []
     positions = _KeyAndQueryPositions(g, plan, lengths)
 
@@ -125,8 +125,8 @@ class _KeyAndQueryPositions:
         flat = self._range("query", 0, lengths.queries, lengths.query_symbol)
         column = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", (lengths.query_symbol, 1))
         axes = g.constant([1, 2, 3])
-        past = g.index("Unsqueeze", [g.dim(lengths.past), axes], "visible/past_rows", (lengths.row_symbol, 1, 1, 1))
-        shape: Shape = (lengths.row_symbol, 1, lengths.query_symbol, 1)
+        past = g.index("Unsqueeze", [g.dim(lengths.past), axes], "visible/past_rows", ("batch", 1, 1, 1))
+        shape: Shape = ("batch", 1, lengths.query_symbol, 1)
         self._queries = g.index("Add", [column, past], "visible/query_positions_by_row", shape)
         return self._queries
 

@@ -23,7 +23,6 @@ class Lengths:
     past: Dim
     query_symbol: int | str
     key_symbol: int | str
-    row_symbol: str = "batch"
 
 
 class HeadRange(NamedTuple):
