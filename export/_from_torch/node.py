@@ -16,8 +16,7 @@ from relskew_core.export._from_torch.fitted import Ends
 from relskew_core.export._graph.emitter import Emitter, Shape, Value
 from relskew_core.export._graph.in_place_node import ALIGNED
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS, VERSION, attributes_of
-
-TYPES = ("float16", "float32", "float64", "bfloat16")
+from relskew_core.export._weights import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
 
 def is_served(operands: Operands) -> bool:
     """Whether the operator supports the arrays of a call, and thus all of it."""
-    return len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES
+    return len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in DTYPES
 
 
 def write_node(
@@ -111,6 +110,8 @@ def write_node(
     emit: Callable[..., Any],
 ) -> tuple[Any, Any]:
     """Write a call as a node; ``emit(body, opset, operands, options, ends)`` makes its function."""
+    import onnx_ir
+
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     arguments: dict[str, Any] = {name: _Argument(name, x) for name, x in given.items()}
     mask = given.pop("mask", None)
@@ -146,22 +147,10 @@ def write_node(
         node.replace_input_with(place, given.get(name))
     node.resize_outputs(len(results))
     for name, value in attributes.items():
-        node.attributes[name] = _attribute(name, value)
+        node.attributes[name] = onnx_ir.convenience.convert_attribute(name, value)
     node.metadata_props.update(body.notes)
     outputs = list(node.outputs)
     for unused in outputs[1:-1]:
         unused.name = ""
-    return outputs[0], outputs[-1] if options.return_lse else op.Constant(value=_tensor(body.dtype))
-
-
-def _tensor(dtype: np.dtype[Any]) -> Any:
-    import onnx_ir
-
-    return onnx_ir.tensor(np.zeros(0, dtype))
-
-
-def _attribute(name: str, value: Any) -> Any:
-    import onnx_ir
-
-    makers: dict[type, Any] = {int: onnx_ir.AttrInt64, float: onnx_ir.AttrFloat32, str: onnx_ir.AttrString}
-    return makers[type(value)](name, value)
+    empty = onnx_ir.tensor(np.zeros(0, body.dtype))
+    return outputs[0], outputs[-1] if options.return_lse else op.Constant(value=empty)

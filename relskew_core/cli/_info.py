@@ -56,17 +56,15 @@ def show(facts: dict[str, Any], console: Console) -> None:
     machine = f"  Python {facts['python']}  {facts['platform']}"
     console.print(Text.assemble((f"relskew {facts['relskew']}", "bold"), machine))
     console.print("  ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()))
-    table = Table(title="Array libraries", title_justify="left")
-    for name in ("library", "version", "device", "dtypes", "implementations"):
-        table.add_column(name)
+    table = Table(
+        "library", "version", "device", "dtypes", "implementations", title="Array libraries", title_justify="left"
+    )
     for one in facts["libraries"]:
         names = ", ".join(one["implementations"])
         table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
     console.print(table)
     console.print(f"compiled kernels: {facts['kernels']}", style="dim", soft_wrap=True)
-    table = Table(title="ONNX runtimes", title_justify="left")
-    for name in ("runtime", "version", "device", "profile"):
-        table.add_column(name)
+    table = Table("runtime", "version", "device", "profile", title="ONNX runtimes", title_justify="left")
     for one in facts["runtimes"]:
         table.add_row(one["name"], one["version"], one["device"], one["profile"])
     console.print(table)
