@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import onnx
 from onnx import TensorProto
@@ -141,7 +141,8 @@ def _unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) 
         if size > min(external_threshold, _PROTOBUF_LIMIT):
             model, data = _split(model, folder, target.name)
         new = folder / target.name
-        _write(new, model.SerializeToString(deterministic=True))
+        with _flushed(new) as stream:
+            stream.write(model.SerializeToString(deterministic=True))
         onnx.checker.check_model(os.fspath(new))
         yield new, data
 
@@ -152,7 +153,7 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
     _copy_fields(model, slim, skip="graph")
     _copy_fields(model.graph, slim.graph, skip="initializer")
     unnamed, digest, position = folder / "weights", hashlib.sha256(), 0
-    with unnamed.open("xb") as stream:
+    with _flushed(unnamed) as stream:
         for tensor in model.graph.initializer:
             entry = slim.graph.initializer.add()
             if not _is_large(tensor):
@@ -167,8 +168,6 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
             offset = position - len(tensor.raw_data)
             for key, value in (("offset", offset), ("length", len(tensor.raw_data))):
                 entry.external_data.add(key=key, value=str(value))
-        stream.flush()
-        os.fsync(stream.fileno())
     named = folder / f"{name}.{digest.hexdigest()[:16]}.data"
     os.replace(unnamed, named)
     for entry in slim.graph.initializer:
@@ -192,8 +191,9 @@ def _is_large(tensor: onnx.TensorProto) -> bool:
     return len(tensor.raw_data) >= _SMALLEST_EXTERNAL
 
 
-def _write(path: Path, content: bytes) -> None:
+@contextmanager
+def _flushed(path: Path) -> Iterator[IO[bytes]]:
     with path.open("xb") as stream:
-        stream.write(content)
+        yield stream
         stream.flush()
         os.fsync(stream.fileno())

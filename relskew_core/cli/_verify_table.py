@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
     cases = "case" if every else "cases (worst)"
     columns = dict.fromkeys(("library", "device", "dtype", cases), False)
     columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
-    groups = _groups(found.rows)
+    groups = [list(rows) for _, rows in groupby(found.rows, lambda row: (row.library, row.device, row.dtype))]
     rows: list[tuple[list[str | Text], bool]] = []
     for group, after in zip_longest(groups, groups[1:]):
         lines = [[row] for row in group] if every else [group]
@@ -50,14 +50,6 @@ def show_missing(missing: list[Missing], console: Console) -> None:
         for one in missing:
             grid.add_row(Text("missing", style="yellow"), one.name, one.reason)
         console.print(grid)
-
-
-def _groups(rows: list[Finding]) -> list[list[Finding]]:
-    """Return the rows, grouped by library, device and dtype."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for row in rows:
-        groups.setdefault((row.library, row.device, row.dtype), []).append(row)
-    return list(groups.values())
 
 
 def _line(rows: list[Finding]) -> list[str | Text]:
