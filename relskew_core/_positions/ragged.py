@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from relskew_core._array.checks import check_offset, describe, has_shape, is_array
 from relskew_core._array.gather import within
 from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
-from relskew_core._array.known import comparable, known_values
+from relskew_core._array.known import comparable
 from relskew_core._array.namespace import check_companion, device, is_torch, on_cpu
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._positions.labels import known_items
 from relskew_core._positions.span import Beyond, Span
 from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
@@ -188,14 +189,5 @@ def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
     standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 does not trace `hasattr` of tensors
     if standard and on_cpu(offset):
         return tuple(int(value) for value in xp.reshape(offset, (-1,)))
-    values = known_values(offset)
-    return None if values is None else tuple(_numbers(values if offset.ndim else [values]))
-
-
-def _numbers(nested: Any) -> Iterator[int]:
-    """Return the numbers in nested lists."""
-    if isinstance(nested, list):
-        for inner in nested:
-            yield from _numbers(inner)
-    else:
-        yield nested
+    items = known_items(offset) if offset.ndim else None
+    return None if items is None else tuple(chain.from_iterable(items))
