@@ -5,6 +5,7 @@ Its arrays are in the host's memory, which its devices share, and no function ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,24 +19,16 @@ def __getattr__(name: str) -> Any:
     return getattr(mx, "bool_" if name == "bool" else name)
 
 
-def arange(*bounds: Any, device: Any = None, **options: Any) -> Array:
-    """Return evenly spaced numbers."""
-    return mx.arange(*bounds, **options)
+def _anywhere(function: Any) -> Callable[..., Array]:
+    """Let a function that makes an array accept a device, and leave it out."""
+
+    def make(*given: Any, device: Any = None, **options: Any) -> Array:
+        return function(*given, **options)
+
+    return make
 
 
-def asarray(data: Any, *, device: Any = None, **options: Any) -> Array:
-    """Make an array."""
-    return mx.asarray(data, **options)
-
-
-def full(shape: tuple[int, ...], value: Any, *, device: Any = None, **options: Any) -> Array:
-    """Return an array of one number."""
-    return mx.full(shape, value, **options)
-
-
-def zeros(shape: tuple[int, ...], *, device: Any = None, **options: Any) -> Array:
-    """Return zeros."""
-    return mx.zeros(shape, **options)
+arange, asarray, full, zeros = map(_anywhere, (mx.arange, mx.asarray, mx.full, mx.zeros))
 
 
 def after(x: Array, done: list[Array]) -> Array:
