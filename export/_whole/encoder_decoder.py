@@ -35,6 +35,7 @@ def encoder_decoder_to_onnx(
     dtype: Any = None,
     chunk_size: int | Literal["auto"] | None = "auto",
     tolerance: float | None = None,
+    operator: bool = False,
     check: bool = True,
     report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
@@ -78,6 +79,10 @@ def encoder_decoder_to_onnx(
         heads. None: no control flow.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
+    operator : bool, default False
+        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
+        :func:`torch_to_onnx` does. The check runs the graphs with the operator library and without it;
+        :func:`generate` registers the library automatically.
     check : bool, default True
         Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
         batches, with padding, prompts of the decoder and single tokens after them.
@@ -158,6 +163,7 @@ def encoder_decoder_to_onnx(
     check_bool("check", check)
     check_report(report)
     check_bool("overwrite", overwrite)
+    check_bool("operator", operator)
     start = _start(model)
     model = in_dtype(model, torch_dtype(dtype))
     home = target_path(folder, "folder")
@@ -182,6 +188,7 @@ def encoder_decoder_to_onnx(
                     lengths=part.called,
                     sums={"length + past_length": "total_length"},
                     metadata={START: str(start)},
+                    operator=operator,
                     prefix="model.model.",
                     chunk_size=chunk_size if part is parts[0] else None,
                 ).model
@@ -191,7 +198,8 @@ def encoder_decoder_to_onnx(
 
         def compare(files: Sequence[Path]) -> None:
             with evaluating(model):
-                check_parts(parts, files, tolerance, checks)
+                for library in (False, True)[: 1 + operator]:
+                    check_parts(parts, files, tolerance, checks, operator=library)
 
         write(
             graphs,

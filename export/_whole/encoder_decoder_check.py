@@ -19,10 +19,15 @@ CASES = ((1, 1, 1), (3, 7, 4), (2, 150, 20))
 
 
 def check_parts(
-    parts: Sequence[GraphPart], files: Sequence[Path], tolerance: float | None, checks: list[Check]
+    parts: Sequence[GraphPart],
+    files: Sequence[Path],
+    tolerance: float | None,
+    checks: list[Check],
+    *,
+    operator: bool = False,
 ) -> None:
     """Raise unless each graph, given torch's results of the part before, gives torch's results."""
-    runs = [runner(file, part.inputs) for part, file in zip(parts, files, strict=True)]
+    runs = [runner(file, part.inputs, operator=operator) for part, file in zip(parts, files, strict=True)]
     model: Any = parts[0].module.model
     generator = torch.Generator("cpu").manual_seed(1)
     vocabulary = model.config.vocab_size

@@ -12,7 +12,7 @@ import numpy as np
 from relskew_core._array.checks import describe
 from relskew_core.export._save import SET
 from relskew_core.export._whole.encoder_decoder import FILES, START
-from relskew_core.export._whole.generate_memory import TYPES
+from relskew_core.export._whole.generate_memory import TYPES, with_library
 from relskew_core.export._whole.sampling import Array
 
 
@@ -26,7 +26,7 @@ class EncoderDecoder:
         missing = [name for name in FILES if not (home / name).is_file()]
         if missing:
             raise FileNotFoundError(f"`model` must be a folder with {', '.join(FILES)}, got {os.fspath(home)!r}")
-        sessions = [onnxruntime.InferenceSession(home / name, providers=list(providers)) for name in FILES]
+        sessions = [with_library(home / name, providers) for name in FILES]
         metas = [session.get_modelmeta().custom_metadata_map for session in sessions]
         sets = {meta.get(SET) for meta in metas}
         if len(sets) != 1 or None in sets or START not in metas[0]:

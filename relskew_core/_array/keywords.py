@@ -38,7 +38,7 @@ MORE = {
     "cache_dtype": ": `decoder_to_onnx` has it",
     "genai": ": `decoder_to_onnx` has it",
     "in_place": ": `to_onnx` and `decoder_to_onnx` have it",
-    "operator": ": `to_onnx`, `torch_to_onnx` and `decoder_to_onnx` have it",
+    "operator": ": it is an argument of the functions that export a graph",
     "profile": ": `to_onnx` has it",
 }
 """Further hints for some of them."""

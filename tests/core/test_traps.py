@@ -266,7 +266,8 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
         ("generate", "max_new_tokens", "is called `n` here"),
         ("torch_to_onnx", "dynamic_axes", "is called `vary` here"),
         ("decoder_to_onnx", "opset_version", "is called `opset` here"),
-        ("encoder_decoder_to_onnx", "operator", "`decoder_to_onnx` have it"),
+        ("encoder_decoder_to_onnx", "in_place", "`decoder_to_onnx` have it"),
+        ("generate", "operator", "an argument of the functions that export"),
         ("quantize", "profile", "`to_onnx` has it"),
     ],
 )

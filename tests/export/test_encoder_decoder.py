@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from relskew_core import Span, relative_attention
 from relskew_core.export import ExportReport, _publish, _save, encoder_decoder_to_onnx, generate
+from relskew_core.export._library import found_library
 from relskew_core.export._whole import convert
 from relskew_core.export._whole.encoder_decoder import FILES
 
@@ -169,6 +170,21 @@ def test_tokens(made: tuple[Model, Path]) -> None:
     assert np.array_equal(one, want[1])
     assert seen == one.tolist()
     assert generate(folder, [1], 0).shape == (0,)
+
+
+@pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
+def test_operator(made: tuple[Model, Path], tmp_path: Path) -> None:
+    """Each call is a node and a function, checked both ways; ``generate`` registers the library."""
+    model, reports = made[0], list[ExportReport]()
+    folder = encoder_decoder_to_onnx(model, tmp_path / "made", operator=True, report=reports.append)
+    calls = {name: [node.op_type for node in onnx.load(folder / name).graph.node] for name in FILES}
+    assert [found.count("RelativeAttention") for found in calls.values()] == [1, 2, 2]
+    compared = [(check.name, check.case) for check in reports[0].checks]
+    half = len(compared) // 2
+    assert compared[:half] == compared[half:] != []
+    source, mask = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 0, 0]]), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    want = generate(made[1], source.numpy(), 40, mask=mask.numpy())
+    assert np.array_equal(generate(folder, source.numpy(), 40, mask=mask.numpy()), want)
 
 
 def test_sounds(tmp_path: Path) -> None:
