@@ -17,8 +17,7 @@ class Profile:
     name: str
     opset: int
     fused: bool = False  # one Attention node; else separate nodes
-    slice_window: bool = False  # the window of the table by Slice; else by Gather
-    pads: bool = False  # the edges of a window by Pad; else by Expand and Concat
+    slice_window: bool = False  # the window of the table by Slice, its edges by Pad; else by Gather, Expand, Concat
     causal_attribute: bool = False  # Attention's is_causal; else causality in the mask
     cache_inputs: bool = False  # Attention's past_key and past_value; else Concat
     branches: bool = False  # an If between inputs of one chunk and longer ones; else a loop even for one chunk
@@ -32,7 +31,6 @@ PROFILES = {
         23,
         fused=True,
         slice_window=True,
-        pads=True,
         causal_attribute=True,
         cache_inputs=True,
         branches=True,
@@ -43,7 +41,6 @@ PROFILES = {
         21,
         fused=True,
         slice_window=True,
-        pads=True,
         causal_attribute=True,
         cache_inputs=True,
         contrib=True,

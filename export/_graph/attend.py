@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from relskew_core.export._graph.by_head import attend_by_head
@@ -52,19 +51,18 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
 def _by_length(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
     """Attention in chunks, or at once for a single chunk of queries, for which a loop would cost more than it saves."""
 
-    def short(g: Emitter) -> Sequence[Value]:
-        heads, present = attend(g, replace(plan, looped=False, guarded=False), inputs)
-        return [heads, *(present or ())]
-
-    def long(g: Emitter) -> Sequence[Value]:
-        heads, present = _in_chunks(g, plan, inputs)
+    def results(heads: Value, present: Present | None) -> list[Value]:
         return [heads, *(present or ())]
 
     compared = [g.dim(inputs.lengths.queries), g.constant([plan.chunk_size])]
     one_chunk = g.index("LessOrEqual", compared, "chunks/one_is_enough", (1,), BOOL)
     heads = Value(g.path("heads"), inputs.projected.q.shape, g.dtype)
     present = None if inputs.past is None else present_values(g, plan, inputs.past)
-    g.choose(one_chunk, "attention_by_length", [heads, *(present or ())], short=short, long=long)
+    g.choose(
+        one_chunk, "attention_by_length", results(heads, present),
+        short=lambda g: results(*attend(g, replace(plan, looped=False, guarded=False), inputs)),
+        long=lambda g: results(*_in_chunks(g, plan, inputs)),
+    )  # fmt: skip
     return heads, present
 
 

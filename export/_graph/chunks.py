@@ -62,16 +62,10 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         end = body.index("Add", [start, size], "chunk/end")
         rows = body.cut(heads.queries, 2, start, end, "chunk", "chunk/queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
-        seen = Lengths(
-            size,
-            body.minus(stop, first, "chunk/key_count"),
-            body.minus(body.plus(lengths.past, start, "chunk/position"), first, "chunk/offset"),
-            "chunk",
-            "chunk_keys",
-        )
         whole = first == 0 and stop is lengths.keys
-        if whole:
-            seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
+        count_of_keys = body.minus(stop, first, "chunk/key_count")
+        offset = body.minus(body.plus(lengths.past, start, "chunk/position"), first, "chunk/offset")
+        seen = Lengths(size, count_of_keys, offset, "chunk", lengths.key_symbol if whole else "chunk_keys")
         k = heads.keys if whole else body.cut(heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
         v = heads.values if whole else body.cut(heads.values, 2, first, stop, "chunk_keys", "chunk/values")
         window = TableWindow(body, plan, inputs.tables, seen, inputs.heads)

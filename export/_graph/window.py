@@ -205,7 +205,7 @@ class TableWindow:
         """Repeat the first and the last entry of ``axis`` for positions past the table's soft ends."""
         g, pieces, (before, after) = self._g, [x], self._repeats
         whole = (*x.shape[:axis], self.symbol, *x.shape[axis + 1 :])
-        if (before, after) != (0, 0) and self._plan.profile.pads and g.dtype != BFLOAT16:
+        if (before, after) != (0, 0) and self._plan.profile.slice_window and g.dtype != BFLOAT16:
             zeros = [0] * (len(x.shape) - 1)
             pads = g.dims(f"{name}/pads", *zeros[:axis], before, *zeros, after, *zeros[axis:])
             return g.compute("Pad", [x, pads], f"{name}/extended", whole, mode="edge")
