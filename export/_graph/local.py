@@ -84,10 +84,10 @@ class _Blocks:
         shape: Shape = (x.shape[0], "blocks", "block", width)
         cuts = (shape[0], f"blocks_and_{before}", *shape[2:])
         cut = g.compute("Reshape", [filled, cut_shape], f"blocks/{name}_cut", cuts, x.dtype)
-        pieces = []
-        for first in range(before + 1):
-            end = INT64_MAX if first == before else first - before
-            pieces.append(g.cut(cut, 1, first, end, shape[1], f"blocks/{name}_{before - first}_before"))
+        pieces = [
+            g.cut(cut, 1, before - back, -back or INT64_MAX, shape[1], f"blocks/{name}_{back}_before")
+            for back in range(before, -1, -1)
+        ]
         wide = (*shape[:2], self._wide_symbol, width)
         joined = g.compute("Concat", pieces, f"blocks/{name}_joined", wide, x.dtype, axis=2)
         folded = g.dims(f"blocks/{name}_folded_shape", -1, self._wide, width)

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._description import Metadata, inputs_of, read_metadata
 from relskew_core.export._graph.emitter import element_type
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._graph.functions import all_graphs, readers_of
 from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
 from relskew_core.export._graph.operator import DOMAIN
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -89,8 +89,7 @@ def _unread(model: onnx.ModelProto) -> str:
     """Return the names of stored tensors that no result depends on."""
     stored = [tensor.name for tensor in model.graph.initializer]
     stored += [tensor.values.name for tensor in model.graph.sparse_initializer]
-    read = {name for graph in all_graphs(model.graph) for node in graph.node for name in node.input}
-    read |= {value.name for graph in all_graphs(model.graph) for value in graph.output}
+    read = {*readers_of(model.graph), *(value.name for graph in all_graphs(model.graph) for value in graph.output)}
     unread = [name for name in stored if name not in read]
     return f"nothing reads {', '.join(unread)}" if unread else ""
 

@@ -70,8 +70,7 @@ def _part(
         if needed & set(node.output):
             needed.update(names_read([node]))
             kept.append(node)
-    part = onnx.ModelProto()
-    part.CopyFrom(_without_graph(model))
+    part = _without_graph(model)
     graph = part.graph
     graph.name = model.graph.name
     graph.node.extend(reversed(kept))
