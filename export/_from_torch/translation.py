@@ -201,14 +201,10 @@ def _attention(
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
-        logits = _with_additive(g, plan, call, logits)
-        if condition is not None:
-            logits = hide(g, plan, logits, condition)
+        logits = hide(g, plan, _with_additive(g, plan, call, logits), condition)
         attributes = fused_attributes(g, plan, options.scale)
         out = g.compute("Attention", [call.q, call.k, call.v, logits], "attention", call.out_shape, **attributes)
-        if plan.dead_rows and condition is not None:
-            out = without_dead_rows(g, plan, out, condition)
-        return call.result(out, "out"), nothing
+        return call.result(without_dead_rows(g, plan, out, condition), "out"), nothing
     n = call.lengths.queries
     keys = g.transpose(call.k, "attention/keys")
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)

@@ -36,12 +36,9 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
     if plan.fused:
         bias = relative_logits(g, plan, queries, window, inputs.lengths)
         condition = _condition(g, plan, inputs)
-        if condition is not None:
-            bias = hide(g, plan, bias, condition)
+        bias = hide(g, plan, bias, condition)
         heads, present = (_grouped if plan.profile.contrib else attend_fused)(g, plan, inputs, queries, bias)
-        if plan.dead_rows and condition is not None:
-            heads = without_dead_rows(g, plan, heads, condition)
-        return heads, present
+        return without_dead_rows(g, plan, heads, condition), present
     condition = _condition(g, plan, inputs)
     keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
     heads = weighted_heads(g, plan, Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition)

@@ -44,11 +44,13 @@ def fused_attributes(g: Emitter, plan: GraphPlan, scale: float = 1.0) -> dict[st
     return attributes | ({"softmax_precision": TensorProto.FLOAT} if g.dtype.itemsize == 2 else {})
 
 
-def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Value) -> Value:
+def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Value | None) -> Value:
     """Return zeros for queries that see no key; runtimes return zeros, NaN or the mean of all values.
 
     The heads are (batch, H, queries, D), or (batch, queries, H · D).
     """
+    if condition is None or not plan.dead_rows:
+        return heads
     seen = g.cast(condition, FLOAT32, "attention/seen")
     shape = (*condition.shape[:-1], 1)
     most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)

@@ -51,7 +51,7 @@ def attend_in_place(
             shape = (bias.shape[0], of_heads, *bias.shape[2:])
             seen = g.compute("And", [seen, condition], "visible/all", shape, BOOL)
         condition = seen
-    if plan.fused and condition is not None:
+    if plan.fused:
         bias = hide(g, plan, bias, condition)
     if plan.profile.contrib:
         total = g.scalar(rows.total, "attention/total")
@@ -69,9 +69,7 @@ def attend_in_place(
         lengths = rows.lengths.queries, rows.total, g.length(past[0], 2, CACHE_LENGTH)
         attributes = fused_attributes(g, plan)
         attend_filled(g, queries, present, bias, lengths, heads, branches=plan.branches, **attributes)
-        if plan.dead_rows and condition is not None:
-            heads = without_dead_rows(g, plan, heads, condition)
-        return as_given(g, projected, heads), present
+        return as_given(g, projected, without_dead_rows(g, plan, heads, condition)), present
     keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     turned = g.transpose(keys, "cache/keys_transposed")
     n = rows.lengths.queries

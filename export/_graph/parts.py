@@ -176,8 +176,7 @@ def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bia
 def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None) -> Softmax:
     """Softmax of the logits, in at least float32; zeros if no key is visible."""
     shape = logits.shape
-    if condition is not None:
-        logits = hide(g, plan, logits, condition)
+    logits = hide(g, plan, logits, condition)
     if g.dtype.itemsize == 2:
         logits = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=element_type(FLOAT32))
     shares = weights = g.compute("Softmax", [logits], "attention/softmax", shape, logits.dtype, axis=-1)
@@ -202,8 +201,10 @@ def with_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
     return g.compute("Mul", [out, kept], "sinks/out", out.shape)
 
 
-def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
-    """Return ``logits`` where ``condition``, else a number that the softmax makes zero."""
+def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None) -> Value:
+    """Return ``logits`` where ``condition``, if there is one, else a number that the softmax makes zero."""
+    if condition is None:
+        return logits
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
         # A hidden logit of half precision may have overflowed, so it is replaced; for one head, Where is cheaper.
