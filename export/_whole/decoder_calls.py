@@ -145,7 +145,13 @@ def example(
     if dtype is not None:
         past = pytree.tree_map(partial(cast, dtype=dtype), past)
     given = _check_caches("what `past(batch)` returns", past, batch, 0)
-    result = model(torch.zeros((batch, length), dtype=torch.int64, device="cpu"), past, *memory)
+    tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
+    try:
+        inspect.signature(model.forward).bind(tokens, past, *memory)
+    except TypeError as error:
+        called = ", ".join(["tokens", "past", *("memory", "mask")[: len(memory)]])
+        raise TypeError(f"`model` must be called as model({called}), got {type(model).__name__}: {error}") from error
+    result = model(tokens, past, *memory)
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], Tensor):
         raise TypeError(f"`model` must return (logits, past), got {describe(result)}")
     logits, present = result

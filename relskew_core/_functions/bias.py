@@ -15,7 +15,7 @@ from relskew_core._array.nothing import nothing
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_offset, default_span
 from relskew_core._positions.skew import pad_last, skew_from
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, span_hint
 from relskew_core._positions.table import Extension, Table
 from relskew_core._positions.visibility import Visibility
 
@@ -98,7 +98,7 @@ def check_span(
     if span is None:
         return default_span(name, rows, causal=causal, n_keys=n_keys, span_name=span_name)
     if not isinstance(span, Span):
-        raise TypeError(f"`{span_name}` must be a Span or None, got {describe(span)}")
+        raise TypeError(f"`{span_name}` must be a Span or None, got {describe(span)}{span_hint(span)}")
     if rows != span.rows:
         raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {rows}")
     return span

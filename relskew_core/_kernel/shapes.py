@@ -10,7 +10,7 @@ from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import settled
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import BY_KEY, BY_QUERY, KINDS, Arguments, Kind
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, span_hint
 
 
 def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span_name: str = "span") -> Span:
@@ -60,7 +60,7 @@ def check_tables(
 ) -> Span:
     """Check the tables' shapes against the span, and return it; by default the first table determines it."""
     if span is not None and not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span or None, got {describe(span)}")
+        raise TypeError(f"`span` must be a Span or None, got {describe(span)}{span_hint(span)}")
     n_heads = q.shape[-3] if q.ndim > 2 else 1
     for name, table in tables.items():
         if table is None:
@@ -139,5 +139,7 @@ def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
         padding = tuple(mask.shape) == (*q.shape[:-3], k.shape[-2])
         hint = layout_hint(q.ndim > 2 and mask.shape[-1:] == k.shape[-3:-2])
         hint = "; one per item and key, such as padding, is mask[..., None, None, :]" if padding else hint
+        by_item = q.ndim > 3 and tuple(mask.shape) == (*q.shape[:-3], *full[-2:])
+        hint = "; one per item, query and key is mask[..., None, :, :]" if by_item else hint
         raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
     return mask

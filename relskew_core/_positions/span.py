@@ -100,4 +100,16 @@ class Span:
 def check_span_given(span: Any) -> None:
     """Refuse a value that is not a span, for functions without a default."""
     if not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span, got {describe(span)}")
+        raise TypeError(f"`span` must be a Span, got {describe(span)}{span_hint(span)}")
+
+
+def span_hint(given: Any) -> str:
+    """Return the span that a length or a pair of reaches may mean, for an error."""
+    match given:
+        case bool():
+            return ""
+        case int(n) if n > 0:
+            return f": did you mean Span.causal({n}), Span.full({n}) or Span.clipped({n})?"
+        case (int(left), int(right)):
+            return f": did you mean Span({abs(left)}, {abs(right)})?"
+    return ""

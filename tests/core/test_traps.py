@@ -260,6 +260,36 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("span", "hint"),
+    [
+        (8, r"int 8: did you mean Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\)\?"),
+        ((-3, 0), r"tuple \(-3, 0\): did you mean Span\(3, 0\)\?"),
+        (True, "bool True"),
+        ("causal", "str 'causal'"),
+        ((1, 2, 3), r"tuple \(1, 2, 3\)"),
+    ],
+)
+def test_what_is_no_span_is_answered_with_the_span_that_is_meant(span: Any, hint: str) -> None:
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: BlockSpec(8, 2, span, causal=True),
+        lambda: relative_attention(Q, K, V, TABLE, span, causal=True),
+        lambda: toeplitz(TABLE[:, 0], span, n_queries=N, n_keys=N),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"^`span` must be a Span( or None)?, got {hint}$"):
+            call()
+
+
+def test_a_mask_by_item_is_answered_with_the_axis_of_heads() -> None:
+    q = np.zeros((2, 4, 5, 3))
+    mask = np.ones((2, 5, 5), bool)
+    with pytest.raises(ValueError, match=r"one per item, query and key is mask\[\.\.\., None, :, :\], got"):
+        relative_attention(q, q, q, mask=mask)
+    out: Any = relative_attention(q, q, q, mask=mask[..., None, :, :])
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize(
     ("function", "name", "hint"),
     [
         ("generate", "eos_token_id", "is called `stop` here"),

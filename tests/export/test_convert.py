@@ -221,3 +221,17 @@ def test_what_a_decoder_must_answer(
     with pytest.raises(error, match=message):
         decoder_to_onnx(Answers(logits, past), tmp_path / "decoder.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_how_a_decoder_is_called(tmp_path: Path) -> None:
+    class Alone(Answers):
+        def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
+            return self.logits, self.past
+
+    model = Alone(LOGITS, [(GROWN, GROWN)])
+    with pytest.raises(TypeError, match=r"^`model` must be called as model\(tokens, past\), got Alone: too many"):
+        decoder_to_onnx(model, tmp_path / "decoder.onnx")
+    with pytest.raises(
+        TypeError, match=r"^`model` must be called as model\(tokens, past, memory\), got Alone: too many"
+    ):
+        decoder_to_onnx(model, tmp_path / "decoder.onnx", memory=torch.zeros(1, 2, 3))
