@@ -15,7 +15,7 @@ BITS = 2**31 - 1
 
 def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
     """Return a seed as an array of shape (1,) of the call's library."""
-    if not is_array(seed):
+    if not is_array(seed) or _is_numpy_int(seed):
         return xp.full((1,), check_int("seed", seed, minimum=0) & BITS, dtype=xp.int32, device=device(q))
     if _is_key(seed):
         seed = sys.modules["jax"].random.bits(seed, dtype="uint32")
@@ -36,6 +36,12 @@ def known_seed(seed: Any) -> int:
     if isinstance(seed, jax.core.Tracer):
         raise ValueError("`seed` must be known, outside of jax.jit and jax.vmap, got a key that is traced")
     return int.from_bytes(b"".join(word.to_bytes(4, "big") for word in jax.random.key_data(seed).tolist()), "big")
+
+
+def _is_numpy_int(seed: Any) -> bool:
+    """Whether a value is a number of NumPy, which is an int for every library."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and not is_torch(seed) and isinstance(seed, numpy.integer)
 
 
 def _is_key(seed: Any) -> bool:

@@ -402,6 +402,8 @@ def test_seeds_come_in_every_form() -> None:
     expected = relative_attention(Q, K, V, dropout=0.5, seed=12)
     for seed in (np.asarray(12), np.int8(12), np.uint64(12), np.asarray(12, np.uint8)):
         np.testing.assert_array_equal(relative_attention(Q, K, V, dropout=0.5, seed=seed), expected)
+    tensors = map(torch.asarray, (Q, K, V))
+    np.testing.assert_array_equal(relative_attention(*tensors, dropout=0.5, seed=np.int64(12)), expected)
     jax = pytest.importorskip("jax")
     q, k, v = (jax.numpy.asarray(x) for x in (Q, K, V))
     attend = jax.jit(lambda key: relative_attention(q, k, v, dropout=0.5, seed=key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,3 +25,14 @@ def test_a_causal_table_may_be_read_past_its_end() -> None:
     longer = np.concatenate([table[:1]] * 3 + [table])
     got = relative_attention(x, x, x, table, Span.causal(3, "clip"), causal=True)
     np.testing.assert_allclose(got, relative_attention(x, x, x, longer, causal=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_a_subclass_is_a_span(impl: Any) -> None:
+    class Named(Span):
+        """A span of a user."""
+
+    rng = np.random.default_rng(0)
+    x, table = rng.standard_normal((6, 4)), rng.standard_normal((11, 4))
+    expected = relative_attention(x, x, x, table, Span.full(6), impl=impl)
+    np.testing.assert_array_equal(relative_attention(x, x, x, table, Named.full(6), impl=impl), expected)
