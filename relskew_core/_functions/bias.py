@@ -98,7 +98,7 @@ def check_span(
     if span is None:
         return default_span(name, rows, causal=causal, n_keys=n_keys, span_name=span_name)
     if not isinstance(span, Span):
-        raise TypeError(f"`{span_name}` must be a Span or None, got {describe(span)}{span_hint(span)}")
+        raise TypeError(f"`{span_name}` must be a Span or None{span_hint(span)}, got {describe(span)}")
     if rows != span.rows:
         raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {rows}")
     return span

@@ -60,7 +60,7 @@ def check_tables(
 ) -> Span:
     """Check the tables' shapes against the span, and return it; by default the first table determines it."""
     if span is not None and not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span or None, got {describe(span)}{span_hint(span)}")
+        raise TypeError(f"`span` must be a Span or None{span_hint(span)}, got {describe(span)}")
     n_heads = q.shape[-3] if q.ndim > 2 else 1
     for name, table in tables.items():
         if table is None:
@@ -82,7 +82,7 @@ def check_tables(
             raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
     if span is None:
         return Span(0, 0, "zero")
-    # subclasses may have more fields, which kernels do not know
+    # subclasses may have more fields, which kernels do not take
     return span if type(span) is Span else Span(span.left, span.right, span.beyond)
 
 

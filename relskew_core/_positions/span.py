@@ -100,7 +100,7 @@ class Span:
 def check_span_given(span: Any) -> None:
     """Refuse a value that is not a span, for functions without a default."""
     if not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span, got {describe(span)}{span_hint(span)}")
+        raise TypeError(f"`span` must be a Span{span_hint(span)}, got {describe(span)}")
 
 
 def span_hint(given: Any) -> str:
@@ -109,7 +109,7 @@ def span_hint(given: Any) -> str:
         case bool():
             return ""
         case int(n) if n > 0:
-            return f": did you mean Span.causal({n}), Span.full({n}) or Span.clipped({n})?"
+            return f", such as Span.causal({n}), Span.full({n}) or Span.clipped({n})"
         case (int(left), int(right)):
-            return f": did you mean Span({abs(left)}, {abs(right)})?"
+            return f", such as Span({abs(left)}, {abs(right)})"
     return ""

@@ -262,11 +262,11 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
 @pytest.mark.parametrize(
     ("span", "hint"),
     [
-        (8, r"int 8: did you mean Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\)\?"),
-        ((-3, 0), r"tuple \(-3, 0\): did you mean Span\(3, 0\)\?"),
-        (True, "bool True"),
-        ("causal", "str 'causal'"),
-        ((1, 2, 3), r"tuple \(1, 2, 3\)"),
+        (8, r", such as Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\), got int 8"),
+        ((-3, 0), r", such as Span\(3, 0\), got tuple \(-3, 0\)"),
+        (True, ", got bool True"),
+        ("causal", ", got str 'causal'"),
+        ((1, 2, 3), r", got tuple \(1, 2, 3\)"),
     ],
 )
 def test_what_is_no_span_is_answered_with_the_span_that_is_meant(span: Any, hint: str) -> None:
@@ -276,7 +276,7 @@ def test_what_is_no_span_is_answered_with_the_span_that_is_meant(span: Any, hint
         lambda: toeplitz(TABLE[:, 0], span, n_queries=N, n_keys=N),
     )
     for call in calls:
-        with pytest.raises(TypeError, match=rf"^`span` must be a Span( or None)?, got {hint}$"):
+        with pytest.raises(TypeError, match=rf"^`span` must be a Span( or None)?{hint}$"):
             call()
 
 
