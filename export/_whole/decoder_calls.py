@@ -50,6 +50,11 @@ def _caches() -> Any:
     return importlib.import_module("transformers.cache_utils")
 
 
+def cache_name(model: nn.Module) -> str:
+    """Return the name of the model's argument for its past, which transformers 5.24 has shortened."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def pairs_of(cache: Any) -> list[list[Tensor]]:
     """Return the keys and values in a transformers cache."""
     return [[layer.keys, layer.values] for layer in cache.layers]
@@ -63,11 +68,12 @@ class Causal(nn.Module):
         self.model = model
         signature = inspect.signature(model.forward).parameters
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
-        if "past_key_values" not in signature and not takes_all:
+        if not signature.keys() & {"cache", "past_key_values"} and not takes_all:
             raise TypeError(
-                "`model` must keep its past in `past_key_values`, a cache of keys and values, got "
+                "`model` must keep its past in `cache` or `past_key_values`, a cache of keys and values, got "
                 f"{type(model).__name__}, which has no such argument: torch_to_onnx exports it without a past"
             )
+        self.cache_name = cache_name(model)
 
     def forward(
         self,
@@ -84,7 +90,8 @@ class Causal(nn.Module):
         else:
             given["encoder_hidden_states"], cache = encoder_hidden_states, cache_with_memory(past)
             own = cache.self_attention_cache
-        results = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **given)
+        given[self.cache_name] = cache
+        results = self.model(input_ids=tokens, use_cache=True, return_dict=True, **given)
         return results.logits, pairs_of(own)
 
     def empty_cache(self, batch: int) -> list[list[Tensor]]:

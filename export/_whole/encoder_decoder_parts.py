@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.checks import describe
-from relskew_core.export._whole.decoder_calls import Layers, cache_with_memory, pairs_of
+from relskew_core.export._whole.decoder_calls import Layers, cache_name, cache_with_memory, pairs_of
 
 KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
 """The caches of a layer: of self-attention, and of the memory."""
@@ -41,13 +41,14 @@ class _TextDecoder(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.cache_name = cache_name(model)
 
     def decode(self, mask: Tensor, tokens: Tensor, memory: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
         """Return logits, and all caches of every layer."""
         cache = cache_with_memory([layer[:2] for layer in past], [layer[2:] for layer in past])
         results = self.model(
-            decoder_input_ids=tokens, attention_mask=mask, encoder_outputs=(memory,), past_key_values=cache,
-            use_cache=True, return_dict=True,
+            decoder_input_ids=tokens, attention_mask=mask, encoder_outputs=(memory,), use_cache=True, return_dict=True,
+            **{self.cache_name: cache},
         )  # fmt: skip
         caches = pairs_of(cache.self_attention_cache), pairs_of(cache.cross_attention_cache)
         return results.logits, [own + of for own, of in zip(*caches, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, length, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, additive, cache_given, length, refuse_weights, split
 
 
 class _AlibiAttention(DropIn):
@@ -41,20 +41,21 @@ class MptRelativeAttention(_AlibiAttention):
         self,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself and to the cache; the mask is True at hidden keys."""
         refuse_weights(kwargs.get("output_attentions"))
+        cache = cache_given(cache, kwargs)
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (split(x, self.n_heads) for x in qkv.chunk(3, dim=2))
         past = 0
-        if past_key_values is not None:
-            past = length(past_key_values.get_seq_length(self.layer_idx))
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            past = length(cache.get_seq_length(self.layer_idx))
+            k, v = cache.update(k, v, self.layer_idx)
         mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
         of_keys = position_bias[None, ..., -k.shape[-2] :]
         exporting = torch.compiler.is_exporting()

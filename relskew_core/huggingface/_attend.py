@@ -146,6 +146,12 @@ def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) 
     return torch.cat(outs)
 
 
+def cache_given(cache: Any, others: dict[str, Any]) -> Any:
+    """Return the cache of a call, also under its name in transformers before 5.24, which is taken from the others."""
+    former = others.pop("past_key_values", None)
+    return former if cache is None else cache
+
+
 def refuse_weights(output_attentions: bool | None) -> None:
     """Refuse to return weights, which are never materialised."""
     if output_attentions:

@@ -63,6 +63,10 @@ class LayoutLMv3RelativeEncoder(DropIn):
         relative = places[..., None, :] - places[..., :, None]
         return table[:, relative.clamp(-far, far) + far].transpose(0, 1)
 
+    def _compute_position_bias(self, position_ids: Any, bbox: Any) -> None:
+        return None
+
+    # before transformers 5.24
     def _cal_1d_pos_emb(self, position_ids: Any) -> None:
         return None
 
@@ -80,7 +84,8 @@ class LayoutLMv3RelativeAttention(DropIn):
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.has_relative_attention_bias)
+        of = getattr(original, "config", original)  # transformers 5.24 leaves it to the configuration
+        return bool(of.has_relative_attention_bias)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any

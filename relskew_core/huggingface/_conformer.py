@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, additive, cache_given, refuse_weights, split
 
 
 class _ConformerAttention(DropIn):
@@ -130,7 +130,7 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
         hidden_states: Tensor,
         position_embeddings: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself and to the cache; the rows are for all keys."""
@@ -139,4 +139,5 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
         if not self.training:
             position_embeddings = position_embeddings[:1]
-        return self._attend(hidden_states, position_embeddings, attention_mask, past_key_values), None
+        cache = cache_given(cache, kwargs)
+        return self._attend(hidden_states, position_embeddings, attention_mask, cache), None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, length, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split
 
 
 class InklingRelativeAttention(DropIn):
@@ -23,22 +23,22 @@ class InklingRelativeAttention(DropIn):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         conv_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself and to the cache."""
         refuse_weights(kwargs.get("output_attentions"))
-        past = {"past_key_values": past_key_values, "conv_mask": conv_mask}
+        cache = cache_given(cache, kwargs)
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        k = self.k_sconv(self.k_proj(hidden_states), **past).unflatten(-1, (-1, self.head_dim))
-        v = split(self.v_sconv(self.v_proj(hidden_states), **past), self.num_key_value_heads)
+        k = self.k_sconv(self.k_proj(hidden_states), cache, conv_mask).unflatten(-1, (-1, self.head_dim))
+        v = split(self.v_sconv(self.v_proj(hidden_states), cache, conv_mask), self.num_key_value_heads)
         k = self.k_norm(k).transpose(1, 2)
         rel_q = split(self.r_proj(hidden_states), self.num_heads)
         first = key = 0  # positions of the first query and of the first key
-        if past_key_values is not None:  # read before the new keys are appended
-            key = past_key_values.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
-            first = length(past_key_values.get_query_offset(self.layer_idx))
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:  # read before the new keys are appended
+            key = cache.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
+            first = length(cache.get_query_offset(self.layer_idx))
+            k, v = cache.update(k, v, self.layer_idx)
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
         out = self.attend(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, refuse_weights
+from relskew_core.huggingface._attend import DropIn, cache_given, refuse_weights
 
 
 class ProphetNetRelativeAttention(DropIn):
@@ -33,21 +33,22 @@ class ProphetNetRelativeAttention(DropIn):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         extended_predict_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, None]:
         """Attend from all streams, ``(batch, streams · length, width)``, to the main one and to the cache."""
         refuse_weights(kwargs.get("output_attentions"))
+        cache = cache_given(cache, kwargs)
         streams = 1 + self.ngram
         q, k, v, rel_q = (
             x.unflatten(-2, (streams, -1)).transpose(1, 2)
             for x in (*self.project(hidden_states), self._relative_queries(hidden_states))
         )  # (batch, streams, heads, length, …)
         main_k, main_v = k[:, 0], v[:, 0]
-        if past_key_values is not None:
-            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        if cache is not None:
+            cache = getattr(cache, "self_attention_cache", cache)
             main_k, main_v = cache.update(main_k, main_v, self.layer_idx)
         options: dict[str, Any] = {
             "rel_k": one_hot(self.buckets, self.num_buckets).to(q.dtype), "span": self.span, "rel_scale": 1.0,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, length, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split
 
 
 class T5RelativeAttention(DropIn):
@@ -41,21 +41,22 @@ class T5RelativeAttention(DropIn):
         mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
         """Attend from ``(batch, length, width)`` to itself or to ``key_value_states``, through a cache if given."""
         refuse_weights(output_attentions)
+        cache = cache_given(cache, kwargs)
         cross = key_value_states is not None
-        offset = 0 if past_key_values is None or cross else length(past_key_values.get_seq_length(self.layer_idx))
+        offset = 0 if cache is None or cross else length(cache.get_seq_length(self.layer_idx))
         q = split(self.q(hidden_states), self.n_heads)
-        k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
+        k, v = self._keys_and_values(key_value_states if cross else hidden_states, cache, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.relative_attention_bias(self.buckets).mT.contiguous()
         options: dict[str, Any] = {"mask": mask}
-        if self.is_decoder or past_key_values is not None:
+        if self.is_decoder or cache is not None:
             options |= {"causal": causal, "offset": offset}
         if position_bias is not None:
             options |= self.added(position_bias)
@@ -89,12 +90,10 @@ class UMT5RelativeAttention(T5RelativeAttention):
         self,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself or to ``encoder_hidden_states``."""
-        out, *_ = super().forward(
-            hidden_states, attention_mask, encoder_hidden_states, past_key_values=past_key_values, **kwargs
-        )
+        out, *_ = super().forward(hidden_states, attention_mask, encoder_hidden_states, cache=cache, **kwargs)
         return out, None

@@ -40,6 +40,24 @@ def boolean() -> Tensor:
     return (additive() == 0).expand(2, 1, LENGTH, LENGTH)
 
 
+class Cache:
+    """What a cache of transformers is to an attention."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def get_seq_length(self, layer: int) -> Any:
+        return self.keys.shape[-2]
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, count: int, layer: int) -> tuple[int, int]:
+        return self.keys.shape[-2] + count, 0
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
+
+
 def conformer(kind: str) -> Any:
     return module(
         kind, "linear_q", "linear_k", "linear_v", "linear_out", "linear_pos", num_heads=HEADS, dropout=nn.Dropout(0.25),
@@ -54,10 +72,10 @@ def relative_key() -> Any:
     return made
 
 
-def parakeet() -> Any:
+def parakeet(kind: str = "ParakeetEncoderAttention") -> Any:
     return module(
-        "ParakeetEncoderAttention", "q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj", head_dim=D,
-        attention_dropout=0.25, bias_u=numbers(HEADS, D), bias_v=numbers(HEADS, D),
+        kind, "q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj", head_dim=D, attention_dropout=0.25,
+        bias_u=numbers(HEADS, D), bias_v=numbers(HEADS, D), layer_idx=0,
     )  # fmt: skip
 
 
@@ -119,7 +137,7 @@ def xlnet() -> Any:
 class Convolution(nn.Module):
     """A convolution of one place."""
 
-    def forward(self, states: Tensor, **past: Any) -> Tensor:
+    def forward(self, states: Tensor, cache: Any = None, conv_mask: Tensor | None = None) -> Tensor:
         return states
 
 
@@ -188,7 +206,7 @@ def prophet() -> Any:
     return module(
         "ProphetNetNgramSelfAttention", "query_proj", "key_proj", "value_proj", "out_proj", num_attn_heads=HEADS,
         attention_dropout=0.25, dropout=0.0, ngram=2, num_buckets=8, relative_max_distance=5,
-        relative_pos_embeddings=nn.Linear(E, 8 * HEADS),
+        relative_pos_embeddings=nn.Linear(E, 8 * HEADS), layer_idx=0,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from huggingface.stand_ins import (
     HEADS,
     LENGTH,
     STAND_INS,
+    Cache,
     D,
     E,
     bloom,
@@ -30,26 +31,13 @@ from relskew_core.huggingface import replace_attention
 ROWS = 2 * LENGTH - 1
 
 
-class Cache:
-    """What a cache of transformers is to an attention."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def get_seq_length(self, layer: int) -> Any:
-        return self.keys.shape[-2]
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
-
-
 class WithPast(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
 
     def forward(self, states: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        out: Tensor = self.attention(states, past_key_values=Cache(keys, values))[0]
+        out: Tensor = self.attention(states, cache=Cache(keys, values))[0]
         return out
 
 

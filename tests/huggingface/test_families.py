@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, D, E, boolean, conformer, deberta, module, x
+from huggingface.stand_ins import (
+    HEADS,
+    LENGTH,
+    STAND_INS,
+    Cache,
+    D,
+    E,
+    boolean,
+    conformer,
+    deberta,
+    module,
+    parakeet,
+    x,
+)
 
 import oracles
 from relskew_core import toeplitz_2d
@@ -120,6 +133,36 @@ def test_cosines() -> None:
     bias = by_cell(16 * torch.sigmoid(network(ours.relative_coords_table)).flatten(0, 2), (2, 2))
     want = ((cosines * scale + bias + 2 * mask).softmax(-1) @ v).transpose(1, 2).flatten(-2)
     torch.testing.assert_close(ours(windows, mask)[0], want)
+
+
+def seen(cache: dict[str, Any]) -> int:
+    return LENGTH + 4 * any(cache.values())
+
+
+CACHED: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
+    "umt5": (STAND_INS["umt5"][0], lambda ours, **cache: ours(x(), **cache)[0]),
+    "mpt": (STAND_INS["mpt"][0], lambda ours, **cache: ours(x(), x(HEADS, 1, seen(cache)), **cache)[0]),
+    "inkling": (STAND_INS["inkling"][0], lambda ours, **cache: ours(x(), None, **cache)[0]),
+    "prophet": (STAND_INS["prophet"][0], lambda ours, **cache: ours(x(2, 3 * LENGTH, E), **cache)[0]),
+    "nemotron": (
+        lambda: parakeet("NemotronAsrStreamingEncoderAttention"),
+        lambda ours, **cache: ours(x(), x(1, 2 * seen(cache) - 1, E), **cache)[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+@torch.no_grad()
+def test_a_cache_of_either_name(name: str) -> None:
+    """transformers 5.24 calls `cache` what was `past_key_values` before."""
+    make, call = CACHED[name]
+    torch.manual_seed(0)
+    ours: Any = replace_attention(make()).eval()
+    cache = Cache(x(2, HEADS, 4, D), 2 * x(2, HEADS, 4, D))
+    out = call(ours, cache=cache)
+    assert torch.equal(call(ours, past_key_values=cache), out)
+    assert torch.equal(call(ours, past_key_values=None), call(ours))
+    assert (out - call(ours)).norm() > 1e-3
 
 
 LOCAL = {"wav2vec2", "rows of each item", "relative_key", "fastspeech2", "parakeet", "wavlm", "umt5", "seamless"}
