@@ -84,6 +84,16 @@ def replace_rotary(
         )
     transformer: Any = model
     transformer.set_attn_implementation(register_attention(name, rel_bias=rel_bias, span=span))
+    owners: dict[nn.Module, Any] = {}
+    for owner in model.modules():  # parents come first, so that the innermost model is kept
+        if hasattr(owner, "set_attn_implementation"):
+            owners |= dict.fromkeys(owner.modules(), owner)
+    refused = {type(owners[part]).__name__ for part in rotary if owners[part].config._attn_implementation != name}
+    if refused:  # transformers only logs a warning
+        raise ValueError(
+            "`model` must use the attention interface of transformers, since it has no positions otherwise, got "
+            f"{', '.join(sorted(refused))}"
+        )
     for part in rotary:
         if _unturned not in part._forward_hooks.values():
             part.register_forward_hook(_unturned)

@@ -119,16 +119,29 @@ class StandInRotaryEmbedding(torch.nn.Module):
         return self.angles
 
 
+class StandInModel(torch.nn.Sequential):
+    """A model that uses transformers' interface for its attention, or does not and ignores the name."""
+
+    def __init__(self, *parts: torch.nn.Module, uses: bool = True) -> None:
+        super().__init__(*parts)
+        self.uses, self.config = uses, SimpleNamespace(_attn_implementation="eager")
+        self.chosen: list[str] = []
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.chosen.append(name)
+        for part in self.modules():
+            if isinstance(part, StandInModel) and part.uses:
+                part.config._attn_implementation = name
+
+
 @pytest.mark.parametrize("kind", ["pair", "complex", "other"])
 def test_rotary_embeddings_turn_nothing(registered: dict[str, Any], kind: str) -> None:
     x = torch.randn(3, 4)
     angles = {"pair": (x, x), "complex": torch.complex(x, x), "other": x}[kind]
-    model = torch.nn.Sequential(StandInRotaryEmbedding(angles))
-    chosen: list[str] = []
-    model.set_attn_implementation = chosen.append  # type: ignore[assignment]
+    model = StandInModel(StandInRotaryEmbedding(angles))
     for _ in range(2):
         assert replace_rotary(model, name="ours") is model
-    assert chosen == ["ours", "ours"]
+    assert model.chosen == ["ours", "ours"]
     assert "ours" in registered["attention"]
     if kind == "other":
         with pytest.raises(ValueError, match=r"^`model` must have rotary embeddings that return a cosine and a sine"):
@@ -139,6 +152,17 @@ def test_rotary_embeddings_turn_nothing(registered: dict[str, Any], kind: str) -
     assert (cosine == 1).all()
     assert (sine == 0).all()
     assert len(model[0]._forward_hooks) == 1
+
+
+def test_rotary_positions_stay_in_a_model_without_the_interface(registered: dict[str, Any]) -> None:
+    """Transformers ignores the name there, so the model would have no positions at all."""
+    rotary = StandInRotaryEmbedding((torch.ones(2), torch.ones(2)))
+    inner = StandInModel(rotary, uses=False)
+    with pytest.raises(ValueError, match=r"^`model` must use the attention interface of transformers.*got StandInM"):
+        replace_rotary(StandInModel(inner))
+    assert not rotary._forward_hooks
+    replace_rotary(StandInModel(StandInModel(rotary), uses=False))
+    assert rotary._forward_hooks
 
 
 def test_what_has_no_rotary_embeddings_is_refused() -> None:

@@ -92,6 +92,18 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
     assert torch.equal(growing, fixed)
 
 
+@torch.no_grad()
+def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
+    config = peer("transformers.FalconConfig")(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=50
+    )
+    theirs, whole = randomised(peer("transformers.FalconForCausalLM")(config)), tokens(12)
+    before = theirs(**whole).logits
+    with pytest.raises(ValueError, match=r"^`model` must use the attention interface of transformers.*, got Falcon"):
+        replace_rotary(theirs)
+    assert torch.equal(theirs(**whole).logits, before)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("learned", [False, True])
 @torch.no_grad()
