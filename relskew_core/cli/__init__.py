@@ -25,10 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 ok, 1 not ok, 2 an error, 130 interrupted.
+        0 ok, 1 not ok, 2 an error, 130 interrupted, 141 the reader of a pipe has closed it.
     """
     try:
         app = importlib.import_module("relskew_core.cli._app")
+    except KeyboardInterrupt:
+        return 130
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
@@ -42,8 +43,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def run(argv: list[str]) -> int:
     """Run the command line: every failure becomes one line on stderr."""
     command = typer.main.get_command(app)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # "…" and "−" do not exist in every encoding
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = command.main(args=argv, prog_name="relskew", standalone_mode=False)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's status is 1, which means that a check failed
+            return 141
+        raise
     except typer.Abort:
         print("relskew: interrupted", file=sys.stderr)
         return 130

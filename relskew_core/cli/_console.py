@@ -30,7 +30,7 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 
     ``total`` may be unknown.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda step: None
         return
     bar = Progress(

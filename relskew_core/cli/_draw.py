@@ -24,9 +24,7 @@ from relskew_core.cli._options import (
     takes,
 )
 
-app = typer.Typer(
-    help="Draw pictures: as SVG, as PNG, or in the terminal.", cls=Program, no_args_is_help=True,
-)  # fmt: skip
+app = typer.Typer(help="Draw pictures: as SVG, as PNG, or in the terminal.", cls=Program)
 Save = Annotated[Path | None, typer.Option(help="Write an .svg, or a .png, instead of drawing in the terminal.")]
 QUERIES = 24
 

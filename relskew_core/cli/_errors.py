@@ -24,6 +24,12 @@ def need(module: str, extra: str, purpose: str) -> Any:
         raise CliError(f"{purpose} needs {module} ({reason(error)}): {to_install(extra)}") from error
 
 
+def must_be_file(path: Path, option: str = "") -> None:
+    """Report a path at which there is no file."""
+    if not path.is_file():
+        raise CliError(f"{option}{path}: {'is not a file' if path.exists() else 'there is no such file'}")
+
+
 @contextmanager
 def reading(option: str, path: Path, kind: str) -> Iterator[None]:
     """Report in one line what a library raises about a file; its warnings only say how the file was written."""

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from relskew_core import BlockSpec
 from relskew_core.cli._console import as_bytes, count
-from relskew_core.cli._errors import CliError, need, reason
+from relskew_core.cli._errors import CliError, must_be_file, need, reason
 
 FAILURES = 6
 DEVICES = ("cpu", "cuda")
@@ -145,8 +145,7 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
 def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:
     """Read the metadata that ``export`` writes: the spec, whether it has projections, and the dtype."""
     onnx = need("onnx", "onnx", "reading a model")
-    if not path.is_file():
-        raise CliError(f"{path}: there is no such file")
+    must_be_file(path)
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf has its own exceptions

@@ -47,7 +47,7 @@ PANELS = {
     "Weights": ("weights", "prefix", "seed", "model"),
     "Graph": (
         "profile", "opset", "dtype", "max_length", "past", "in_place", "mask", "segments", "no_projections",
-        "chunk_size", "device", "functions",
+        "chunk_size", "device", "functions", "operator",
     ),
     "Output": ("save", "overwrite", "as_json", "plot", "png", "moving"),
 }  # fmt: skip
@@ -79,7 +79,7 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments."""
         parameters = super().get_params(ctx)
-        return arranged(parameters, in_panels=any(one.name in ("length", "clip") for one in self.params))
+        return arranged(parameters, in_panels=any(one.name == "clip" for one in self.params))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

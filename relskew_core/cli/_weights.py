@@ -12,7 +12,7 @@ import numpy as np
 
 from relskew_core import BlockSpec, init_weights
 from relskew_core._block.spec import ATTENDED
-from relskew_core.cli._errors import CliError, need, reading
+from relskew_core.cli._errors import CliError, must_be_file, need, reading
 
 MOST = 2**26
 """The most weights that are drawn from a seed, which takes seconds; a file may have more."""
@@ -33,8 +33,7 @@ def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> d
     reader = READERS.get(path.suffix)
     if reader is None:
         raise CliError(f"--weights must be a file ending in {', '.join(READERS)}, got {path}")
-    if not path.is_file():
-        raise CliError(f"--weights {path}: there is no such file")
+    must_be_file(path, "--weights ")
     with reading("--weights", path, path.suffix):
         arrays = reader(path)
     arrays = _inner(arrays)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import io
 import json
 import os
 import platform
@@ -169,6 +171,36 @@ def test_interruption_is_not_a_failure(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+def test_an_interruption_while_the_commands_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("relskew_core.cli.importlib", SimpleNamespace(import_module=interrupted))
+    assert relskew("info") == 130
+
+
+def test_a_pipe_that_its_reader_has_closed_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer replaces both
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr("relskew_core.cli._info.gather", closed)
+    assert relskew("info") == 141
+
+
+def test_characters_that_the_output_cannot_encode_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252", write_through=True))
+    assert relskew("draw", "span", "--clip", "2") == 0
+    assert b"r = key ? query" in written.getvalue()
+
+
+def test_runs_without_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert relskew("verify", "--library", "numpy", "--case", "causal") == 0
 
 
 def test_starts_without_any_array_library() -> None:
@@ -501,6 +533,7 @@ def test_validate_on_a_provider_that_is_not_there(capsys: pytest.CaptureFixture[
 
 def test_validate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no such file" in error_of(capsys, "validate", "nothing.onnx")
+    assert ".: is not a file" in error_of(capsys, "validate", ".")
     Path("text.onnx").write_text("nothing of the kind")
     assert "text.onnx" in error_of(capsys, "validate", "text.onnx")
     assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0

@@ -46,6 +46,13 @@ def test_help_has_panels(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tables < told.index("--length", tables) < seen < told.index("--causal ", seen)
 
 
+@pytest.mark.parametrize("name", ["validate", "bench"])
+def test_options_of_other_commands_are_in_one_list(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("╭─") == told.count("─ Arguments ─") + 1
+
+
 def test_every_option_of_a_panel_exists() -> None:
     there = {option.name for command in commands().values() for option in command.params}
     assert {name for names in PANELS.values() for name in names} <= there
@@ -56,6 +63,7 @@ def test_every_option_of_a_panel_exists() -> None:
     [
         (["export", "x.onnx"], "relskew export --help"),
         (["export", "x.onnx", "--embed-dim", "8", "--num-heads", "2"], "relskew export --help"),
+        (["draw"], "relskew draw --help"),
         (["draw", "span"], "relskew draw span --help"),
         (["draw", "spam"], "relskew draw --help"),
         (["validate"], "relskew validate --help"),
