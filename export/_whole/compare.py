@@ -131,7 +131,10 @@ def opened(path: Path, *, operator: bool) -> Any:
             ) from error
         missing, weights = _UNSERVED.search(str(error)), _weights(path)
         if missing is None or onnx.TensorProto.BFLOAT16 not in weights:
-            raise
+            raise RuntimeError(
+                f"onnxruntime {onnxruntime.__version__} cannot open the exported graph, check=False is for other "
+                f"runtimes: {error}"
+            ) from error
         advice = "give dtype='float16' or 'float32' to cast it on export, or check=False for a machine that has them"
         if weights[-1] != onnx.TensorProto.BFLOAT16:
             advice = (

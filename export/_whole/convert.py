@@ -203,9 +203,15 @@ def checked_model(model: Any) -> nn.Module:
     """Return a torch module on the CPU, without the wrappers of ``torch.compile``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "`model` must be a module in Python: give the one that torch.jit scripted or traced, got "
+            f"{type(model).__name__}"
+        )
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.device.type != "cpu":
-            raise ValueError(f"`model` must be on the CPU: call `model.cpu()` first, got {name!r} on {value.device}")
+            way = "load its weights" if value.device.type == "meta" else "call `model.cpu()`"
+            raise ValueError(f"`model` must be on the CPU: {way} first, got {name!r} on {value.device}")
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 

@@ -18,7 +18,7 @@ from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, described
+from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
 from relskew_core.export._whole.genai import check_config, config_text, write_config
 from relskew_core.export._whole.memory import memory_path, split_off
 
@@ -204,6 +204,7 @@ def decoder_to_onnx(
     model = checked_model(model)
     check_bool("check", check)
     check_report(report)
+    check_tolerance(tolerance)
     wanted = torch_dtype(dtype)
     if check_bool("operator", operator) and contrib:
         raise ValueError("`operator=True` excludes `contrib=True`: only one of them can compute attention")

@@ -176,12 +176,11 @@ def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
     if given is None:
         return []
     tensors = list(given) if isinstance(given, tuple | list) else [given]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or not tensor.numel():
-            raise TypeError(
-                "`memory` must be a tensor (batch, length, width), or a list of tensors that begin with these axes, "
-                f"got {describe(given)}"
-            )
+    if not tensors or not all(isinstance(x, Tensor) and x.ndim > 1 and x.numel() for x in tensors):
+        raise TypeError(
+            "`memory` must be a tensor (batch, length, width), or a list of tensors that begin with these axes, got "
+            f"{describe(given)}"
+        )
     generator = torch.Generator("cpu").manual_seed(0)
     rows = [drawn(x.detach(), (BATCH, *x.shape[1:]), generator) for x in tensors]
     return rows if dtype is None else [cast(x, dtype) for x in rows]

@@ -14,7 +14,7 @@ from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, described
+from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
 
 if TYPE_CHECKING:
     from torch import nn
@@ -162,6 +162,7 @@ def encoder_decoder_to_onnx(
     model = checked_model(model)
     check_bool("check", check)
     check_report(report)
+    check_tolerance(tolerance)
     check_bool("overwrite", overwrite)
     check_bool("operator", operator)
     start = _start(model)

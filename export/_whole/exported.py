@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from relskew_core._array.checks import describe
+from relskew_core._array.checks import check_real, describe
 from relskew_core.export._validate.report import Check
 
 Why = Callable[[str, int], str]
@@ -141,6 +141,12 @@ class ExportReport:
     def to_json(self) -> str:
         """Return a JSON object with ``path``, ``graphs``, ``checks`` and ``unchecked``."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Refuse what is not an error that a check could allow."""
+    if tolerance is not None and check_real("tolerance", tolerance) < 0:
+        raise ValueError(f"`tolerance` must be at least 0, got {tolerance}")
 
 
 def check_report(report: Any) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.warned import warn_caller
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, described
+from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
 from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def torch_to_onnx(
     model = checked_model(model)
     check_bool("check", check)
     check_report(report)
+    check_tolerance(tolerance)
     check_bool("overwrite", overwrite)
     target = None if path is None else target_path(path)
     if target is not None:
@@ -167,7 +168,8 @@ def torch_to_onnx(
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
     with evaluating(flat), torch.no_grad():
-        flat(*leaves)  # records the names of the results
+        if not flat(*leaves):  # which also records the names of the results
+            raise ValueError("`model` must return a tensor for `inputs`, got none")
     names = _names("input_names", input_names, flat.input_names)
     results = _names("output_names", output_names, flat.output_names, names)
     varies = varying(flat) if vary is None else Varying(_axes(leaves, names, vary), frozenset(), {})
@@ -262,12 +264,17 @@ def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Ite
     """Return the axes of each input that vary, in the form of ``torch.export``."""
     from torch.export import Dim
 
+    if not isinstance(vary, Mapping):
+        raise TypeError(f"`vary` must be a mapping from names of inputs to axes, got {describe(vary)}")
     wrong = {name: axes for name, axes in vary.items() if name not in names}
     if wrong:
         raise ValueError(f"`vary` must name inputs, {list(names)}, got {sorted(wrong)}")
     found: list[dict[int, Any]] = []
     for value, name in zip(leaves, names, strict=True):
-        axes = list(vary.get(name, ()))
+        given = vary.get(name, ())
+        if not isinstance(given, Iterable):
+            raise TypeError(f"`vary[{name!r}]` must be a list of axes, got {describe(given)}")
+        axes = [check_int(f"vary[{name!r}]", axis) for axis in given]
         if any(not -value.ndim <= axis < value.ndim for axis in axes):
             raise ValueError(f"`vary[{name!r}]` must be axes of {describe(value)}, got {axes}")
         found.append({axis % value.ndim: Dim.DYNAMIC for axis in axes})

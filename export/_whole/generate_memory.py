@@ -30,10 +30,17 @@ def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
     """Open a file on the CPU, with the operator library if there is one."""
     import onnxruntime
 
+    if isinstance(providers, str):
+        raise TypeError(f"`providers` must be a list of names, got {providers!r}")
     settings = onnxruntime.SessionOptions()
     if list(providers) == ["CPUExecutionProvider"] and (library := found_library()) is not None:
         settings.register_custom_ops_library(str(library))
-    return onnxruntime.InferenceSession(os.fspath(path), settings, providers=list(providers))
+    try:
+        return onnxruntime.InferenceSession(os.fspath(path), settings, providers=list(providers))
+    except Exception as error:  # runtimes raise their own exception types
+        raise ValueError(
+            f"`model` must be a graph that onnxruntime can open: {error}, got {os.fspath(path)!r}"
+        ) from error
 
 
 def results_for_memory(

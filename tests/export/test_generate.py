@@ -146,6 +146,8 @@ def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
         ({"stop": [[1]]}, TypeError, r"`stop` must be ints of shape \(length,\), got int64 \(1, 1\)"),
         ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
         ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
+        ({"model": __file__}, ValueError, "`model` must be a graph .* can open: .*[Pp]rotobuf.*, got '"),
+        ({"providers": "CPUExecutionProvider"}, TypeError, "`providers` must be a list of names, got 'CPUExec"),
         ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
     ],
     ids=str,

@@ -443,7 +443,9 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
             r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions",
         ),
         (nn.Linear(1, 1), {}, ValueError, "`past` must be given because the model has no `empty_cache`"),
-        (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
+        (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU: load its weights first, got .* on meta"),
+        (Bare(), {"memory": []}, TypeError, r"`memory` must be a tensor .*, got list \[\]"),
+        (Bare(), {"tolerance": "0.1"}, TypeError, "`tolerance` must be a Python int or float, got str '0.1'"),
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
         (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
         (
@@ -750,6 +752,10 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
         (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping of names, got int 3"),
         (torch.zeros(2, 3), {"vary": {"y": [0]}}, ValueError, r"`vary` must name inputs, \['input'\], got \['y'\]"),
         (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
+        (torch.zeros(2, 3), {"vary": [0]}, TypeError, r"`vary` must be a mapping .* to axes, got list \[0\]"),
+        (torch.zeros(2, 3), {"vary": {"input": 0}}, TypeError, r"`vary\['input'\]` must be a list of axes, got int 0"),
+        (torch.zeros(2, 3), {"vary": {"input": [1.0]}}, TypeError, r"`vary\['input'\]` must be an int, got float 1.0"),
+        (torch.zeros(2, 3), {"tolerance": -1}, ValueError, "`tolerance` must be at least 0, got -1"),
         (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
         (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
         (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
@@ -761,6 +767,20 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
 def test_what_torch_to_onnx_refuses(inputs: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         torch_to_onnx(nn.Linear(3, 4), inputs, **options)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, of a category that differs between releases
+def test_models_without_results_and_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="`model` must return a tensor for `inputs`, got none"):
+        torch_to_onnx(Nothing(), torch.zeros(2))
+    traced = torch.jit.trace(nn.Linear(3, 4), torch.zeros(2, 3))
+    with pytest.raises(TypeError, match=r"`model` must be a module in Python: .*, got TopLevelTracedModule"):
+        torch_to_onnx(traced, torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("options", [{}, {"report": True, "verify": True, "dump_exported_program": True}], ids=str)
@@ -831,6 +851,16 @@ def test_a_version_that_the_runtime_does_not_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
     with pytest.raises(ValueError, match=r"`opset` must be at most 26 for the check in onnxruntime .*, got 28"):
         torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), opset=28)
+
+
+def test_a_graph_that_the_runtime_cannot_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("Could not find an implementation for RandomUniformLike(22) node")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    with pytest.raises(RuntimeError, match=r"^onnxruntime .* cannot open the exported graph, .*: Could not find"):
+        torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 class Giving(nn.Module):
