@@ -1,4 +1,4 @@
-"""The drop-ins for SAM's and ViTDet's encoders: tables by height and by width, for whole images and for windows."""
+"""The drop-ins for the encoders of SAM, ViTDet and SegGPT: tables by height and by width, of images and windows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SamRelativeAttention(DropIn):
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
-        if "Sdpa" in type(original).__name__:  # it never drops weights, even if the configuration does
-            self.dropout = 0.0
+        if "Sdpa" in type(original).__name__ or not hasattr(original, "dropout"):
+            self.dropout = 0.0  # these drop no weights, even if the configuration does
 
     def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
         """Attend on a grid, ``(batch, height, width, channels)``."""
@@ -67,16 +67,19 @@ class SamRelativeAttention(DropIn):
         return q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= HELD
 
 
+class SegGptRelativeAttention(SamRelativeAttention):
+    """``SegGptAttention``, which has no dropout of weights."""
+
+    replaces = ("SegGptAttention",)
+    wanted = "use_relative_position_embeddings"
+
+
 class VitDetRelativeAttention(SamRelativeAttention):
     """``VitDetAttention``, which has no dropout of weights."""
 
     replaces = ("VitDetAttention",)
     heads = "num_heads"
     wanted = "use_relative_position_embeddings"
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.dropout = 0.0
 
     def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]
         """Attend on a grid, ``(batch, height, width, channels)``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, attend, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, additive, attend, refuse_weights, split
 
 
 class SpeechT5RelativePositions(DropIn):
@@ -63,7 +64,7 @@ class SpeechT5RelativeAttention(DropIn):
 class GraniteSpeechRelativeAttention(DropIn):
     """``GraniteSpeechConformerAttention``, whose blocks only see themselves; outputs have dropout, weights none."""
 
-    replaces = ("GraniteSpeechConformerAttention",)
+    replaces: ClassVar[tuple[str, ...]] = ("GraniteSpeechConformerAttention", "GraniteSpeechPlusConformerAttention")
     projections = ("to_q", "", "", "to_out")
 
     rel_pos_emb: nn.Embedding
@@ -72,16 +73,45 @@ class GraniteSpeechRelativeAttention(DropIn):
         """Attend inside the blocks of ``(batch, length, width)``; ``attention_dists`` is not read."""
         x = self.pre_norm(hidden_states)
         q, k, v = (split(y, self.num_heads) for y in (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1)))
-        far, size = self.max_pos_emb, self.context_size
-        rows = torch.arange(far + size - 1, far - size, -1, dtype=torch.int64, device=x.device)
-        out = self._in_blocks(q, k, v, self.rel_pos_emb(rows), size)
-        y: Tensor = self.dropout(self.finish(out))
+        y: Tensor = self.dropout(self.finish(self._in_blocks(q, k, v, self.max_pos_emb)))
         return y
 
-    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int) -> Tensor:
-        span = Span.full(size)
+    def _in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, far: int, mask: Tensor | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        size, length = self.context_size, q.shape[-2]
+        table = self.rel_pos_emb(torch.arange(far + size - 1, far - size, -1, dtype=torch.int64, device=q.device))
         if not torch.compiler.is_exporting():
-            return attend(q, k, v, rel_k=table, span=span, block_size=size, blocks_before=0)
-        length = q.shape[-2]
+            return attend(
+                q, k, v, rel_k=table, span=Span.full(size), block_size=size, blocks_before=0, mask=mask, dropout=dropout
+            )  # fmt: skip
         blocks = torch.arange(length, dtype=torch.int64, device=q.device) // size
-        return attend(q, k, v, rel_k=table, span=Span.full(size, "clip"), mask=blocks[:, None] == blocks)
+        seen = blocks[:, None] == blocks
+        mask = seen if mask is None else torch.where(seen, mask, -math.inf)
+        return attend(q, k, v, rel_k=table, span=Span.full(size, "clip"), mask=mask)
+
+
+class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
+    """``GraniteSpeech5EncoderAttention``, which hides padding and drops weights."""
+
+    replaces = ("GraniteSpeech5EncoderAttention",)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    drops = "attention_dropout"
+
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.num_heads = original.config.num_attention_heads
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend inside the blocks of ``(batch, length, width)``; ``position_embeddings`` is not read."""
+        refuse_weights(kwargs.get("output_attentions"))
+        mask = None if attention_mask is None else additive(attention_mask[:, None, None], hidden_states.dtype)
+        dropout = self.share_dropped() if self.training else 0.0
+        far = self.config.max_position_embeddings
+        return self.finish(self._in_blocks(*self.project(hidden_states), far, mask, dropout)), None

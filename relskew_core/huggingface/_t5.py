@@ -28,7 +28,7 @@ class T5RelativeAttention(DropIn):
         super().__init__(original)
         far = original.relative_attention_max_distance
         # From there on all positions share a bucket, and in a decoder the whole future does.
-        self.span = Span(far, 0 if original.is_decoder else far, "clip")
+        self.span = Span(far, 0 if self.is_decoder else far, "clip")
         if original.has_relative_attention_bias:
             self.keep_buckets(self.span, original.relative_attention_num_buckets)
 
@@ -50,7 +50,7 @@ class T5RelativeAttention(DropIn):
         cache = cache_given(cache, kwargs)
         cross = key_value_states is not None
         offset = 0 if cache is None or cross else length(cache.get_seq_length(self.layer_idx))
-        q = split(self.q(hidden_states), self.n_heads)
+        q = split(getattr(self, self.projections[0])(hidden_states), self.n_heads)
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, cache, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
@@ -73,12 +73,21 @@ class T5RelativeAttention(DropIn):
         if cross and both and past.is_updated.get(self.layer_idx):
             layer = cache.layers[self.layer_idx]
             return layer.keys, layer.values
-        k, v = (split(linear(source), self.n_heads) for linear in (self.k, self.v))
+        k, v = (split(getattr(self, name)(source), self.n_heads) for name in self.projections[1:3])
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
             if cross and both:
                 past.is_updated[self.layer_idx] = True
         return k, v
+
+
+class Pix2StructRelativeAttention(T5RelativeAttention):
+    """``Pix2StructTextAttention``, of a decoder."""
+
+    replaces = ("Pix2StructTextAttention",)
+    projections = ("query", "key", "value", "output")
+    local = False
+    is_decoder = True
 
 
 class UMT5RelativeAttention(T5RelativeAttention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,6 +225,22 @@ def granite() -> Any:
     )  # fmt: skip
 
 
+def granite_5() -> Any:
+    return module(
+        "GraniteSpeech5EncoderAttention", "q_proj", "k_proj", "v_proj", "o_proj", attention_dropout=0.25,
+        context_size=4, rel_pos_emb=nn.Embedding(11, D),
+        config=SimpleNamespace(num_attention_heads=HEADS, max_position_embeddings=5),
+    )  # fmt: skip
+
+
+def pix2struct() -> Any:
+    return module(
+        "Pix2StructTextAttention", "query", "key", "value", "output", n_heads=HEADS, dropout=0.25, layer_idx=0,
+        is_causal=True, relative_attention_num_buckets=8, relative_attention_max_distance=5,
+        has_relative_attention_bias=True, relative_attention_bias=nn.Embedding(8, HEADS),
+    )  # fmt: skip
+
+
 def beit() -> Any:
     attention = module(
         "BeitAttention", "q_proj", "k_proj", "v_proj", "o_proj", num_attention_heads=HEADS, attention_dropout=0.0
@@ -303,4 +320,7 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "prophet": (prophet, lambda ours: ours(x(2, 3 * LENGTH, E))[0]),
     "speecht5": (speecht5, lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
     "granite": (granite, lambda ours: ours(x(), None)),
+    "granite 5": (granite_5, lambda ours: ours(x(), None, boolean()[:, 0, 0])[0]),
+    "pix2struct": (pix2struct, lambda ours: ours(x(), additive())[0]),
+    "seggpt": (lambda: sam("SegGptAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
 }  # fmt: skip

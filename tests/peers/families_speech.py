@@ -42,6 +42,28 @@ def conformer(name: str, kind: str, **options: Any) -> Family:
     )
 
 
+def granite(name: str) -> Family:
+    module = {"GraniteSpeech": "granite_speech", "GraniteSpeechPlus": "granite_speech_plus"}[name]
+    return Family(
+        built(
+            f"models.{module}.modeling_{module}.{name}CTCEncoder",
+            f"models.{module}.configuration_{module}.{name}EncoderConfig", input_dim=24, hidden_dim=24, num_layers=2,
+            num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0, output_dim=11,
+        ),
+        lambda length: {"hidden_states": randn(2, length, 24)},
+    )  # fmt: skip
+
+
+def granite_5() -> Any:
+    encoder = built(
+        "models.granite_speech5.modeling_granite_speech5.GraniteSpeech5Encoder",
+        "models.granite_speech5.configuration_granite_speech5.GraniteSpeech5EncoderConfig", "sdpa", vocab_size=11,
+        max_position_embeddings=10, context_size=8, subsample_layers=[0], **SIZES,
+    )()  # fmt: skip
+    encoder.input_linear = torch.nn.LayerNorm(24).double()  # whose dtype the model reads: a layer in 8 bits has none
+    return encoder
+
+
 def vits() -> Any:
     encoder = built(
         "models.vits.modeling_vits.VitsTextEncoder", "VitsConfig", hidden_size=24, num_attention_heads=3,
@@ -131,14 +153,10 @@ SPEECH: dict[str, Family] = {
         speech_encoder_left_chunk_num=1,
     ),
     "SpeechT5": Family(speecht5, sounds, 3),
-    "Granite Speech": Family(
-        built(
-            "models.granite_speech.modeling_granite_speech.GraniteSpeechCTCEncoder",
-            "models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", input_dim=24,
-            hidden_dim=24, num_layers=2, num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0,
-            output_dim=11,
-        ),
-        lambda length: {"hidden_states": randn(2, length, 24)},
+    "Granite Speech": granite("GraniteSpeech"),
+    "Granite Speech Plus": granite("GraniteSpeechPlus"),
+    "Granite Speech 5": Family(
+        granite_5, lambda length: {**features(length), "input_features": randn(2, 4 * length, 24)}, gate=1e-6
     ),
     "Nemotron": Family(
         built(

@@ -72,6 +72,10 @@ def boxed_pairs(length: int) -> Given:
     return {**pairs(length), "bbox": boxes(length) / 64}
 
 
+def of_a_picture(length: int) -> Given:
+    return {**tokens(length), "encoder_hidden_states": randn(2, 5, 24)}
+
+
 def funnel(**options: Any) -> Family:
     still: Given = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
     make = built(
@@ -94,6 +98,14 @@ TEXT: dict[str, Family] = {
     "MT5": text_to_text("MT5"),
     "UMT5": text_to_text("UMT5"),
     "Pop2Piano": replace(text_to_text("Pop2Piano"), generates=False),  # it needs audio
+    "Pix2Struct": Family(
+        built(
+            "Pix2StructTextModel", "Pix2StructTextConfig", "sdpa", hidden_size=24, d_kv=8, num_heads=3, num_layers=2,
+            d_ff=32, vocab_size=50, dropout_rate=0.0, relative_attention_num_buckets=8,
+            relative_attention_max_distance=12, initializer_range=0.02,
+        ),
+        of_a_picture, count=4, lengths=(1, 7, 30),
+    ),
     "SwitchTransformers": text_to_text(
         "SwitchTransformers", "eager", num_sparse_encoder_layers=0, num_sparse_decoder_layers=0, router_jitter_noise=0.0
     ),

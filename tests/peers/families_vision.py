@@ -33,6 +33,11 @@ def whole_pictures(length: int) -> Given:
     return pictures(16)
 
 
+def prompted_pictures(length: int) -> Given:
+    names = ("pixel_values", "prompt_pixel_values", "prompt_masks")
+    return {name: randn(2, 3, 16, 16, seed=seed) for seed, name in enumerate(names)}
+
+
 def spectrograms(length: int) -> Given:
     return {"input_features": randn(2, 1, 128, 8)}
 
@@ -87,6 +92,14 @@ VISION: dict[str, Family] = {
     "SAM": Family(built("SamVisionModel", "SamVisionConfig", **SAM), whole_pictures, 2, (16, 16), gate=1e-6),
     "SAM sdpa": Family(built("SamVisionModel", "SamVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
     "SAM-HQ": Family(built("SamHQVisionModel", "SamHQVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
+    "SegGPT": Family(
+        built(
+            "SegGptModel", "SegGptConfig", image_size=(32, 16), patch_size=4, pretrain_image_size=16, mlp_dim=16,
+            drop_path_rate=0.0, merge_index=0, intermediate_hidden_state_indices=[1],
+            **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        ),
+        prompted_pictures, 2, (4, 4), gate=1e-6,
+    ),
     "ViTDet": Family(
         built(
             "VitDetModel", "VitDetConfig", use_relative_position_embeddings=True, window_block_indices=[0],
