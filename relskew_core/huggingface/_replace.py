@@ -27,7 +27,7 @@ from relskew_core.huggingface import (  # noqa: F401  # their classes enter them
     _windows,
     _xlnet,
 )
-from relskew_core.huggingface._attend import DropIn
+from relskew_core.huggingface._attend import DropIn, refuse_weights
 from relskew_core.huggingface._local import check_local, checked_window, make_local
 from relskew_core.huggingface._masks import CAUSAL_NAME, mask_keys_alone
 
@@ -139,7 +139,15 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     if sides is not None:
         make_local(root, sides)
     result: Model = root["model"]
+    if not isinstance(result, DropIn) and _without_weights not in result._forward_pre_hooks.values():
+        result.register_forward_pre_hook(_without_weights, with_kwargs=True)
     return result
+
+
+def _without_weights(model: nn.Module, given: Any, named: dict[str, Any]) -> None:
+    """Refuse a call that asks for weights: many models do not pass the request on to their attention."""
+    asked = named.get("output_attentions")
+    refuse_weights(getattr(getattr(model, "config", None), "output_attentions", False) if asked is None else asked)
 
 
 def _drop_in(original: nn.Module, names: set[str]) -> DropIn | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,6 +95,32 @@ def test_training_drops_a_share_of_the_weights(theirs: Any) -> None:
     assert np.all(np.abs(draws.mean(0) - want) < 6 * spread / len(draws) ** 0.5 + 1e-12)
     ours.dropout = 0.0
     assert oracles.relative_error(ours(x)[0].numpy(), want) < 1e-12
+
+
+class Model(torch.nn.Module):
+    """A model that does not pass on whether weights are requested."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention, self.config = attention, SimpleNamespace(output_attentions=False)
+
+    def forward(self, x: torch.Tensor, output_attentions: bool | None = None) -> Any:
+        return self.attention(x)
+
+
+def test_a_model_refuses_to_return_weights(theirs: Any) -> None:
+    x = torch.zeros(1, LENGTH, E, dtype=torch.float64)
+    ours = replace_attention(replace_attention(Model(theirs)))
+    assert len(ours._forward_pre_hooks) == 1
+    copied: Any = pickle.loads(pickle.dumps(ours))
+    for model in (ours, copied):
+        model(x)
+        with pytest.raises(ValueError, match=r"^`output_attentions` must be False"):
+            model(x, output_attentions=True)
+        model.config.output_attentions = True
+        model(x, output_attentions=False)
+        with pytest.raises(ValueError, match=r"^`output_attentions` must be False"):
+            model(x)
 
 
 def test_refusals(theirs: Any) -> None:

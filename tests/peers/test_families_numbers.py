@@ -79,6 +79,16 @@ def test_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @torch.no_grad()
+def test_weights_are_refused(family: Family) -> None:
+    """In every family, including those that do not pass the request on to their attention."""
+    ours = replace_attention(family.make())
+    inputs = given(family, family.lengths[-1], ours)
+    with pytest.raises(ValueError, match=r"^`output_attentions` must be False"):
+        ours(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@torch.no_grad()
 def test_quantised(family: Family) -> None:
     """Linear layers in 8 bits, whose weights are no parameters."""
     model = family.make().float()
