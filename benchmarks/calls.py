@@ -113,13 +113,13 @@ class Calls(Benchmark):
 
 
 def _table(section: str, rows: Sequence[Row]) -> str:
-    found = sorted((row for row in rows if row.skipped is None), key=lambda row: row.case["length"])
-    order = list(SECTIONS[section])
-    found.sort(key=lambda row: (row.case["length"], order.index(row.contender)))
+    order = SECTIONS[section]
+    found = [row for row in rows if row.skipped is None]
+    found.sort(key=lambda row: (order.index(row.contender), row.case["length"]))
     plain = {str(row.case): row.fastest for row in found if row.contender == "plain"}
 
     def cells() -> Iterator[tuple[str, str, str]]:
-        for row in sorted(found, key=lambda row: order.index(row.contender)):
+        for row in found:
             label, length = CONTENDERS[row.contender].label, f"L = {row.case['length']}"
             base, seconds = plain.get(str(row.case)), row.fastest or 0.0
             if section == "peaky":

@@ -32,9 +32,9 @@ from benchmarks.family_parts import (
     phi4,
     pictures,
     prophetnet,
+    sam,
     seamless,
     sounds,
-    speecht5,
     text_to_text,
     tokens,
     torchvision_swin,
@@ -71,7 +71,13 @@ MODELS: dict[str, Model] = {
     ),
     "SeamlessM4T": seamless("SeamlessM4T", "seamless_m4t", "relative"),
     "SeamlessM4T-v2": seamless("SeamlessM4Tv2", "seamless_m4t_v2", "relative_key"),
-    "SpeechT5": Model(speecht5, sounds),
+    "SpeechT5": Model(
+        built(
+            "models.speecht5.modeling_speecht5.SpeechT5Encoder", "SpeechT5Config", "eager", hidden_size=WIDTH,
+            encoder_layers=2, encoder_attention_heads=HEADS, encoder_ffn_dim=1024,
+        ),
+        sounds,
+    ),
     "MPT": decoder(
         "Mpt", "MptConfig", "{}Model", "{}ForCausalLM", None, d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
         max_seq_len=LONGEST,
@@ -152,20 +158,8 @@ MODELS: dict[str, Model] = {
     "torchvision's Swin, version 2, pixels": Model(
         torchvision_swin(8, "V2"), as_argument, lengths=(128, 256, 512, 1024)
     ),
-    "SAM, pixels": Model(
-        built(
-            "SamVisionModel", "SamVisionConfig", global_attn_indexes=[1], image_size=1024, mlp_dim=1024,
-            hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
-        ),
-        pictures, lengths=(1024,),
-    ),
-    "SAM-HQ, pixels": Model(
-        built(
-            "SamHQVisionModel", "SamHQVisionConfig", global_attn_indexes=[1], image_size=1024, mlp_dim=1024,
-            hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
-        ),
-        pictures, lengths=(1024,),
-    ),
+    "SAM, pixels": sam("Sam"),
+    "SAM-HQ, pixels": sam("SamHQ"),
     "ViTDet, pixels": Model(
         built(
             "VitDetModel", "VitDetConfig", None, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,

@@ -202,11 +202,10 @@ def prophetnet() -> Model:
 
 
 def clap() -> Model:
-    def make() -> Any:
-        torch.manual_seed(0)
-        config = find("ClapAudioConfig")(depths=[2, 2], num_attention_heads=[4, 8], hidden_size=192)
-        return find("models.clap.modeling_clap.ClapAudioEncoder")(config).eval()
-
+    make = built(
+        "models.clap.modeling_clap.ClapAudioEncoder", "ClapAudioConfig", None, depths=[2, 2],
+        num_attention_heads=[4, 8], hidden_size=192,
+    )  # fmt: skip
     # Spectrograms of all lengths are resized to 1024 frames.
     return Model(make, lambda n: {"input_features": torch.randn(1, 1, n, 64)}, lengths=(1024,))
 
@@ -238,13 +237,12 @@ def torchvision_swin(size: int, suffix: str = "") -> Callable[[], Any]:
     return make
 
 
-def speecht5() -> Any:
-    torch.manual_seed(0)
-    config = find("SpeechT5Config")(
-        hidden_size=WIDTH, encoder_layers=2, encoder_attention_heads=HEADS, encoder_ffn_dim=1024, encoder_layerdrop=0.0
-    )
-    config._attn_implementation = "eager"
-    return find("models.speecht5.modeling_speecht5.SpeechT5Encoder")(config).eval()
+def sam(name: str) -> Model:
+    make = built(
+        f"{name}VisionModel", f"{name}VisionConfig", global_attn_indexes=[1], image_size=1024, mlp_dim=1024,
+        hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
+    )  # fmt: skip
+    return Model(make, pictures, lengths=(1024,))
 
 
 def beit(name: str) -> Model:

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.graphs import BARE, BARE_CONTRIB, CONTRIB, bare_bytes, forms
+from benchmarks.graphs import BARE, BARE_CONTRIB, CONTRIB, bare_bytes, forms, whole_bytes
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import init_weights
-from relskew_core.export import to_onnx
 
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
 REPORT_KERNEL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
@@ -95,12 +94,8 @@ def run(case: Case, label: str) -> Case:
     dtype, length, provider = case["dtype"], case["length"], case["provider"]
     spec = forms(length)[case["form"]].spec
     weights = init_weights(spec, seed=0, dtype=dtype)
-    bare = label in (BARE, BARE_CONTRIB)
-    model = (
-        bare_bytes(spec, weights, **GRAPHS[label])()
-        if bare
-        else to_onnx(spec, weights, **GRAPHS[label]).SerializeToString()
-    )
+    make = bare_bytes if label in (BARE, BARE_CONTRIB) else whole_bytes
+    model = make(spec, weights, **GRAPHS[label])()
     device = "cuda" if provider.startswith("CUDA") else "cpu"
     x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
 

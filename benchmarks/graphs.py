@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import onnx
@@ -114,9 +115,7 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
 
 def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph as the bytes of its file."""
-
-    def relskew(**options: Any) -> Callable[[], bytes]:
-        return lambda: to_onnx(form.spec, weights, **options).SerializeToString()
+    relskew = partial(whole_bytes, form.spec, weights)
 
     def textbook(relative: Relative, dynamo: bool) -> Callable[[], bytes]:
         example = min(EXAMPLE, longest // 2)
@@ -137,10 +136,7 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
 
 def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph with a cache: growing, or in place."""
-
-    def relskew(**options: Any) -> Callable[[], bytes]:
-        return lambda: to_onnx(spec, weights, past=True, **options).SerializeToString()
-
+    relskew = partial(whole_bytes, spec, weights, past=True)
     in_place: dict[str, Any] = {"past": True, "in_place": True}
     return {
         BARE: bare_bytes(spec, weights, past=True),
@@ -149,6 +145,11 @@ def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[
         "relskew `ort`, in place": relskew(in_place=True),
         IN_PLACE: relskew(in_place=True, profile="ort-contrib"),
     }
+
+
+def whole_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:
+    """Return a function that makes the file of a block."""
+    return lambda: to_onnx(spec, weights, **options).SerializeToString()
 
 
 def bare_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:

@@ -43,17 +43,14 @@ def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
     given = [torch.randn(1, CHUNK, WIDTH), *step.attention.empty_cache(1)]
     if runtime == "torch":
         return torch.inference_mode()(step), given
-    import onnxruntime
-
+    from benchmarks.export import open_session
     from relskew_core.export import torch_to_onnx
 
     names = ["chunk", "keys", "values", "length"]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.onnx"
-        torch_to_onnx(step, tuple(given), path, input_names=names, vary=dict.fromkeys(names, ()))
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        made = torch_to_onnx(step, tuple(given), path, input_names=names, vary=dict.fromkeys(names, ()))
+        session = open_session(made.read_bytes())
     return lambda *x: session.run(None, dict(zip(names, x, strict=True))), [x.numpy() for x in given]
 
 

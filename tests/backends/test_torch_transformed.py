@@ -271,6 +271,13 @@ def test_fake_tensors_have_shapes_and_no_numbers(function: Function, n: int) -> 
 # Gradients of gradients
 
 
+def second(given: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, ...]:
+    """Differentiate the gradients that ``relative_attention_vjp`` returns."""
+    wanted = [x.clone().requires_grad_() for x in given]
+    found = pull_back(*wanted, **options)
+    return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), wanted)
+
+
 @every_dtype
 @every_length
 @pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
@@ -279,22 +286,12 @@ def test_explicit_gradients_are_differentiable(kept: bool, n: int, dtype: torch.
     q, k, v, table = drawn(n, dtype)
     out, lse = attend(q, k, v, table, return_lse=True)
     results = {"out": out, "lse": lse} if kept else {}
-
-    def second(impl: str) -> tuple[Tensor, ...]:
-        given = [x.clone().requires_grad_() for x in (v, q, k, v, table)]
-        found = pull_back(*given, **results, impl=impl)
-        return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), given)
-
-    close(second("auto"), second("portable"))
+    given = (v, q, k, v, table)
+    close(second(given, impl="auto", **results), second(given, impl="portable", **results))
 
 
 def test_explicit_gradients_of_ragged_batches_are_differentiable() -> None:
     q, k, v, table = drawn(200)
     options: dict[str, Any] = {"offset": [0, 2], "span": Span(199, 199, "clip")}
-
-    def second(impl: str) -> tuple[Tensor, ...]:
-        given = [x.clone().requires_grad_() for x in (v, q, k, v, table)]
-        found = pull_back(*given, **options, impl=impl)
-        return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), given)
-
-    close(second("auto"), second("portable"))
+    given = (v, q, k, v, table)
+    close(second(given, impl="auto", **options), second(given, impl="portable", **options))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onnx_sessions import shapes
 from relskew_core import Span, relative_attention
 from relskew_core.export import ExportReport, _publish, _save, encoder_decoder_to_onnx, generate
 from relskew_core.export._library import found_library
@@ -134,13 +135,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
 
 def test_names_and_lengths(made: tuple[Model, Path]) -> None:
     graphs = [onnx.load(made[1] / name) for name in FILES]
-
-    def shapes(values: Any) -> dict[str, list[Any]]:
-        return {
-            value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
-            for value in values
-        }
-
     width = WIDTH // HEADS
     text, memory = (["batch", HEADS, length, width] for length in ("length", "memory_length"))
     kinds = [f"0.{of}.{kind}" for of in ("decoder", "encoder") for kind in ("key", "value")]

@@ -19,7 +19,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from onnx_sessions import opened
+from onnx_sessions import opened, shapes, tokens_of_genai
 from relskew_core import BlockSpec, Span, __version__, relative_attention
 from relskew_core.export import (
     ExportReport,
@@ -73,13 +73,13 @@ class Decoder(nn.Module):
         return self.head(x), present
 
 
-def greedy(model: nn.Module, caches: Callable[[int], Any], prompt: Any, n: int) -> Tensor:
+def greedy(model: nn.Module, caches: Callable[[int], Any], prompt: Any, n: int, *memory: Tensor) -> Tensor:
     """Return torch's tokens, without using a cache for more than one call."""
     tokens = torch.tensor(prompt)
     start = tokens.shape[1]
     with torch.no_grad():
         for _ in range(n):
-            logits, _ = model(tokens, caches(len(tokens)))
+            logits, _ = model(tokens, caches(len(tokens)), *memory)
             tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
     return tokens[:, start:]
 
@@ -95,12 +95,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
     path = decoder_to_onnx(model, tmp_path_factory.mktemp("made") / "decoder.onnx", genai={"eos_token_id": 29})
     assert all(module.training for module in model.modules())
     return model.eval(), path
-
-
-def shapes(values: Any) -> dict[str, list[Any]]:
-    return {
-        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim] for value in values
-    }
 
 
 def test_names_and_lengths(made: tuple[Decoder, Path]) -> None:
@@ -214,17 +208,8 @@ def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
 
 
 def test_the_folder_runs_in_onnxruntime_genai(made: tuple[Decoder, Path]) -> None:
-    import onnxruntime_genai
-
-    model = onnxruntime_genai.Model(str(made[1].parent))
-    parameters = onnxruntime_genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=REACH)
-    generator = onnxruntime_genai.Generator(model, parameters)
     prompt = [1, 2, 3, 4]
-    generator.append_tokens(np.array([prompt], np.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-    got = list(generator.get_sequence(0))
+    got = tokens_of_genai(made[1].parent, prompt, REACH)
     assert got[:4] == prompt
     assert got[4:] == list(generate(made[1], prompt, REACH - 4, stop=29))
     config = json.loads((made[1].parent / "genai_config.json").read_text())
@@ -337,16 +322,13 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     assert not any("k_proj" in node.name and "across" in node.name for node in later.node)
     states, seen = torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.int64)
     seen[1, 5:] = 0
-    tokens = torch.tensor([[1, 2], [7, 8]])
-    for _ in range(12):
-        logits, _ = model(tokens, model.empty_cache(2), states, seen)
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    want = greedy(model, model.empty_cache, [[1, 2], [7, 8]], 12, states, seen)
     given = (states.numpy(), seen.numpy())
-    assert np.array_equal(generate(path, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
+    assert np.array_equal(generate(path, [[1, 2], [7, 8]], 12, memory=given), want)
     if options:
         return
     shorter = decoder_to_onnx(model, tmp_path / "int32.onnx", memory=[states, seen.int()], check=False)
-    assert np.array_equal(generate(shorter, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
+    assert np.array_equal(generate(shorter, [[1, 2], [7, 8]], 12, memory=given), want)
     with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
         generate(path, [[1, 2], [7, 8]], 1, memory=(states[:, :0].numpy(), seen[:, :0].numpy()))
     with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
@@ -568,12 +550,8 @@ def test_memories_of_other_lengths(tmp_path: Path) -> None:
     model, path = Comparing().eval(), tmp_path / "decoder.onnx"
     decoder_to_onnx(model, path, memory=[torch.randn(2, 5, 16), torch.randn(2, 7, 16)])
     one, other = torch.randn(2, 3, 16), torch.randn(2, 8, 16)
-    tokens = torch.tensor([[1, 2], [7, 8]])
-    for _ in range(6):
-        logits, _ = model(tokens, model.empty_cache(2), one, other)
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
     made = generate(path, [[1, 2], [7, 8]], 6, memory=(one.numpy(), other.numpy()))
-    assert np.array_equal(made, tokens[:, 2:])
+    assert np.array_equal(made, greedy(model, model.empty_cache, [[1, 2], [7, 8]], 6, one, other))
 
 
 def test_a_report_is_for_a_function(tmp_path: Path) -> None:

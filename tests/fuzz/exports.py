@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
+import onnx_sessions
 import strategies
 from export_forms import PROFILES, random_weights
 from fuzz.engine import Target, WrongError, same, told
 from libraries import GATES
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
-from relskew_core.export import custom_ops_library, to_onnx
+from relskew_core.export import to_onnx
 from relskew_core.export._library import found_library
 
 Arrays = dict[str, NDArray[Any]]
@@ -177,11 +177,7 @@ def opened(model: Any, runtime: str) -> Any:
     if runtime == "reference":
         evaluator = ReferenceEvaluator(model)
         return lambda feeds: evaluator.run(None, feeds)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level, settings.intra_op_num_threads = 4, 1
-    if runtime != "onnxruntime":
-        settings.register_custom_ops_library(str(custom_ops_library()))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, ["CPUExecutionProvider"])
+    session = onnx_sessions.opened(model, library=runtime != "onnxruntime", intra_op_num_threads=1)
     return lambda feeds: session.run(None, feeds)
 
 

@@ -26,6 +26,19 @@ from relskew_core.layers.torch import RelativeMultiheadAttention
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 
 
+def check_gradients(
+    module: RelativeMultiheadAttention, one: Callable[..., Tensor], other: Callable[..., Tensor], atol: float
+) -> None:
+    """Compare what two functions return for one seed, and the gradients of the inputs and of the parameters."""
+    results = []
+    for function in (one, other):
+        torch.manual_seed(11)
+        given = [x.requires_grad_() for x in inputs(module.spec)]
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
+    torch.testing.assert_close(*results, rtol=0, atol=atol)
+
+
 @every_spec
 def test_the_state_dict_is_a_weights_mapping(spec: BlockSpec) -> None:
     module = made(spec)
@@ -40,12 +53,7 @@ def test_the_state_dict_is_a_weights_mapping(spec: BlockSpec) -> None:
 @every_spec
 def test_it_computes_the_formula_and_its_gradients(spec: BlockSpec) -> None:
     module = made(spec)
-    results = []
-    for function in (module, lambda *given: dense_module(module, *given)):
-        given = [x.requires_grad_() for x in inputs(spec)]
-        y = function(*given)
-        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+    check_gradients(module, module, partial(dense_module, module), 1e-10)
 
 
 @every_spec
@@ -231,13 +239,7 @@ def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
     kept = kept_of(module, inputs(module.spec), seed=11)
     scaled = torch.tensor(1 / 0.6, dtype=torch.float64)
     assert torch.allclose(kept[kept > 0.01], scaled)
-    results = []
-    for function in (module, lambda *given: dense_module(module, *given, weight_of=kept)):
-        torch.manual_seed(11)
-        given = [x.requires_grad_() for x in inputs(module.spec)]
-        y = function(*given)
-        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+    check_gradients(module, module, partial(dense_module, module, weight_of=kept), 1e-10)
 
 
 def test_dropout_is_for_training_and_follows_torchs_seed() -> None:
@@ -275,14 +277,7 @@ def test_dropout_keeps_the_memory_promise() -> None:
 
 def test_dropout_survives_checkpoints() -> None:
     module = made(SPECS["bidirectional"], dropout=0.5)
-    results = []
-    checkpointed: Any = partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False)
-    for function in (module, checkpointed):
-        torch.manual_seed(2)
-        (x,) = inputs(module.spec)
-        x.requires_grad_()
-        results.append(torch.autograd.grad(function(x).sin().sum(), [x, *module.parameters()]))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    check_gradients(module, module, partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False), 0)
 
 
 def test_gradcheck_of_dropout() -> None:
@@ -381,15 +376,9 @@ def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
     spec = SPECS[name]
     module = made(spec, dropout=dropout)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    results = []
-    for function in (module, compiled):
-        torch.manual_seed(0)
-        given = [x.requires_grad_() for x in inputs(spec)]
-        y = function(*given)
-        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    check_gradients(module, module, compiled, 1e-12)
     if name in ("bidirectional", "stream"):  # padding requires another compilation
-        padding = torch.arange(9) >= torch.tensor([[9], [6]])
+        given, padding = inputs(spec), torch.arange(9) >= torch.tensor([[9], [6]])
         module.eval()
         torch.testing.assert_close(
             compiled(*given, key_padding_mask=padding), module(*given, key_padding_mask=padding), rtol=0, atol=1e-12

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from peers.common import check, padding, peer, randomised
@@ -53,28 +51,33 @@ def t5(implementation: str = "eager") -> Any:
     return randomised(peer("transformers.T5ForConditionalGeneration")(config))
 
 
-def export(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], path: Path) -> onnxruntime.InferenceSession:
+def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], **options: Any) -> tuple[Any, Any]:
+    """Export a model with torch's exporter, and return the program and a function that runs it."""
     shapes = tuple(dict.fromkeys(range(x.ndim), DYNAMIC) for x in arguments)
-    program = torch.onnx.export(model.eval(), arguments, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    program = torch.onnx.export(model.eval(), arguments, dynamo=True, dynamic_shapes=shapes, verbose=False, **options)
     assert program is not None
-    program.save(path)
-    return opened(path)
+    session = opened(program.model_proto)
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        feed = {value.name: x.numpy() for value, x in zip(session.get_inputs(), given, strict=True)}
+        return [torch.from_numpy(np.asarray(x)) for x in session.run(None, feed)]
+
+    return program, run
 
 
-def run(session: onnxruntime.InferenceSession, arguments: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    feed = {given.name: x.numpy() for given, x in zip(session.get_inputs(), arguments, strict=True)}
-    return [torch.from_numpy(np.asarray(x)) for x in session.run(None, feed)]
-
-
-def test_vits_exports_with_any_length(tmp_path: Path) -> None:
+def check_vits(**options: Any) -> None:
+    """Export a text encoder, and compare it at other lengths."""
     theirs = vits(window_size=4).float()
-    ours = copy.deepcopy(theirs)
-    replace_attention(ours)
-    session = export(Encoder(ours), tokens(2, 7), tmp_path / "vits.onnx")
+    ours = replace_attention(copy.deepcopy(theirs))
+    _, run = exported(Encoder(ours), tokens(2, 7), **options)
     for shape in [(2, 7), (1, 1), (1, 2), (1, 4), (3, 5), (2, 6), (2, 60)]:
         arguments = tokens(*shape)
-        for got, want in zip(run(session, arguments), Encoder(theirs)(*arguments), strict=True):
+        for got, want in zip(run(*arguments), Encoder(theirs)(*arguments), strict=True):
             check(got, want, 1e-5)
+
+
+def test_vits_exports_with_any_length() -> None:
+    check_vits()
 
 
 class Translator(torch.nn.Module):
@@ -88,19 +91,24 @@ class Translator(torch.nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoded, use_cache=False).logits
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
-def test_t5_exports_with_any_length(tmp_path: Path, implementation: str) -> None:
+def check_t5(implementation: str, **options: Any) -> Any:
+    """Export a model, compare it at other lengths, and return the program."""
     theirs = t5(implementation).float()
-    ours = copy.deepcopy(theirs)
-    replace_attention(ours)
+    ours = replace_attention(copy.deepcopy(theirs))
 
     def arguments(batch: int, length: int, decoded: int) -> tuple[torch.Tensor, ...]:
         return *tokens(batch, length, 50), tokens(batch, decoded, 50)[0]
 
-    session = export(Translator(ours), arguments(2, 7, 6), tmp_path / "t5.onnx")
+    program, run = exported(Translator(ours), arguments(2, 7, 6), **options)
     for shape in [(2, 7, 6), (1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
-        (got,) = run(session, arguments(*shape))
+        (got,) = run(*arguments(*shape))
         check(got, Translator(theirs)(*arguments(*shape)), 1e-5)
+    return program
+
+
+@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
+def test_t5_exports_with_any_length(implementation: str) -> None:
+    check_t5(implementation)
 
 
 def attentions(kind: str) -> tuple[Any, Any]:

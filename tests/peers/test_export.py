@@ -6,11 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peers.common import check, peer
-from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
+from peers.test_drop_in import check_t5, check_vits, t5, tokens
 
 from onnx_sessions import opened
 from relskew_core import relative_attention
@@ -33,46 +32,13 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relskew_core.huggingface._attend.exported", attention)
 
 
-def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
-    shapes = tuple(dict.fromkeys(range(x.ndim), DYNAMIC) for x in arguments)
-    program = torch.onnx.export(
-        model.eval(), arguments, dynamo=True, opset_version=23, dynamic_shapes=shapes, verbose=False,
-        custom_translation_table=torch_translation_table(23),
-    )  # fmt: skip
-    assert program is not None
-    content = program.model_proto.SerializeToString()
-    session = opened(content)
-
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        feed = {value.name: x.numpy() for value, x in zip(session.get_inputs(), given, strict=True)}
-        return [torch.from_numpy(np.asarray(x)) for x in session.run(None, feed)]
-
-    return program, run
-
-
 def test_vits() -> None:
-    theirs = vits(window_size=4).float()
-    ours = copy.deepcopy(theirs)
-    replace_attention(ours)
-    _, run = exported(Encoder(ours), tokens(2, 7))
-    for shape in [(2, 7), (1, 1), (1, 4), (3, 5), (2, 60)]:
-        for got, want in zip(run(*tokens(*shape)), Encoder(theirs)(*tokens(*shape)), strict=True):
-            check(got, want, 1e-5)
+    check_vits(opset_version=23, custom_translation_table=torch_translation_table(23))
 
 
 def test_t5() -> None:
-    theirs = t5("eager").float()
-    ours = copy.deepcopy(theirs)
-    replace_attention(ours)
-
-    def arguments(batch: int, length: int, decoded: int) -> tuple[torch.Tensor, ...]:
-        return *tokens(batch, length, 50), tokens(batch, decoded, 50)[0]
-
-    program, run = exported(Translator(ours), arguments(2, 7, 6))
+    program = check_t5("eager", opset_version=23, custom_translation_table=torch_translation_table(23))
     assert sum(node.op_type == "If" for node in program.model.graph) == 4
-    for shape in [(2, 7, 6), (1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
-        (got,) = run(*arguments(*shape))
-        check(got, Translator(theirs)(*arguments(*shape)), 1e-5)
 
 
 def test_t5_in_one_call(tmp_path: Path) -> None:

@@ -11,14 +11,9 @@ from peers.common import peer
 from peers.families import FAMILIES
 from torch import Tensor, nn
 
+from onnx_sessions import shapes
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import replace_attention
-
-
-def lengths(values: Any) -> dict[str, list[Any]]:
-    return {
-        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim] for value in values
-    }
 
 
 @pytest.mark.parametrize(("name", "returned"), [("WavLM", []), ("Parakeet", ["output_attention_mask"])])
@@ -27,8 +22,8 @@ def test_encoders(name: str, returned: list[str]) -> None:
     family = FAMILIES[name]
     given = {key: x.float() if x.is_floating_point() else x for key, x in family.given(30).items()}
     graph = torch_to_onnx(replace_attention(family.make().float()), given, tolerance=1e-3).graph
-    assert all(isinstance(size, str) for shape in lengths(graph.input).values() for size in shape[:2])
-    assert {shape[0] for shape in lengths(graph.input).values()} == {"batch"}
+    assert all(isinstance(size, str) for shape in shapes(graph.input).values() for size in shape[:2])
+    assert {shape[0] for shape in shapes(graph.input).values()} == {"batch"}
     onnx.checker.check_graph(graph, onnx.checker.DEFAULT_CONTEXT)
     assert [value.name for value in graph.output][1:] == returned
 
@@ -60,8 +55,8 @@ def test_the_past_of_t5() -> None:
     model = replace_attention(FAMILIES["T5 sdpa"].make().float())
     past = [(heads(5), heads(5), heads(7), heads(7)) for _ in range(2)]
     graph = torch_to_onnx(Step(model), (torch.randint(0, 50, (2, 3)), torch.randn(2, 7, 24), past)).graph
-    shapes = lengths(graph.input)
-    assert shapes["ids"] == ["batch", "ids_length"]
-    assert {tuple(shapes[f"past_{layer}_{kind}"]) for layer in (0, 1) for kind in (0, 1)} == {
+    sizes = shapes(graph.input)
+    assert sizes["ids"] == ["batch", "ids_length"]
+    assert {tuple(sizes[f"past_{layer}_{kind}"]) for layer in (0, 1) for kind in (0, 1)} == {
         ("batch", 3, "past_0_0_length", 8)
     }

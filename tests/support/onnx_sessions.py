@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 
@@ -31,3 +32,24 @@ def opened(
         setattr(options, name, value)
     content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def shapes(values: Any) -> dict[str, list[Any]]:
+    """Return the sizes of a graph's inputs or outputs, by name; those that vary have names too."""
+    return {
+        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim] for value in values
+    }
+
+
+def tokens_of_genai(folder: os.PathLike[str], prompt: list[int], length: int) -> list[int]:
+    """Return the prompt and the tokens that onnxruntime-genai appends to it, up to a length."""
+    import onnxruntime_genai
+
+    model = onnxruntime_genai.Model(os.fspath(folder))
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=length)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    generator.append_tokens(np.array([prompt], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    return list(generator.get_sequence(0))
