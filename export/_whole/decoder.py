@@ -18,7 +18,7 @@ from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
+from relskew_core.export._whole.exported import ExportReport, check_options, described
 from relskew_core.export._whole.genai import check_config, config_text, write_config
 from relskew_core.export._whole.memory import memory_path, split_off
 
@@ -202,11 +202,9 @@ def decoder_to_onnx(
     from relskew_core.export._whole.decoder_check import check_decoder, check_full
 
     model = checked_model(model)
-    check_bool("check", check)
-    check_report(report)
-    check_tolerance(tolerance)
+    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
     wanted = torch_dtype(dtype)
-    if check_bool("operator", operator) and contrib:
+    if operator and contrib:
         raise ValueError("`operator=True` excludes `contrib=True`: only one of them can compute attention")
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
@@ -215,7 +213,7 @@ def decoder_to_onnx(
     target = target_path(path)
     targets = [target] if memory is None else [target, memory_path(target)]
     for one in targets:
-        check_target(one, check_bool("overwrite", overwrite))
+        check_target(one, overwrite)
     if genai is not False:
         check_config(target.parent, genai, overwrite)
     decoder = in_dtype(called_alike(model, past), wanted)

@@ -90,7 +90,8 @@ def check_decoder(
         raise
     same(later, wanted, f"one token after {far}")
     if reach is not None:
-        _check_end(run, [drawn(1, 1), *caches(1, reach)], reach)
+        end = f"position {reach}, although its tables or caches end after {reach}"
+        _must_fail(run, [drawn(1, 1), *caches(1, reach)], "one token past the end", end)
 
 
 def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
@@ -98,11 +99,8 @@ def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
     tokens, *shown = flat.inputs()
     seen = memory(1)
     caches = [like.new_zeros((1, like.shape[1], FULL, like.shape[3])) for like in shown[: len(shown) - len(seen)]]
-    try:
-        run([tokens[:1, :1], *caches, *seen], "one token more than the caches hold", length=FULL)
-    except RuntimeError:
-        return
-    raise RuntimeError(f"the exported graph gives numbers for position {FULL}, although its caches hold {FULL}")
+    end = f"position {FULL}, although its caches hold {FULL}"
+    _must_fail(run, [tokens[:1, :1], *caches, *seen], "one token more than the caches hold", end, length=FULL)
 
 
 def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[int]) -> Arrays:
@@ -116,11 +114,10 @@ def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[i
     return [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]
 
 
-def _check_end(run: Run, inputs: Sequence[Tensor], reach: int) -> None:
+def _must_fail(run: Callable[..., Arrays], inputs: Sequence[Tensor], case: str, end: str, **options: Any) -> None:
+    """Raise unless a graph fails for inputs past an end."""
     try:
-        run(inputs, "one token past the end")
+        run(inputs, case, **options)
     except RuntimeError:
         return
-    raise RuntimeError(
-        f"the exported graph gives numbers for position {reach}, although its tables or caches end after {reach}"
-    )
+    raise RuntimeError(f"the exported graph gives numbers for {end}")

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relskew_core._array.checks import check_bool
 from relskew_core._array.keywords import explains
 from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
+from relskew_core.export._whole.exported import ExportReport, check_options, described
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,11 +159,7 @@ def encoder_decoder_to_onnx(
     from relskew_core.export._whole.encoder_decoder_parts import parts_of
 
     model = checked_model(model)
-    check_bool("check", check)
-    check_report(report)
-    check_tolerance(tolerance)
-    check_bool("overwrite", overwrite)
-    check_bool("operator", operator)
+    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
     start = _start(model)
     model = in_dtype(model, torch_dtype(dtype))
     home = target_path(folder, "folder")

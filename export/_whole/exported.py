@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from relskew_core._array.checks import check_real, describe
+from relskew_core._array.checks import check_bool, check_real, describe
 from relskew_core.export._validate.report import Check
 
 Why = Callable[[str, int], str]
@@ -143,16 +143,14 @@ class ExportReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
-def check_tolerance(tolerance: Any) -> None:
-    """Refuse what is not an error that a check could allow."""
-    if tolerance is not None and check_real("tolerance", tolerance) < 0:
-        raise ValueError(f"`tolerance` must be at least 0, got {tolerance}")
-
-
-def check_report(report: Any) -> None:
-    """Refuse a ``report`` that is not callable, before anything is made."""
+def check_options(*, tolerance: Any, report: Any, **flags: Any) -> None:
+    """Refuse options of an export that do not fit, before anything is made."""
+    for name, flag in flags.items():
+        check_bool(name, flag)
     if report is not None and not callable(report):
         raise TypeError(f"`report` must be a function of an ExportReport, got {describe(report)}")
+    if tolerance is not None and check_real("tolerance", tolerance) < 0:
+        raise ValueError(f"`tolerance` must be at least 0, got {tolerance}")
 
 
 def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:

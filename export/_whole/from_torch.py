@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core._array.checks import check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.warned import warn_caller
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_report, check_tolerance, described
+from relskew_core.export._whole.exported import ExportReport, check_options, described
 from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ def torch_to_onnx(
     from relskew_core.export._whole.fixed import explained, fixed_by_chance, reasons_of
 
     model = checked_model(model)
-    check_bool("check", check)
-    check_report(report)
-    check_tolerance(tolerance)
-    check_bool("overwrite", overwrite)
+    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
     target = None if path is None else target_path(path)
     if target is not None:
         check_target(target, overwrite)
@@ -181,7 +178,7 @@ def torch_to_onnx(
         output_names=results,
         lengths=partial(_lengths, names),
         metadata={},
-        operator=check_bool("operator", operator),
+        operator=operator,
         chunk_size=chunk_size,
     )
 

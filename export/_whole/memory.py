@@ -70,7 +70,10 @@ def _part(
         if needed & set(node.output):
             needed.update(names_read([node]))
             kept.append(node)
-    part = _without_graph(model)
+    part = onnx.ModelProto(
+        ir_version=model.ir_version, producer_name=model.producer_name, producer_version=model.producer_version,
+        opset_import=model.opset_import, metadata_props=model.metadata_props,
+    )  # fmt: skip
     graph = part.graph
     graph.name = model.graph.name
     graph.node.extend(reversed(kept))
@@ -82,16 +85,6 @@ def _part(
     called = {(node.domain, node.op_type, node.overload) for inner in all_graphs(graph) for node in inner.node}
     part.functions.extend(one for one in model.functions if (one.domain, one.name, one.overload) in called)
     return part
-
-
-def _without_graph(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the version, the producer, the operators and the metadata of a model."""
-    head = onnx.ModelProto(
-        ir_version=model.ir_version, producer_name=model.producer_name, producer_version=model.producer_version
-    )
-    head.opset_import.extend(model.opset_import)
-    head.metadata_props.extend(model.metadata_props)
-    return head
 
 
 def _with_names(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
