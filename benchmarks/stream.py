@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -47,10 +45,8 @@ def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
     from relskew_core.export import torch_to_onnx
 
     names = ["chunk", "keys", "values", "length"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step.onnx"
-        made = torch_to_onnx(step, tuple(given), path, input_names=names, vary=dict.fromkeys(names, ()))
-        session = open_session(made.read_bytes())
+    made = torch_to_onnx(step, tuple(given), input_names=names, vary=dict.fromkeys(names, ()))
+    session = open_session(made.SerializeToString())
     return lambda *x: session.run(None, dict(zip(names, x, strict=True))), [x.numpy() for x in given]
 
 
