@@ -98,7 +98,12 @@ def source_of(model: Any, batch: int, length: int, generator: torch.Generator) -
         return torch.randn(
             (batch, length, model.config.d_model), generator=generator, dtype=torch.float32, device="cpu"
         ).to(model.dtype)
-    size = model.config.vocab_size
+    size = getattr(model.config, "vocab_size", None)
+    if size is None:
+        raise TypeError(
+            "`model` must encode tokens, of a `config.vocab_size`, or `input_features`, got "
+            f"{type(model).__name__} without that size"
+        )
     return torch.randint(size, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
 
 

@@ -246,6 +246,10 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     model.config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="`model` must have a `decoder_start_token_id`"):
         encoder_decoder_to_onnx(model, tmp_path / "made")
+    model = Model()
+    del model.config.vocab_size  # as that of Pix2Struct, which encodes pictures
+    with pytest.raises(TypeError, match=r"`model` must encode tokens, of a `config\.vocab_size`, .*got Model without"):
+        encoder_decoder_to_onnx(model, tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 
