@@ -77,7 +77,7 @@ class Build(build_ext):
                 first = [path for name, each in own.items() if name not in others for path in each.result()]
                 whole = LINKED_WHOLE if file != target else []
                 self.compiler.link_shared_object(
-                    [*first, *objects], str(file), libraries=["m", "pthread"], extra_postargs=whole
+                    [*first, *objects], str(file), libraries=["m", "pthread", "dl"], extra_postargs=whole
                 )
         except Exception:
             for old in (target, target.with_name(LIBRARY), *SOURCE.parent.glob("*.so")):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import dense
+import kernels_built
 from benchmarks.processor import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
 from relskew_core import Span, relative_attention, relative_attention_vjp
@@ -174,13 +176,28 @@ except RuntimeError:
     assert run(SETUP + script, shell="ulimit -s 1048576") == "alone\n"  # KiB of each thread's stack
 
 
+@pytest.mark.skipif(not kernels_built.COMPILER, reason="no compiler of C++ is here")
+def test_threads_that_begin_late_delay_no_call() -> None:
+    sources = [Path(__file__).parents[1] / "support" / "late_threads.cpp", kernels_built.SOURCE / "threads.cpp"]
+    what = [*kernels_built.FLAGS, f"-I{kernels_built.SOURCE}", *map(str, sources), "-lpthread", "-ldl"]
+    program = kernels_built.made("late_threads", what, [*sources, kernels_built.SOURCE / "threads.hpp"])
+    ended = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_many_calls_take_neither_threads_nor_memory() -> None:
     script = """
-import resource
+import resource, time
 from pathlib import Path
 
+threads_before = len([*Path("/proc/self/task").iterdir()])
+
 def taken():
+    for _ in range(1000):  # threads end a moment after the call
+        if len([*Path("/proc/self/task").iterdir()]) == threads_before:
+            break
+        time.sleep(0.01)
     size = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
     return len([*Path("/proc/self/task").iterdir()]), size
 
@@ -190,7 +207,7 @@ before = taken()
 for _ in range(3000):
     attend()
 after = taken()
-assert after[0] == before[0], (before, after)
+assert after[0] == before[0] == threads_before, (before, after)
 assert after[1] - before[1] < 2**21, (before, after)
 print("done")
 """

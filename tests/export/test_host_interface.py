@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import re
+import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -50,12 +53,12 @@ def view(x: Any) -> Array:
     return Array(x.ctypes.data, x.ndim, (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 4)(*steps))
 
 
-def attend(views: dict[str, Array], **numbers: Any) -> str:
+def attend(views: dict[str, Array], library: ctypes.CDLL | None = None, **numbers: Any) -> str:
     """Make a causal call, and return its error."""
     made: Any = call_type()(type=1, window_left=-1, window_right=-1, blocks_before=-1, causal=1, **numbers, **views)
     made.size, made.scale, made.rel_scale = ctypes.sizeof(made), np.nan, np.nan
     error = ctypes.create_string_buffer(200)
-    function = ctypes.CDLL(str(custom_ops_library())).relskew_attention
+    function = (library or ctypes.CDLL(str(custom_ops_library()))).relskew_attention
     assert function(ctypes.byref(made), error, ctypes.c_size_t(200)) == bool(error.value)
     return error.value.decode()
 
@@ -85,6 +88,16 @@ def test_int8_with_any_strides(queries: int, width: int) -> None:
         given[name] = given[name] * given.pop(f"{name}_scale")[..., None]
     expected = oracles.relative_attention(**given, span=Span.causal(keys), causal=True, offset=keys - queries).out
     assert oracles.relative_error(out, expected) < GATES["float32"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_library_stays_for_threads_that_begin_after_it_is_closed(tmp_path: Path) -> None:
+    copy = shutil.copy(custom_ops_library(), tmp_path)
+    library = ctypes.CDLL(str(copy))
+    given = arrays(70, 600, 16)
+    assert not attend({name: view(x) for name, x in given.items()}, library, left=599, offset=530, threads=8)
+    _ctypes.dlclose(library._handle)
+    assert str(copy) in Path("/proc/self/maps").read_text()
 
 
 def resized(array: Array, axis: int, size: int) -> None:

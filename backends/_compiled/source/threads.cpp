@@ -1,11 +1,10 @@
 #include "threads.hpp"
 
-#include <cstdlib>
-
 #if defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #else
+#include <dlfcn.h>
 #include <sched.h>
 #include <time.h>
 #include <unistd.h>
@@ -13,39 +12,42 @@
 
 namespace {
 
-struct Started {
-    void (*work)(void *);
-    void *of;
-
+// Let a new thread take turns, unless there is no memory for one.
 #if defined(_WIN32)
-    using Thread = HANDLE;
+DWORD WINAPI help(void *shared) { return Shared::help(shared), 0; }
 
-    static DWORD WINAPI run(void *own) { return static_cast<Started *>(own)->work(static_cast<Started *>(own)->of), 0; }
-
-    bool start(Thread &thread) { return (thread = CreateThread(nullptr, 0, run, this, 0, nullptr)) != nullptr; }
-
-    static void join(Thread thread) { WaitForSingleObject(thread, INFINITE), CloseHandle(thread); }
+bool start(Shared *shared) {
+    const HANDLE thread = CreateThread(nullptr, 0, help, shared, 0, nullptr);
+    return thread && CloseHandle(thread);
+}
 #else
-    using Thread = pthread_t;
+void *help(void *shared) { return Shared::help(shared), nullptr; }
 
-    static void *run(void *own) { return static_cast<Started *>(own)->work(static_cast<Started *>(own)->of), nullptr; }
-
-    bool start(Thread &thread) { return !pthread_create(&thread, nullptr, run, this); }
-
-    static void join(Thread thread) { pthread_join(thread, nullptr); }
+bool start(Shared *shared) {
+    pthread_t thread;
+    return !pthread_create(&thread, nullptr, help, shared) && !pthread_detach(thread);
+}
 #endif
-};
+
+// Keep this library loaded, even if the host closes it: a thread may begin after the end of its call.
+void stay_loaded() {
+    static std::atomic<bool> stays{false};
+    if (stays.exchange(true)) return;
+#if defined(_WIN32)
+    HMODULE own;
+    GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
+                       reinterpret_cast<const wchar_t *>(&stay_loaded), &own);
+#else
+    Dl_info own;
+    if (dladdr(reinterpret_cast<void *>(&stay_loaded), &own)) dlopen(own.dli_fname, RTLD_NOW | RTLD_NODELETE);
+#endif
+}
 
 }  // namespace
 
 void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned) {
-    Started own{work, of};
-    auto *const others = static_cast<Started::Thread *>(std::malloc(threads * sizeof(Started::Thread)));
-    unsigned count = 0;  // if no more threads can be started, these do all the work
-    while (others && count + 1 < threads && own.start(others[count])) count++;
-    work(of);
-    while (count) Started::join(others[--count]);
-    std::free(others);
+    stay_loaded();
+    Shared::run(work, of, threads, start);
 }
 
 #if defined(_WIN32)

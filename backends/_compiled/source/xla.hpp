@@ -139,8 +139,8 @@ template <class Stored>
 Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Index threads) {
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
-    const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
-    const auto team = [frame](Team::Work work, void *of, Index count) { Team::run(frame, work, of, count); };
+    const Index workers = threads > 1 ? std::min(threads, threads_of_pool(frame)) : 1;
+    const auto team = [frame](Shared::Work work, void *of, Index count) { run_on_pool(frame, work, of, count); };
     const bool done = tasks.make() && run_tasks(kernel, x, tasks, team, workers);
     return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: not enough memory");
 }

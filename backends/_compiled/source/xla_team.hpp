@@ -2,10 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstdlib>
-#include <new>
 
 #include "problem.hpp"
 #include "threads.hpp"
@@ -13,66 +9,27 @@
 
 namespace xla {
 
-// The turns of one piece of work, which several threads take one after the other. The caller takes turns too, and only
-// waits for turns that another thread has begun, so busy threads of the pool, which may be waiting in the same way,
-// delay no one.
-class Team {
-public:
-    using Work = void (*)(void *);
+inline void destroy(const Frame *frame, Error *error) {
+    OldError args{sizeof(OldError), nullptr, error};
+    frame->offers->destroy_error(&args);
+}
 
-    static void run(const Frame *frame, Work work, void *of, Index count) {
-        void *place = std::malloc(sizeof(Team));
-        if (!place) return work(of);
-        Team *team = new (place) Team(work, of, count);
-        for (Index i = 1; i < count; i++) {
-            Task args{sizeof(Task), nullptr, frame->context, help, team};
-            team->users++;
-            if (Error *error = frame->offers->schedule(&args)) {
-                destroy(frame, error), team->users--;
-                break;
-            }
-        }
-        team->take_turns();
-        team->turns.wait();
-        team->leave();
-    }
-
-    static Index workers(const Frame *frame) {
-        Index count = 1;
-        Threads args{sizeof(Threads), nullptr, frame->context, &count};
-        Error *error = frame->offers->count_threads(&args);
+// The busy threads of the pool may be waiting for turns in the same way.
+inline void run_on_pool(const Frame *frame, Shared::Work work, void *of, Index count) {
+    Shared::run(work, of, count, [frame](Shared *shared) {
+        Task args{sizeof(Task), nullptr, frame->context, Shared::help, shared};
+        Error *error = frame->offers->schedule(&args);
         if (error) destroy(frame, error);
-        return error ? 1 : std::max<Index>(1, count);
-    }
+        return !error;
+    });
+}
 
-private:
-    const Work work;
-    void *const of;  // the caller's memory, which is gone when all turns are over
-    const Index count;
-    std::atomic<Index> next{0}, users{1};
-    Turns turns;
-
-    Team(Work work, void *of, Index count) : work(work), of(of), count(count), turns(count) {}
-
-    static void destroy(const Frame *frame, Error *error) {
-        OldError args{sizeof(OldError), nullptr, error};
-        frame->offers->destroy_error(&args);
-    }
-
-    static void help(void *team) { static_cast<Team *>(team)->take_turns(), static_cast<Team *>(team)->leave(); }
-
-    void take_turns() {
-        while (next++ < count) {
-            work(of);
-            turns.finish_one();
-        }
-    }
-
-    void leave() {
-        if (--users) return;
-        this->~Team();
-        std::free(this);
-    }
-};
+inline Index threads_of_pool(const Frame *frame) {
+    Index count = 1;
+    Threads args{sizeof(Threads), nullptr, frame->context, &count};
+    Error *error = frame->offers->count_threads(&args);
+    if (error) destroy(frame, error);
+    return error ? 1 : std::max<Index>(1, count);
+}
 
 }  // namespace xla
