@@ -49,8 +49,11 @@ OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
 
 LIBRARY = "librelskew.so"  # next to the module
 
-LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs"]
-"""Flags for a library that needs neither Python nor a runtime of C++ from the program that opens it."""
+LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs", "-Wl,-z,nodelete"]
+"""Flags for a library that needs neither Python nor a runtime of C++ from the program that opens it.
+
+It also stays loaded.
+"""
 
 STORED = ("float", "double", "Float16", "BFloat16")
 """The types of the numbers in arrays."""
@@ -77,7 +80,7 @@ class Build(build_ext):
                 first = [path for name, each in own.items() if name not in others for path in each.result()]
                 whole = LINKED_WHOLE if file != target else []
                 self.compiler.link_shared_object(
-                    [*first, *objects], str(file), libraries=["m", "pthread", "dl"], extra_postargs=whole
+                    [*first, *objects], str(file), libraries=["m", "pthread"], extra_postargs=whole
                 )
         except Exception:
             for old in (target, target.with_name(LIBRARY), *SOURCE.parent.glob("*.so")):

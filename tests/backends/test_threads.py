@@ -179,7 +179,7 @@ except RuntimeError:
 @pytest.mark.skipif(not kernels_built.COMPILER, reason="no compiler of C++ is here")
 def test_threads_that_begin_late_delay_no_call() -> None:
     sources = [Path(__file__).parents[1] / "support" / "late_threads.cpp", kernels_built.SOURCE / "threads.cpp"]
-    what = [*kernels_built.FLAGS, f"-I{kernels_built.SOURCE}", *map(str, sources), "-lpthread", "-ldl"]
+    what = [*kernels_built.FLAGS, f"-I{kernels_built.SOURCE}", *map(str, sources), "-lpthread"]
     program = kernels_built.made("late_threads", what, [*sources, kernels_built.SOURCE / "threads.hpp"])
     ended = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""The command: targets in turn until the time is over, then one table."""
+"""The command: targets in turn until the time is over, each at least once, then one table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seed {asked.seed}", flush=True)
     rows = [Row(target) for target in targets if asked.only is None or target.name in asked.only]
     seed, end = asked.seed, time.monotonic() + asked.seconds
-    while (going := [row for row in rows if not row.failed]) and time.monotonic() < end:
+    while going := [row for row in rows if not row.failed and (row.first_seed is None or time.monotonic() < end)]:
         run_turn(min(going, key=lambda row: row.seconds), seed)
         seed += 1
     for row in rows:

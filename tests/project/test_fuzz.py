@@ -297,7 +297,7 @@ def test_the_command_prints_the_seed_the_failure_and_how_to_repeat_it(
     numbers = Target("numbers", 50, st.integers(0, 1000), wrong_above_six)
     fine = Target("fine", 50, st.integers(0, 1000), lambda number: None)
     monkeypatch.setattr(command, "load_targets", lambda: [numbers, fine])
-    assert command.main(["0.3", "--seed", "17"]) == 1
+    assert command.main(["0", "--seed", "17"]) == 1  # however slow the machine is, each has a turn
     printed = capsys.readouterr().out
     assert printed.startswith("seed 17\n")
     assert "numbers: 7\n7 is above 6\n" in printed

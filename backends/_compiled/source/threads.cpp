@@ -29,15 +29,17 @@ bool start(Shared *shared) {
 }
 #endif
 
-// Keep this library loaded, even if the host closes it: a thread may begin after the end of its call.
+// Keep this library loaded, even if the host closes it: a thread may begin after the end of its call. On other systems,
+// the linker does it.
 void stay_loaded() {
-    static std::atomic<bool> stays{false};
-    if (stays.exchange(true)) return;
+    [[maybe_unused]] static std::atomic<bool> stays{false};
 #if defined(_WIN32)
+    if (stays.exchange(true)) return;
     HMODULE own;
     GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
                        reinterpret_cast<const wchar_t *>(&stay_loaded), &own);
-#else
+#elif defined(__APPLE__)
+    if (stays.exchange(true)) return;
     Dl_info own;
     if (dladdr(reinterpret_cast<void *>(&stay_loaded), &own)) dlopen(own.dli_fname, RTLD_NOW | RTLD_NODELETE);
 #endif
