@@ -51,6 +51,13 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in another process."""
+    return subprocess.run(
+        [sys.executable, *arguments], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
 def spec_in(path: str) -> BlockSpec:
     metadata = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
     return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
@@ -136,14 +143,14 @@ def test_a_missing_package_names_the_pip_command(
 )
 def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -> None:
     program = f"import sys; sys.modules['{package}'] = None; import relskew_core.{part}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = python("-c", program)
     last = done.stderr.splitlines()[-1]
     assert last == f"ModuleNotFoundError: relskew_core.{part} needs {package}: {to_install(extra)}"
 
 
 def test_a_broken_export_is_not_called_a_missing_extra() -> None:
     program = "import sys; sys.modules['relskew_core.export._plan'] = None; import relskew_core.export"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = python("-c", program)
     assert done.returncode == 1
     assert "pip install" not in done.stderr
 
@@ -211,13 +218,13 @@ def test_starts_without_any_array_library() -> None:
         "print({'numpy', 'torch', 'jax', 'onnx'} & set(sys.modules), file=sys.stderr)\n"
         "sys.exit(status)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = python("-c", program)
     assert (done.returncode, done.stderr) == (0, "set()\n")
 
 
 def test_without_typer_it_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from relskew_core.cli import main; sys.exit(main([]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = python("-c", program)
     assert done.returncode == 2
     assert done.stderr == f"relskew: error: the command line needs typer: {to_install('cli')}\n"
 
@@ -243,12 +250,7 @@ def test_reasons_are_one_line_and_name_files() -> None:
 
 
 def test_runs_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "relskew_core.cli", "verify", "--case", "none"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "relskew_core.cli", "verify", "--case", "none")
     assert done.returncode == 2
     assert done.stderr.startswith("relskew: error: --case must be one of")
     assert done.stdout == ""
@@ -264,13 +266,7 @@ def test_flags_show_without_a_type(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_shell_can_complete() -> None:
     words = {"_RELSKEW_COMPLETE": "complete_bash", "COMP_WORDS": "relskew export --ca", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-m", "relskew_core.cli"],
-        env={**os.environ, **words},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "relskew_core.cli", **words)
     assert (done.returncode, done.stdout.split()) == (0, ["--causal"])
 
 
@@ -339,6 +335,11 @@ def test_info_says_why_kernels_cannot_be_loaded(
     [
         pytest.param(["--length", "5"], BlockSpec(8, 2, Span.full(5)), id="full"),
         pytest.param(["--length", "5", "--causal"], BlockSpec(8, 2, Span.causal(5), causal=True), id="causal"),
+        pytest.param(
+            ["--length", "5", "--causal", "--beyond", "clip"],
+            BlockSpec(8, 2, Span.causal(5, "clip"), causal=True),
+            id="beyond",
+        ),
         pytest.param(["--clip", "3"], BlockSpec(8, 2, Span.clipped(3)), id="clip"),
         pytest.param(["--length", "5", "--cross"], BlockSpec(8, 2, Span.full(5), cross=True), id="cross"),
         pytest.param(

@@ -45,13 +45,6 @@ def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
     return captured.get()
 
 
-def test_help_names_every_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    told = drawn(capsys, "--help")
-    for command in ("span", "call", "skew", "weights"):
-        assert command in told
-        assert "--save" in drawn(capsys, command, "--help")
-
-
 # In the terminal
 
 
@@ -224,13 +217,6 @@ def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> N
     assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
     assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
     assert "attends without projections" in refused(capsys, "weights", "--model", "bare.onnx")
-
-
-def test_export_takes_what_serves_beyond_its_length(capsys: pytest.CaptureFixture[str]) -> None:
-    onnx = pytest.importorskip("onnx")
-    assert main(["export", "m.onnx", *BLOCK, "--length", "6", "--causal", "--beyond", "clip"]) == 0
-    metadata = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}
-    assert BlockSpec.from_dict(json.loads(metadata["relskew.spec"])).span == Span.causal(6, "clip")
 
 
 # The plot of a benchmark
