@@ -57,6 +57,16 @@ def refuse_unknown(function: str, name: str, known: Collection[str], hint: str =
     raise TypeError(f"{function}() has no argument `{name}`{advice}")
 
 
+def wraps(function: Callable[..., Any]) -> Callable[[F], F]:
+    """Do as ``functools.wraps``, with separate code for each function: torch.compile limits the programs of a code."""
+
+    def decorate(call: Any) -> Any:
+        call.__code__ = call.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
+        return functools.wraps(function)(call)
+
+    return decorate
+
+
 @overload
 def explains(function: F) -> F: ...
 @overload
@@ -72,7 +82,7 @@ def explains(function: Any = None, *, hint: str = "") -> Any:
     name = function.__qualname__.removesuffix(".__init__")
     hint = f": {hint}" if hint else ""
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if hint and len(args) > most:
             raise TypeError(f"{name}() got too many positional arguments{hint}")

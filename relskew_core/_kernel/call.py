@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, T
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, check_real, is_array
-from relskew_core._array.keywords import refuse_unknown
+from relskew_core._array.keywords import refuse_unknown, wraps
 from relskew_core._array.typing import Array, Impl
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
@@ -313,7 +313,7 @@ def takes(
 
         if before is not None:
             call = before(function, made)
-        call = functools.wraps(function)(call)
+        call = wraps(function)(call)
         result = inspect.signature(function).return_annotation
         call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
         vars(arguments)["__init__"].__qualname__ = function.__name__  # Python's errors name the function then

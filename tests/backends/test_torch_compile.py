@@ -18,6 +18,7 @@ from relskew_core import (
     relative_attention,
     relative_attention_2d,
     relative_attention_vjp,
+    relative_logits,
     sinusoidal_table,
     toeplitz,
 )
@@ -130,6 +131,19 @@ def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
         if theirs.requires_grad:
             torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), LEAF) for out in (ours, theirs)))
     assert counter.frame_count == 2
+
+
+def test_functions_do_not_share_the_limit_of_programs() -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.compile(toeplitz, fullgraph=True, backend="eager")(TABLE[:, :5, 0], n_queries=3, n_keys=3),
+        lambda: torch.compile(relative_logits, fullgraph=True, backend="eager")(Q, TABLE, Span(31, 32), n_keys=6),
+        lambda: torch.compile(attention_weights, fullgraph=True, backend="eager")(Q, Q, TABLE, Span(31, 32)),
+        lambda: torch.compile(relative_attention_vjp, fullgraph=True, backend="eager")(Q, Q, Q, Q),
+    ]
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for call in calls:
+            call()
 
 
 @pytest.mark.parametrize("name", ["sinks", "scale", "rel_scale"])
