@@ -84,7 +84,7 @@ def test_models_elsewhere_are_refused_by_the_name_of_a_weight() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     checked_model(model)
     model[1].register_buffer("lost", torch.ones(1, device="meta"))
-    with pytest.raises(ValueError, match=r"on the CPU: call `model\.cpu\(\)` first, got '1\.lost' on meta"):
+    with pytest.raises(ValueError, match=r"`model` must be on the CPU: load its weights first, got '1\.lost' on meta"):
         checked_model(model)
 
 
