@@ -110,6 +110,6 @@ def span_hint(given: Any) -> str:
             return ""
         case int(n) if n > 0:
             return f", such as Span.causal({n}), Span.full({n}) or Span.clipped({n})"
-        case (int(left), int(right)):
+        case tuple((int(left), int(right))) | list((int(left), int(right))):  # a memoryview is a sequence, too
             return f", such as Span({abs(left)}, {abs(right)})"
     return ""

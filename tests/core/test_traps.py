@@ -265,6 +265,7 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
         (8, r", such as Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\), got int 8"),
         ((-3, 0), r", such as Span\(3, 0\), got tuple \(-3, 0\)"),
         (True, ", got bool True"),
+        (memoryview(bytes(4)).cast("B", [2, 2]), ", got memoryview .*"),
         ("causal", ", got str 'causal'"),
         ((1, 2, 3), r", got tuple \(1, 2, 3\)"),
     ],
