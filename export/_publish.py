@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import hashlib
+import mmap
 import os
 import re
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import onnx
 
@@ -25,6 +27,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".relskew-saving"
+# In the temporary folder of a save: the names of weights that nothing refers to if it is killed.
+_LEFT = "weights"
+# The model that was saved, and the beginning of the SHA-256 of its weights.
+_WEIGHTS = re.compile(r"(.+)\.([0-9a-f]{16})\.data", re.DOTALL)
 # How long a reader of a model may take to open its weights while another model replaces it.
 _GRACE = 60.0
 # Without locks: longer than any save takes.
@@ -82,29 +88,53 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None:
-    """Move finished files to their names: the weights, then the model that names them.
+def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrite: bool) -> None:
+    """Move finished files from a temporary folder to its parent: the weights, then the files that may name them.
 
-    The replaced model's weights stay for those who are reading it; a later save removes them.
+    Replaced models' weights stay for those who are reading them; a later save removes them.
     """
-    replaced = weights_of(target)
-    made = None if data is None else _link_weights(data, target.parent / data.name)
+    parent = folder.parent
+    replaced = [path for name in files for path in weights_of(parent / name)]
+    if weights or replaced:
+        with flushed(folder / _LEFT) as stream:
+            stream.write("\n".join([*weights, *(path.name for path in replaced)]).encode())
+    moved: list[Path] = []
+    linked: list[Path] = []
     try:
-        if made is not None:
-            sync_directory(target.parent)
-        if overwrite:
-            os.replace(new, target)
-        else:
-            _move_if_free(new, target)
+        for name in weights:
+            if _link_weights(folder / name, parent / name):
+                linked.append(parent / name)
+        if linked:
+            sync_directory(parent)
+        for name in files:
+            free = not os.path.lexists(parent / name)
+            if overwrite:
+                os.replace(folder / name, parent / name)
+            else:
+                _move_if_free(folder / name, parent / name)
+            moved += [parent / name] if free else []
     except BaseException:
-        if made is not None:
-            made.unlink(missing_ok=True)
+        for path in moved:
+            path.unlink(missing_ok=True)
+        for path in linked:  # unless a model was replaced already
+            _remove_unused(path, grace=0)
         raise
-    sync_directory(target.parent)
-    for old in replaced:
+    sync_directory(parent)
+    for path in replaced:
         with contextlib.suppress(OSError):
-            os.utime(old)  # records when it was replaced
-    _remove_replaced(target)
+            os.utime(path)  # records when it was replaced
+    for path in list(parent.iterdir()):
+        if (named := _WEIGHTS.fullmatch(path.name)) and named[1] in files:
+            _remove_unused(path, grace=_GRACE)
+
+
+@contextlib.contextmanager
+def flushed(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new file to write to, and flush it to the disk."""
+    with path.open("xb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def sync_directory(path: Path) -> None:
@@ -122,8 +152,8 @@ def _taken(target: Path) -> FileExistsError:
     return FileExistsError(f"`path` exists, pass overwrite=True to replace it: {os.fspath(target)!r}")
 
 
-def _link_weights(data: Path, published: Path) -> Path | None:
-    """Give the weights their name and return it; ``None`` if identical weights have it already."""
+def _link_weights(data: Path, published: Path) -> bool:
+    """Give the weights their name; return ``False`` if identical weights have it already."""
     os.utime(data)
     try:
         _move_if_free(data, published)
@@ -131,9 +161,11 @@ def _link_weights(data: Path, published: Path) -> Path | None:
         if published.is_symlink() or not published.is_file() or not filecmp.cmp(data, published, shallow=False):
             name = os.fspath(published)
             raise FileExistsError(f"the weights of `path` need a name that another file has: {name!r}") from None
+        if published.stat().st_nlink > 1:  # of a save that was killed between link and unlink
+            os.replace(data, published)
         os.utime(published)  # so that no other save takes it for unused weights
-        return None
-    return published
+        return False
+    return True
 
 
 def _move_if_free(new: Path, target: Path) -> None:
@@ -151,7 +183,7 @@ def _move_if_free(new: Path, target: Path) -> None:
 
 
 def weights_of(target: Path) -> list[Path]:
-    """Return the files of weights that saves of ``target`` wrote, and those that it refers to now."""
+    """Return the weights that saves of ``target`` wrote and that it refers to."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
     except Exception:  # it is missing, or it is not a model
@@ -159,24 +191,30 @@ def weights_of(target: Path) -> list[Path]:
     names = {
         entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
     }
-    return [target.parent / name for name in sorted(names) if _weights_name(target).fullmatch(name)]
+    named = [(_WEIGHTS.fullmatch(name), name) for name in sorted(names)]
+    return [target.parent / name for match, name in named if match and match[1] == target.name]
 
 
-def _weights_name(target: Path) -> re.Pattern[str]:
-    return re.compile(re.escape(target.name) + r"\.([0-9a-f]{16})\.data")
+def _remove_unused(weights: Path, *, grace: float) -> None:
+    """Remove weights that a save wrote, if no model next to them refers to them and nothing was written for a while.
+
+    A model may have been renamed or copied, and readers may be about to open the weights. The name follows from the
+    content; a foreign file with a similar name is kept.
+    """
+    named = _WEIGHTS.fullmatch(weights.name)
+    with contextlib.suppress(OSError):
+        if named is None or not stat.S_ISREG(weights.lstat().st_mode) or not _idle(weights, grace):
+            return
+        models = [path for path in weights.parent.iterdir() if path.suffix == ".onnx" or path.name == named[1]]
+        if not any(_mentions(path, weights.name) for path in models) and _digest(weights).startswith(named[2]):
+            weights.unlink()
 
 
-def _remove_replaced(target: Path) -> None:
-    """Remove weights of earlier saves of ``target``, once no reader can be about to open them."""
-    needed = weights_of(target)
-    for path in target.parent.iterdir():
-        named = _weights_name(target).fullmatch(path.name)
-        if named is None or path in needed or not _idle(path, _GRACE):
-            continue
-        with contextlib.suppress(OSError):
-            # The name follows from the content; a foreign file with a similar name is kept.
-            if stat.S_ISREG(path.lstat().st_mode) and _digest(path).startswith(named[1]):
-                path.unlink()
+def _mentions(model: Path, name: str) -> bool:
+    if not model.is_file() or not model.stat().st_size:
+        return False
+    with model.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(name.encode()) >= 0
 
 
 def _digest(path: Path) -> str:
@@ -194,7 +232,17 @@ def _remove_stale(parent: Path) -> None:
             if own and _idle(folder, _GRACE, inside=True):
                 with _locked(folder) as locked:
                     if locked or _idle(folder, _DAY, inside=True):
+                        for name in _left_by(folder):
+                            _remove_unused(parent / name, grace=_GRACE)
                         shutil.rmtree(folder)
+
+
+def _left_by(folder: Path) -> list[str]:
+    """Return the names of the weights that a save was publishing or replacing."""
+    try:
+        return (folder / _LEFT).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError):  # it was killed before
+        return []
 
 
 @contextlib.contextmanager

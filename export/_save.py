@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import onnx
 from onnx import TensorProto
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core.export._publish import check_target, publish, target_path, temporary_folder
+from relskew_core.export._publish import check_target, flushed, publish, target_path, temporary_folder
 
 SET = "relskew.set"
 """The metadata's key for a text that is the same in files that were written together."""
@@ -69,7 +68,7 @@ def save(
     Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:
     the weights first, under a name that depends on their content, so that no model is ever read with other weights.
     Another process may be reading the model that is replaced, so its weights are kept for at least a minute; the next
-    save removes them, and the remains of killed saves.
+    save removes them unless a model next to them refers to them, and the remains of killed saves in the folder.
 
     Examples
     --------
@@ -98,62 +97,49 @@ def write(
     overwrite: bool,
     external_threshold: int,
     check: Callable[[Sequence[Path]], None] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Save graphs that belong together: all appear, or none if ``check`` raises an error for the finished files."""
+    """Save graphs that belong together in one folder: all appear, or none if ``check`` raises an error for the files.
+
+    ``texts`` are saved next to them, by the names of their files.
+    """
+    check_int("external_threshold", external_threshold, minimum=0)
     if len(graphs) > 1:
         digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
         for graph in graphs:
             graph.metadata_props.add(key=SET, value=digest)
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(_unpublished(graph, target, external_threshold))
-            for graph, target in zip(graphs, targets, strict=True)
-        ]
+    with temporary_folder(targets[0]) as folder:
+        files = [folder / target.name for target in targets]
+        made = [_write(graph, file, external_threshold) for graph, file in zip(graphs, files, strict=True)]
         if check is not None:
-            check([new for new, _ in files])
-        _publish_all(files, targets, overwrite)
+            check(files)
+        for name, text in (texts or {}).items():
+            with flushed(folder / name) as stream:
+                stream.write(text.encode())
+        publish(folder, [*(file.name for file in files), *(texts or {})], [name for name in made if name], overwrite)
 
 
-def _publish_all(files: Sequence[tuple[Path, Path | None]], targets: Sequence[Path], overwrite: bool) -> None:
-    """Give all files their names; if one fails, remove those that replaced nothing."""
-    done: list[Path] = []
-    try:
-        for (new, data), target in zip(files, targets, strict=True):
-            names = [target, *([] if data is None else [target.parent / data.name])]
-            free = [name for name in names if not os.path.lexists(name)]
-            publish(new, data, target, overwrite)
-            done += free
-    except BaseException:
-        for path in done:
-            path.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
-    """Write a model and its external data to a temporary directory next to its target, flushed and checked."""
-    check_int("external_threshold", external_threshold, minimum=0)
+def _write(model: onnx.ModelProto, path: Path, external_threshold: int) -> str | None:
+    """Write a model, flushed and checked; return the name of the file next to it with its external data, if any."""
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer if _is_large(tensor))
-    with temporary_folder(target) as folder:
-        data = None
-        if size > min(external_threshold, _PROTOBUF_LIMIT):
-            model, data = _split(model, folder, target.name)
-        new = folder / target.name
-        with _flushed(new) as stream:
-            stream.write(model.SerializeToString(deterministic=True))
-        onnx.checker.check_model(os.fspath(new))
-        yield new, data
+    data = None
+    if size > min(external_threshold, _PROTOBUF_LIMIT):
+        model, data = _split(model, path)
+    with flushed(path) as stream:
+        stream.write(model.SerializeToString(deterministic=True))
+    onnx.checker.check_model(os.fspath(path))
+    return data
 
 
-def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelProto, Path]:
-    """Write the weights to a file named by their content; return the model that refers to it, and the file."""
+def _split(model: onnx.ModelProto, path: Path) -> tuple[onnx.ModelProto, str]:
+    """Write the weights to a file named by their content; return the model that refers to it, and its name."""
     slim = onnx.ModelProto()
     _copy_fields(model, slim, skip="graph")
     _copy_fields(model.graph, slim.graph, skip="initializer")
-    unnamed, digest, position = folder / "weights", hashlib.sha256(), 0
-    with _flushed(unnamed) as stream:
+    unnamed, digest, position = path.with_name(f"{path.name}.data"), hashlib.sha256(), 0
+    with flushed(unnamed) as stream:
         for tensor in model.graph.initializer:
             entry = slim.graph.initializer.add()
             if not _is_large(tensor):
@@ -168,12 +154,12 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
             offset = position - len(tensor.raw_data)
             for key, value in (("offset", offset), ("length", len(tensor.raw_data))):
                 entry.external_data.add(key=key, value=str(value))
-    named = folder / f"{name}.{digest.hexdigest()[:16]}.data"
+    named = path.with_name(f"{path.name}.{digest.hexdigest()[:16]}.data")
     os.replace(unnamed, named)
     for entry in slim.graph.initializer:
         if entry.data_location == TensorProto.EXTERNAL:
             entry.external_data.add(key="location", value=named.name)
-    return slim, named
+    return slim, named.name
 
 
 def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
@@ -189,11 +175,3 @@ def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
 
 def _is_large(tensor: onnx.TensorProto) -> bool:
     return len(tensor.raw_data) >= _SMALLEST_EXTERNAL
-
-
-@contextmanager
-def _flushed(path: Path) -> Iterator[IO[bytes]]:
-    with path.open("xb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())

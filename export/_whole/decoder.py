@@ -19,7 +19,8 @@ from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.exported import ExportReport, check_options, described
-from relskew_core.export._whole.genai import check_config, config_text, write_config
+from relskew_core.export._whole.genai import NAME as CONFIG
+from relskew_core.export._whole.genai import check_config, config_text
 from relskew_core.export._whole.memory import memory_path, split_off
 
 if TYPE_CHECKING:
@@ -273,18 +274,14 @@ def decoder_to_onnx(
                 if in_place and length is None:  # with a length, check_decoder has filled it
                     check_full(flat, run, draw)
 
-    config = None
-    if genai is not False:
-        config = config_text(target.name, graph, genai, reach)
     write(
         graphs,
         targets,
         overwrite=overwrite,
         external_threshold=external_threshold,
         check=compare if check else None,
+        texts={} if genai is False else {CONFIG: config_text(target.name, graph, genai, reach)},
     )
-    if config is not None:
-        write_config(target.parent, config)
     if report is not None:
         made = [described(one, file.name, partial(_why, length)) for one, file in zip(graphs, targets, strict=True)]
         report(ExportReport(target, tuple(made), tuple(checks)))

@@ -11,7 +11,6 @@ from typing import Any
 import onnx
 
 from relskew_core._array.checks import describe
-from relskew_core._files import whole
 
 NAME = "genai_config.json"
 UNLIMITED = 2**20
@@ -31,12 +30,6 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
         )
     if os.path.lexists(folder / NAME) and not overwrite:
         raise FileExistsError(f"`path` has a {NAME} next to it, pass overwrite=True to replace it: {str(folder)!r}")
-
-
-def write_config(folder: Path, text: str) -> None:
-    """Write the config next to a graph, completely or not at all."""
-    with whole(folder / NAME) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any], reach: int | None) -> str:

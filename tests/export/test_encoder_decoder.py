@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onnx_sessions import shapes
 from relskew_core import Span, relative_attention
-from relskew_core.export import ExportReport, _publish, _save, encoder_decoder_to_onnx, generate
+from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate
 from relskew_core.export._library import found_library
 from relskew_core.export._whole import convert
 from relskew_core.export._whole.encoder_decoder import FILES
@@ -211,15 +211,16 @@ def test_files_appear_together(made: tuple[Model, Path], tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match=r"does not do what `model` does: output .* for decoder_model\.onnx"):
         encoder_decoder_to_onnx(model, tmp_path / "new", tolerance=0.0)
     assert not (tmp_path / "new").exists()
-    publish = _publish.publish
+    link = os.link
 
-    def until(new: Any, data: Any, target: Path, overwrite: bool) -> None:
+    def until(new: Path, target: Path) -> None:
         if target.name == FILES[2]:
-            raise OSError("full")
-        publish(new, data, target, overwrite)
+            raise PermissionError("full")
+        link(new, target)
 
-    monkeypatch.setattr(_save, "publish", until)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(os, "link", until)
+    monkeypatch.setattr(os, "replace", until)
+    with pytest.raises(PermissionError, match="full"):
         encoder_decoder_to_onnx(model, tmp_path, check=False, external_threshold=0)
     assert list(tmp_path.iterdir()) == [other]
 
