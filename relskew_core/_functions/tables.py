@@ -17,7 +17,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 
 Order = Literal["halves", "interleaved"]
-Direction = Literal["past", "future"]
+Direction = Literal["past", "future", "both"]
 Method = Literal["linear", "cubic"]
 ORDERS, DIRECTIONS, METHODS = map(get_args, (Order, Direction, Method))  # torch 2.8 does not compile `get_args`
 
@@ -47,9 +47,9 @@ def sinusoidal_table(
         The library's default floating dtype if ``None``.
     order : {"halves", "interleaved"}, default "halves"
         All sines and then all cosines (Transformer-XL, XLNet), or alternating (ESPnet, NeMo, HF's Conformers).
-    direction : {"past", "future"}, default "past"
-        The direction in which angles are positive: ``query - key`` as in all models above, or ``key - query``. The
-        choice changes the sign of the sines.
+    direction : {"past", "future", "both"}, default "past"
+        The direction in which angles are positive: ``query - key`` as in all models above, ``key - query``, or the
+        distance in both directions (SpeechBrain). The choice changes the sign of the sines.
     base : float, default 10000.0
         Ratio of the longest to the shortest wave.
 
@@ -88,31 +88,39 @@ def sinusoidal_table(
     check_choice("direction", direction, DIRECTIONS)
     base = check_real("base", base, positive=True)
     xp = namespace_of(xp)
-    rates = sinusoid_rates(dim, direction=direction, base=base)
+    rates = sinusoid_rates(dim, base=base)
     if symbolic(span.left, span.right):
-        return sinusoids(span, rates, order, xp=xp, dtype=dtype)
+        return sinusoids(span, rates, order, direction, xp=xp, dtype=dtype)
 
     def row(r: int) -> list[float]:
-        sines = [math.sin(r * rate) + 0.0 for rate in rates]
-        cosines = [math.cos(r * rate) for rate in rates]
+        steps = _turned(r, direction)
+        sines = [math.sin(steps * rate) + 0.0 for rate in rates]
+        cosines = [math.cos(steps * rate) for rate in rates]
         return sines + cosines if order == "halves" else [*chain(*zip(sines, cosines, strict=True))]
 
     return from_doubles(map(row, range(-span.left, span.right + 1)), xp=xp, dtype=dtype)
 
 
-def sinusoid_rates(dim: int, *, direction: Direction, base: float) -> list[float]:
-    """Return the rates at which the angles of each pair of columns grow with the relative position."""
-    sign = -1 if direction == "past" else 1
-    return [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
+def sinusoid_rates(dim: int, *, base: float) -> list[float]:
+    """Return the rates at which the angles of each pair of columns grow with the distance."""
+    return [base ** (-2 * index / dim) for index in range(dim // 2)]
 
 
-def sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dtype: Any) -> Array:
+def sinusoids(
+    span: Span, rates: list[float], order: Order, direction: Direction, *, xp: Namespace, dtype: Any
+) -> Array:
     """Return the result of :func:`sinusoidal_table` by the library's sine, for a number of rows that may change."""
     row = from_doubles([rates], xp=xp, dtype=xp.float64)
-    angles = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))[:, None] * row
+    steps = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))
+    angles = _turned(steps, direction)[:, None] * row
     parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)
     table = xp.reshape(parts, (span.rows, 2 * len(rates)))
     return cast(table, floating(dtype, xp=xp), xp=xp)
+
+
+def _turned(r: Any, direction: Direction) -> Any:
+    """Return relative positions as they grow in ``direction``."""
+    return abs(r) if direction == "both" else r if direction == "future" else -r
 
 
 @explains

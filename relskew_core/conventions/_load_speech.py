@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core.conventions._as_block import FORMS, Weights, as_block, read_biases, read_weights
+from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_biases, read_weights
 from relskew_core.conventions._ascending import SHAW, VITS
 from relskew_core.conventions._convention import load_named
 from relskew_core.conventions._state import State
@@ -132,8 +132,13 @@ def load_wav2vec2_bert(
 def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> Weights:
     """Read the attention of a Conformer with Transformer-XL's positions, for :class:`ConformerAttention` of torch.
 
-    ESPnet, WeNet, NeMo and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have the same names
-    (``linear_pos``, ``pos_bias_u``); transformers' Parakeet has others (``relative_k_proj``, ``bias_u``).
+    ESPnet, NeMo, fairseq, ChunkFormer and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have
+    the same names (``linear_pos``, ``pos_bias_u``); transformers' Parakeet (``relative_k_proj``, ``bias_u``) and
+    SpeechBrain (``in_proj_weight``) have others.
+
+    SpeechBrain divides its logits by the root of the width of all heads, and a block by that of one head:
+    ``q_proj.weight``, ``u`` and ``w`` are SpeechBrain's, divided by the root of the number of heads. Its sinusoids need
+    ``direction="both"``, unless its encoder was made with ``use_legacy_symmetric=False``.
 
     Parameters
     ----------
@@ -174,8 +179,19 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)))
     >>> attention.load_state_dict(load_conformer(original.state_dict(), num_heads=2))
     <All keys matched successfully>
+
+    An attention of SpeechBrain:
+
+    >>> state = {"in_proj_weight": torch.ones(24, 8), "linear_pos.weight": torch.ones(8, 8)}
+    >>> state |= {f"pos_bias_{name}": torch.ones(4, 2) for name in "uv"}
+    >>> state |= {"out_proj.weight": torch.ones(8, 8), "out_proj.bias": torch.zeros(8)}
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)), direction="both")
+    >>> attention.load_state_dict(load_conformer(state, num_heads=2))
+    <All keys matched successfully>
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    if read.has("in_proj_weight"):
+        return _speechbrain(read)
     names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
     positions, biases = "linear_pos", ("pos_bias_u", "pos_bias_v")
     if read.has("relative_k_proj.weight"):
@@ -186,4 +202,29 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     for name, other in zip(("u", "w"), biases, strict=True):
         weights[name] = read.read(other, "H D")
     read.finish()
+    return weights
+
+
+def _speechbrain(state: State) -> Weights:
+    """Cut the packed projections head by head, and divide the queries by the root of the number of heads."""
+    weights = {
+        "out_proj.weight": state.read("out_proj.weight", "E W"),
+        "out_proj.bias": state.read("out_proj.bias", "E"),
+    }
+    note_head_width(state, "out_proj.weight")
+    width, heads, head_width = (state.sizes[axis] for axis in "WHD")
+    state.sizes["3W"] = 3 * width
+    packed, xp = state.read("in_proj_weight", "3W E"), state.xp
+    by_head = xp.reshape(packed, (heads, 3, head_width, state.sizes["E"]))
+    for index, name in enumerate(PROJECTIONS[:3]):
+        weights[f"{name}.weight"] = xp.reshape(by_head[:, index, :, :], (width, state.sizes["E"]))
+        weights[f"{name}.bias"] = xp.zeros_like(weights[f"{name}.weight"][:, 0])
+    if state.has("value_bias_weight"):
+        weights["v_proj.bias"] = state.read("value_bias_weight", "W")
+    for name, other in (("u", "pos_bias_u"), ("w", "pos_bias_v")):  # their shape is not the order of their numbers
+        weights[name] = xp.reshape(state.read(other, "D H"), (heads, head_width))
+    for name in ("q_proj.weight", "u", "w"):
+        weights[name] = weights[name] * heads**-0.5
+    weights["pos_proj.weight"] = state.read("linear_pos.weight", FORMS["q_proj"])
+    state.finish()
     return weights

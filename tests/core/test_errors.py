@@ -397,7 +397,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("dim", *NOT_INTS, None, 0, 3),
             Bad("xp", None, "numpy"),
             Bad("order", "pairs", None),
-            Bad("direction", "both", None),
+            Bad("direction", "neither", None),
             Bad("base", "1", True, 0.0, np.nan),
         ],
     ),

@@ -13,14 +13,14 @@ from oracles import relative_error
 from relskew_core import Span, resize_table, sinusoidal_table
 
 
-@pytest.mark.parametrize("direction", ["past", "future"])
+@pytest.mark.parametrize("direction", ["past", "future", "both"])
 @pytest.mark.parametrize("order", ["halves", "interleaved"])
 def test_sinusoids_are_the_formula(order: Any, direction: Any) -> None:
     span = Span(30, 3000)
     table = sinusoidal_table(span, 6, xp=np, dtype=np.float64, order=order, direction=direction, base=100.0)
     for r in (-30, -7, 0, 1, 2999):
         for k in range(3):
-            angle = (-r if direction == "past" else r) / 100.0 ** (2 * k / 6)
+            angle = {"past": -r, "future": r, "both": abs(r)}[direction] / 100.0 ** (2 * k / 6)
             places = (k, 3 + k) if order == "halves" else (2 * k, 2 * k + 1)
             assert table[r + 30, places[0]] == pytest.approx(math.sin(angle), abs=1e-12)
             assert table[r + 30, places[1]] == pytest.approx(math.cos(angle), abs=1e-12)

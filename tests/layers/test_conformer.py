@@ -152,6 +152,33 @@ def test_weights(names: str) -> None:
         conventions.load_conformer({key: x for key, x in state.items() if "bias" not in key}, num_heads=H, prefix="a.")
 
 
+def test_speechbrain() -> None:
+    """Projections packed by head, one bias of four, the scale of all heads, and sines of distances."""
+    module = drawn(STREAM, direction="both")
+    assert repr(module).count("direction='both'") == 1
+    ours = module.state_dict()
+    with torch.no_grad():
+        ours["q_proj.bias"].zero_()
+        ours["k_proj.bias"].zero_()
+    packed = torch.stack([ours[f"{name}_proj.weight"].unflatten(0, (H, -1)) for name in "qkv"], dim=1)
+    packed[:, 0] *= H**0.5
+    state = {"in_proj_weight": packed.flatten(0, 2), "value_bias_weight": ours["v_proj.bias"]}
+    state |= {"linear_pos.weight": ours["pos_proj.weight"]}
+    state |= {f"pos_bias_{theirs}": H**0.5 * ours[name].reshape(E // H, H) for theirs, name in ("uu", "vw")}
+    state |= {key: ours[key] for key in ("out_proj.weight", "out_proj.bias")}
+    other = ConformerAttention(STREAM, direction="both", dtype=torch.float64)
+    other.load_state_dict(conventions.load_conformer(state, num_heads=H))
+    torch.testing.assert_close(other(x(7)), module(x(7)))
+    del state["value_bias_weight"]
+    assert not conventions.load_conformer(state, num_heads=H)["v_proj.bias"].any()
+    ahead, back = (sinusoidal_table(Span.full(3), E, xp=torch, direction="both")[rows] for rows in ([3, 4], [1, 0]))
+    torch.testing.assert_close(ahead, back, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="`direction` must be one of"):
+        ConformerAttention(STREAM, direction="neither")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`state\['pos_bias_u'\]` must have shape \(D, H\)"):
+        conventions.load_conformer({**state, "pos_bias_u": torch.ones(H, E // H, dtype=torch.float64)}, num_heads=H)
+
+
 @pytest.mark.parametrize("unlike", ["rel_values", "rel_bias", "sinks", "cross"])
 def test_refusals(unlike: str) -> None:
     options: dict[str, Any] = {unlike: True}

@@ -32,18 +32,27 @@ def timm_layer(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"timm.layers.{module}"), name)
 
 
-def timm_function(module: str, name: str) -> Any:
-    """Return a function of a module of timm whose imports need all of torchvision: its own lines alone are run."""
-    spec = importlib.util.find_spec("timm")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / module).read_text())
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    function.decorator_list.clear()
-    tree.body = [function]
-    names: dict[str, Any] = {"torch": torch, "List": list}
-    exec(compile(tree, module, "exec"), names)
-    return names[name]
+def definitions(package: str, file: str, *names: str, **given: Any) -> Any:
+    """Return functions or classes of a package whose own imports cannot be had: their lines alone are run, unchanged.
+
+    Imports of torch and of the standard library are run too, and ``given`` has what else the lines need.
+    """
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} is not installed: run `make .venv-peers/stamp`"
+    assert spec.submodule_search_locations is not None
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+    tree.body = [node for node in tree.body if _is_kept(node, names)]
+    made: dict[str, Any] = {"__name__": f"{package}/{file}", **given}
+    exec(compile(tree, file, "exec"), made)
+    found = [made[name] for name in names]
+    return found[0] if len(found) == 1 else found
+
+
+def _is_kept(node: ast.stmt, names: tuple[str, ...]) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        module = node.names[0].name if isinstance(node, ast.Import) else "." * node.level + str(node.module)
+        return module.partition(".")[0] in {"torch", "numpy"} | sys.stdlib_module_names
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
 
 
 def randomised(module: Any, seed: int = 0) -> Any:

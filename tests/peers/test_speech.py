@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from peers.common import check, join, padding, peer, randn, randomised, split
+from peers.common import check, definitions, join, padding, peer, randn, randomised, split
 from peers.families import FAMILIES
 
 from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention, sinusoidal_table
@@ -87,6 +87,36 @@ def test_conformer_weights(name: str) -> None:
     given = {"Parakeet": {"position_embeddings": rows.expand(2, -1, -1)}, "FastSpeech2-Conformer": {"pos_emb": rows}}
     want, *_ = theirs(x, **given.get(name, {"relative_position_embeddings": rows}))
     check(ours(x), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("value_bias", [False, True])
+@pytest.mark.parametrize("direction", ["both", "past"])
+@torch.no_grad()
+def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, length: int) -> None:
+    """The scale of all heads, and the sines of distances; its later sinusoids are those of other Conformers."""
+    encoding, attention = definitions("speechbrain", "nnet/attention.py", "RelPosEncXL", "RelPosMHAXL")
+    theirs = randomised(attention(24, 3, vbias=value_bias)).float()  # its softmax is float32
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    span = Span.full(length)
+    sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved", direction=direction)
+    if direction == "both":
+        check(sinusoids, encoding(24)(x)[0], 1e-6)
+    given = x.float(), x.float(), x.float(), sinusoids[None].float()
+    want = theirs(*given, key_padding_mask=~mask[:, 0, 0], return_attn_weights=False)
+    theirs.double()
+    ours = ConformerAttention(BlockSpec(24, 3, Span.full(60)), direction=direction, dtype=torch.float64)
+    weights = conventions.load_conformer(theirs.state_dict(), num_heads=3)
+    ours.load_state_dict(weights)
+    check(ours(x, mask=mask), want, 1e-6)
+    # The call of the page, with the scale of all heads.
+    q, k, v = theirs.in_proj_weight.unflatten(0, (3, 3, 8)).unbind(1)
+    q, k, v = (torch.einsum("bte,hde->bhtd", x, part) for part in (q, k, v))
+    v = v if theirs.vbias is None else v + theirs.value_bias_weight.view(3, 1, 8)
+    u, w = (bias.view(3, 1, 8) for bias in (theirs.pos_bias_u, theirs.pos_bias_v))
+    table = split(theirs.linear_pos(sinusoids), 3)
+    out: Any = relative_attention(q + u, k, v, table, span, rel_q=q + w, scale=24**-0.5, mask=mask)
+    check(theirs.out_proj(join(out)), want, 1e-6)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

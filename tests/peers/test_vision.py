@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
+from peers.common import check, definitions, join, peer, randn, randomised, split, timm_layer
 
 from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
 
@@ -184,7 +184,8 @@ def test_mvit(q_grid: tuple[int, int], k_grid: tuple[int, int]) -> None:
     lengths = [1 + h * w for h, w in (q_grid, k_grid)]
     q, k, v = (randn(2, 3, length, 8, seed=seed) for seed, length in enumerate([lengths[0], lengths[1], lengths[1]]))
     tables = [randn(2 * max(a, b) - 1, 8, seed=5 + a) for a, b in zip(q_grid, k_grid, strict=True)]
-    logits = timm_function("models/mvitv2.py", "cal_rel_pos_type")(8**-0.5 * q @ k.mT, q, True, q_grid, k_grid, *tables)
+    theirs = definitions("timm", "models/mvitv2.py", "cal_rel_pos_type", register_notrace_function=lambda made: made)
+    logits = theirs(8**-0.5 * q @ k.mT, q, True, q_grid, k_grid, *tables)
     want = logits.softmax(-1) @ v
     q_step, k_step = ((max(y[0] // x[0], 1), max(y[1] // x[1], 1)) for x, y in ((q_grid, k_grid), (k_grid, q_grid)))
     reach = [(count - 1) * step for count, step in zip(k_grid, k_step, strict=True)]

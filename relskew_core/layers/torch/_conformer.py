@@ -9,12 +9,12 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import check_choice, check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl
 from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec
-from relskew_core._functions.tables import sinusoid_rates, sinusoids
+from relskew_core._functions.tables import DIRECTIONS, Direction, sinusoid_rates, sinusoids
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
@@ -64,7 +64,8 @@ class ConformerAttention(RelativeMultiheadAttention):
 
     The logit of a query ``q`` at a key ``k`` is ``(q + u) · k + (q + w) · (pos_proj @ R_r)``, with the sinusoids ``R``
     of the relative position ``r``, so no weight depends on the length of a sequence.
-    :func:`relskew_core.conventions.load_conformer` reads weights of ESPnet, NeMo, WeNet and transformers.
+    :func:`relskew_core.conventions.load_conformer` reads weights of ESPnet, NeMo, fairseq,
+    ChunkFormer, SpeechBrain and transformers.
 
     With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its chunk and this many chunks before it.
     Chunk by chunk, with a cache from :meth:`empty_cache`, the outputs are the same as for the whole sequence at once,
@@ -75,6 +76,8 @@ class ConformerAttention(RelativeMultiheadAttention):
     spec : BlockSpec
         The block. Its span says how far relative positions may reach; there is no table. ``rel_values``, ``rel_bias``,
         ``sinks`` and ``cross`` raise an error.
+    direction : {"past", "future", "both"}, default "past"
+        Of the sinusoids, as in :func:`relskew_core.sinusoidal_table`: ``"both"`` for SpeechBrain's checkpoints.
     dropout, impl, chunk_size, device, dtype : optional
         As in :class:`RelativeMultiheadAttention`.
 
@@ -115,6 +118,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         self,
         spec: BlockSpec,
         *,
+        direction: Direction = "past",
         dropout: float = 0.0,
         impl: Impl = "auto",
         chunk_size: int | None = None,
@@ -128,10 +132,18 @@ class ConformerAttention(RelativeMultiheadAttention):
                     f"`spec` must have `rel_keys` alone and as many heads of keys as of queries, got {spec}"
                 )
         super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
+        check_choice("direction", direction, DIRECTIONS)
+        self.direction: Direction = direction
         self.register_parameter("rel_k", None)
         width, heads = spec.embed_dim, (spec.num_heads, spec.head_dim)
         self.pos_proj = nn.Linear(width, spec.num_heads * spec.head_dim, bias=False, device=device, dtype=dtype)
         self.u, self.w = (nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) for _ in "uw")
+
+    def extra_repr(self) -> str:
+        """Describe the module in ``print``."""
+        return ", ".join(
+            [super().extra_repr(), *([] if self.direction == "past" else [f"direction={self.direction!r}"])]
+        )
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Return ``u`` and ``w``, because there is no table."""
@@ -182,25 +194,25 @@ class ConformerAttention(RelativeMultiheadAttention):
         if not {"offset", "positions"} & options.keys() and not torch.compiler.is_exporting():
             furthest = max(k.shape[-2] - 1, 0)
             span = Span(min(span.left, furthest), min(span.right, furthest), span.beyond)
-        rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.u))
+        rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.direction, self.u))
         rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
         u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))
         computed = {"rel_k": rel_k.to(q.dtype), "span": span, "rel_q": q + w}
         return super().attend(q + u, k, v, computed=computed, **options)
 
 
-def _rows(span: Span, dim: int, like: Tensor) -> Tensor:
+def _rows(span: Span, dim: int, direction: Direction, like: Tensor) -> Tensor:
     """Return the sinusoids of a span, computed once for all layers."""
     make = _sinusoids if torch.compiler.is_compiling() else _cached
-    return make(span, dim, like.dtype, like.device)
+    return make(span, dim, direction, like.dtype, like.device)
 
 
-def _sinusoids(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    rates = sinusoid_rates(dim, direction="past", base=10000.0)
-    return sinusoids(span, rates, "interleaved", xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
+def _sinusoids(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rates = sinusoid_rates(dim, base=10000.0)
+    return sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=4)
-def _cached(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _cached(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        return _sinusoids(span, dim, dtype, device)
+        return _sinusoids(span, dim, direction, dtype, device)
