@@ -13,6 +13,12 @@ OPTIONS = ("beyond", "offset", "left", "right", "block_size", "chunk_size", "ret
 COMMON = frozenset((*ARRAYS, *OPTIONS))
 """The arrays and options that every native path supports. A path must name all others that it supports."""
 
+EVERY = COMMON | {
+    "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "seed",
+    "softcap", "blocks_before", "by_value", "offset_by_item", "dropout",
+}  # fmt: skip
+"""All arrays and options by name, so that a path that supports them refuses those that are added later."""
+
 
 @dataclass(frozen=True)
 class Path:

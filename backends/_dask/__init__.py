@@ -6,21 +6,14 @@ backward pass has a task for each block of the batch and the heads.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.problem import Problem
-from relskew_core._positions.span import Span
-from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._dask import backward, blocks, whole
-from relskew_core.backends._path import ARRAYS, Path
+from relskew_core.backends._path import ARRAYS, EVERY, Path
 
 SUPPORTED = frozenset((*ARRAYS, "key_table", "softcap", "q_segments", "k_segments"))
 SUPPORTED |= {"beyond", "offset", "left", "right", "chunk_size", "return_lse", "part"}
 
-SUPPORTED_BACKWARD = frozenset(Operands._fields) | {
-    x.name for kind in (Options, Span, Visibility) for x in fields(kind)
-}
+SUPPORTED_BACKWARD = EVERY - {"offset_by_item"}
 
 
 def serve(function: str, call: Problem) -> Path | str:

@@ -6,7 +6,7 @@ by its square, and ``jax.grad`` keeps every chunk's weights for the backward pas
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,12 @@ from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
-from relskew_core._positions.ragged import RaggedVisibility
-from relskew_core._positions.span import Span
 from relskew_core.backends._jax import at_once, compiled, tangent
 from relskew_core.backends._jax import prepared as prepared
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
-from relskew_core.backends._path import Path
-
-SUPPORTED = frozenset(Operands._fields) | {
-    option.name for kind in (Options, Span, RaggedVisibility) for option in fields(kind)
-}
-"""The arrays and options that the loops support: all of them."""
+from relskew_core.backends._path import EVERY, PORTABLE, Path
 
 COMPILED = tangent.Passes(compiled.attention, compiled.attention_vjp, keeps_sums=True)
 
@@ -41,15 +34,14 @@ def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that support a call, or why there are none."""
     forward, x = function == "attention", call.operands()
     if compiled.serves(x, call.options) if forward else compiled.serves_backward(x, call.options):
-        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), supports=SUPPORTED)
-    return Path(
-        attention, attention_vjp, supports=SUPPORTED, faster=not forward or not at_once.serves(call.given, call.options)
-    )
+        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), supports=EVERY)
+    short = forward and at_once.serves(call.given, call.options)
+    return Path(attention, attention_vjp, supports=EVERY, faster=not short)
 
 
 def instead(call: Problem) -> Path:
-    """Return the kernels for calls that loops do not speed up."""
-    return Path(at_once.attention, attention_vjp)
+    """Return the kernels for calls that loops do not speed up, or do not take."""
+    return Path(at_once.attention, attention_vjp) if at_once.serves(call.given, call.options) else PORTABLE
 
 
 def attention(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import added_array
+import kernels_built
 from relskew_core import backends, relative_attention, relative_attention_vjp
 from relskew_core._functions.attention import Backward, attend, pull_back
 from relskew_core._kernel import backward, forward
 from relskew_core._kernel.call import Arguments, Part
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._path import COMMON, Path
+from relskew_core.backends import _path
+from relskew_core.backends._path import COMMON
 
 HALF, SINGLE = np.dtype("float16"), np.dtype("float32")
 
@@ -27,9 +35,11 @@ class Kernels:
     asked: list[str] = field(default_factory=list)
     got: list[dict[str, Any]] = field(default_factory=list)
 
-    def serve(self, function: str, call: Any) -> Path | str:
+    def serve(self, function: str, call: Any) -> _path.Path | str:
         self.asked.append(function)
-        return "too new" if function in self.unable else Path(self.attention, self.attention_vjp, COMMON, self.half)
+        return (
+            "too new" if function in self.unable else _path.Path(self.attention, self.attention_vjp, COMMON, self.half)
+        )
 
     def attention(self, operands: Any, options: Any, *, xp: Any) -> Any:
         self.got.append({**operands._asdict(), "part": options.part})
@@ -122,3 +132,16 @@ def test_parts_of_more_keys_are_merged_in_single_precision(kernels: Kernels) -> 
     assert kernels.got[1]["part"] == part
     whole, _ = attend(problem(Arguments(**arguments()), return_lse=True), "native")
     assert whole.dtype == HALF
+
+
+@pytest.mark.no_cover
+def test_an_array_that_is_added_is_right_or_refused_in_every_library(tmp_path: Path) -> None:
+    shutil.copytree(kernels_built.ROOT / "relskew_core", tmp_path / "relskew_core")
+    added_array.add(tmp_path / "relskew_core")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ended = subprocess.run(
+        [sys.executable, added_array.__file__, tmp_path],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
