@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import check_int, describe, has_shape, is_array
 from relskew_core._array.integers import integers
+from relskew_core._array.known import known_values, symbolic
 from relskew_core._array.namespace import device, is_torch
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
@@ -52,9 +54,8 @@ class Growing(NamedTuple):
 
 def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
     """Append new keys and values to the last ones, given with their number, and drop as many old ones."""
+    check_filled(cache, k, v, xp=xp)
     keep, n = cache.keys.shape[-2], k.shape[-2]
-    for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
-        check_cached(name, old, keep, new)
     k, v = (xp.concat(pair, axis=-2) for pair in ((cache.keys, k), (cache.values, v)))
     # JAX may have split the arrays over devices, and then integers on one of them would not fit
     place = device(k) if is_torch(k) else None
@@ -115,6 +116,48 @@ def check_cached(name: str, value: Any, length: int, new: Array) -> None:
         )
     if value.dtype != new.dtype:
         raise TypeError(f"`{name}` must have the dtype of the new keys and values, {new.dtype}, got {describe(value)}")
+
+
+def check_filled(
+    cache: Any, k: Array, v: Array, *, known: Callable[[Array], Any] = known_values, xp: Namespace
+) -> list[int] | None:
+    """Refuse a cache of constant shape that new keys and values cannot follow.
+
+    Return how many positions of each item are filled, or of all; ``None`` if that is not ``known``.
+    """
+    for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
+        check_cached(name, old, cache.keys.shape[-2], new)
+    length, lead = cache.length, tuple(k.shape[:-3])
+    try:
+        integral = is_array(length) and xp.isdtype(length.dtype, "integral")
+    except TypeError:  # raised by MLX for NumPy's dtypes
+        integral = False
+    if not integral:
+        raise TypeError(f"`past.length` must be an array of integers, of the library of `x`, got {describe(length)}")
+    if not has_shape(length, (), lead):
+        raise ValueError(
+            f"`past.length` must be one for all items, or one for each of the leading axes of `x`, {lead}, got "
+            f"{describe(length)}"
+        )
+    values = known(length)
+    values = [values] if isinstance(values, int) else values
+    for _ in length.shape[1:]:
+        values = values if values is None else list(chain.from_iterable(values))
+    if values is not None and min(values, default=0) < 0:
+        raise ValueError(f"`past.length` must be at least 0, got {min(values)}")
+    return values
+
+
+def check_fixed(
+    cache: Any, k: Array, v: Array, *, known: Callable[[Array], Any] = known_values, xp: Namespace
+) -> list[int] | None:
+    """Refuse a cache that has no room for new keys and values; return what :func:`check_filled` does."""
+    values, room, n = check_filled(cache, k, v, known=known, xp=xp), cache.keys.shape[-2], k.shape[-2]
+    if values and max(values) + n > room:
+        raise ValueError(f"`past` must have room for {n} more positions, got {max(values)} of {room} filled")
+    if not values and not symbolic(n, room) and n > room:
+        raise ValueError(f"`past` must have room for {n} more positions, got room for {room}")
+    return values
 
 
 def check_room(

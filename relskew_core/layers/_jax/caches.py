@@ -8,12 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 from jax.core import Tracer
 
 from relskew_core._array.namespace import is_torch
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._block.cache import Growing, SlidingCache, check_cached
+from relskew_core._block.cache import Growing, SlidingCache, check_fixed
 from relskew_core._block.module import ModuleBlock
 
 
@@ -31,7 +32,7 @@ class FixedCache(NamedTuple):
 
     Notes
     -----
-    Too many positions raise an error if ``length`` is known, and give NaN if it is traced.
+    Too many positions, or a negative ``length``, raise an error if it is known, and give NaN if it is traced.
 
     Examples
     --------
@@ -56,20 +57,26 @@ class FixedCache(NamedTuple):
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
         """Write the new keys and values after the cached ones; the positions after them are hidden."""
+        length = self.length
+        if isinstance(length, int | np.ndarray | np.generic):
+            with jax.ensure_compile_time_eval():
+                length = jnp.asarray(length)
         room, n = self.keys.shape[-2], k.shape[-2]
-        length = jnp.asarray(self.length)
-        fits = length + n <= room
-        if not isinstance(length, Tracer) and not fits.all():
-            raise ValueError(f"`past` must have room for {n} more positions, got {int(length.max())} of {room} filled")
+        if check_fixed(self._replace(length=length), k, v, known=_known, xp=xp) is None:
+            fits = ((length >= 0) & (length <= room - n))[..., None, None, None]
+            k, v = (jnp.where(fits, x, jnp.nan) for x in (k, v))
+            length = jnp.clip(length, 0, room - n)
         write = partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
         for _ in range(length.ndim):
             write = jax.vmap(write)
-        written = []
-        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
-            check_cached(name, old, room, new)
-            written.append(write(old, jnp.where(fits[..., None, None, None], new, jnp.nan), length))
-        keys, values = written
+        keys, values = write(self.keys, k, length), write(self.values, v, length)
         return keys, values, FixedCache(keys, values, length + n), {"offset": length}
+
+
+def _known(length: Array) -> Any:
+    """Return numbers, on any device, that are not traced; ``None`` for those that this process has a part of."""
+    known = not isinstance(length, Tracer) and length.is_fully_addressable
+    return np.asarray(length).tolist() if known else None
 
 
 Cache = Growing | FixedCache | SlidingCache

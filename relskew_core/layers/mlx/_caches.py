@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from relskew_core._array.known import known_values
 from relskew_core._array.typing import Array
-from relskew_core._block.cache import check_cached
+from relskew_core._block.cache import check_fixed
 
 
 class FixedCache(NamedTuple):
@@ -26,7 +25,7 @@ class FixedCache(NamedTuple):
 
     Notes
     -----
-    Too many positions are an error where ``length`` is known, and NaN where it is compiled.
+    Too many positions, or a negative ``length``, raise an error if it is known, and give NaN if it is compiled.
 
     Examples
     --------
@@ -50,16 +49,14 @@ class FixedCache(NamedTuple):
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
         """Write the new keys and values after the cached ones; the positions after them are hidden."""
-        room, n = self.keys.shape[-2], k.shape[-2]
-        last = known_values(mx.max(self.length))
-        if last is not None and last + n > room:
-            raise ValueError(f"`past` must have room for {n} more positions, got {last} of {room} filled")
-        places = mx.minimum(self.length[..., None] + mx.arange(n), room - 1)[..., None, :, None]
-        fits = (self.length + n <= room)[..., None, None, None]
-        written = []
-        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
-            check_cached(name, old, room, new)
-            new = mx.where(fits, new, mx.nan)
-            written.append(mx.put_along_axis(old, mx.broadcast_to(places, new.shape), new, axis=-2))
-        keys, values = written
-        return keys, values, FixedCache(keys, values, self.length + n), {"offset": self.length}
+        length, room, n = self.length, self.keys.shape[-2], k.shape[-2]
+        if check_fixed(self, k, v, xp=xp) is None:
+            fits = mx.logical_and(length >= 0, length <= room - n)[..., None, None, None]
+            k, v = (mx.where(fits, x, mx.nan) for x in (k, v))
+            length = mx.clip(length, 0, room - n)
+        places = (length[..., None] + mx.arange(n))[..., None, :, None]
+        keys, values = (
+            mx.put_along_axis(old, mx.broadcast_to(places, new.shape), new, axis=-2)
+            for old, new in ((self.keys, k), (self.values, v))
+        )
+        return keys, values, FixedCache(keys, values, length + n), {"offset": length}

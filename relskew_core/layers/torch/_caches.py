@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relskew_core._block.cache import check_cached
+from relskew_core._block.cache import check_fixed, slid
 
 
 class FixedCache(NamedTuple):
@@ -52,22 +52,17 @@ class FixedCache(NamedTuple):
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, FixedCache, Mapping[str, Any]]:
         """Write the new keys and values after the cached ones."""
-        room, n, there = self.keys.shape[-2], k.shape[-2], None
-        if not torch.compiler.is_compiling() and self.length.device.type == "cpu":
-            there = int(self.length.max())
-            if there + n > room:
-                raise ValueError(f"`past` must have room for {n} more positions, got {there} of {room} filled")
-        pairs = (("past.keys", self.keys, k), ("past.values", self.values, v))
-        for name, old, new in pairs:
-            check_cached(name, old, room, new)
+        known, n = check_fixed(self, k, v, xp=xp), k.shape[-2]
         present = FixedCache(self.keys, self.values, self.length + n)
-        if there is not None and self.length.ndim == 0:  # attention is faster with a number
-            for _, old, new in pairs:
+        pairs = ((self.keys, k), (self.values, v))
+        if known is not None and self.length.ndim == 0:  # attention is faster with a number
+            [there] = known
+            for old, new in pairs:
                 old[..., there : there + n, :] = new
             return self.keys, self.values, present, {"offset": there}
         behind = torch.arange(n, dtype=torch.int64, device=self.length.device)
         places = (self.length[..., None] + behind)[..., None, :, None]
-        for _, old, new in pairs:
+        for old, new in pairs:
             old.scatter_(-2, places.expand(new.shape), new)
         return self.keys, self.values, present, {"offset": self.length}
 
@@ -109,12 +104,7 @@ class SlidingCache(NamedTuple):
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, SlidingCache, Mapping[str, Any]]:
         """Append the new keys and values, and drop the same number of old ones."""
-        keep, n = self.keys.shape[-2], k.shape[-2]
-        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
-            check_cached(name, old, keep, new)
-        k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
-        unfilled = torch.arange(keep + n, dtype=torch.int64, device=k.device) < keep - self.length
+        k, v, present, seen = slid(self, k, v, xp=xp)
         # Separate memory: a view would keep the whole prompt, and its strides would differ at the next step.
-        keys, values = (x[..., n:, :].contiguous() for x in (k, v))
-        present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))
-        return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
+        keys, values = (x.contiguous() for x in present[:2])
+        return k, v, SlidingCache(keys, values, present.length), seen

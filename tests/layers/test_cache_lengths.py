@@ -1,0 +1,104 @@
+"""Caches of constant shape in every framework: the number of filled positions, known or traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layers.jax_frameworks import EQUINOX, FLAX, mapping
+from layers.modules import SPECS, made
+
+CAUSAL = SPECS["causal"]
+MODULES = ("torch", "flax", "equinox", "mlx")
+X = np.random.default_rng(0).standard_normal((2, 6, 8))
+
+each = pytest.mark.parametrize("name", MODULES)
+
+
+def of(name: str) -> tuple[Any, Any]:
+    """Return a module, and a function that makes arrays of its library from numbers."""
+    if name == "torch":
+        return made(CAUSAL), torch.tensor
+    if name == "mlx":
+        mx: Any = pytest.importorskip("mlx.core")
+        layers: Any = pytest.importorskip("relskew_core.layers.mlx")
+        module, array = layers.RelativeMultiheadAttention, mx.array
+    else:
+        jnp: Any = pytest.importorskip("jax.numpy")
+        module, array = (FLAX if name == "flax" else EQUINOX).module, jnp.asarray
+    return module.from_weights(mapping(CAUSAL), CAUSAL), array
+
+
+def fed(module: Any, array: Any, x: Any, cache: Any) -> Any:
+    return module(array(x, dtype=cache.keys.dtype), past=cache)
+
+
+@each
+@pytest.mark.parametrize(
+    ("length", "error", "message"),
+    [
+        (-1, ValueError, r"`past\.length` must be at least 0, got -1"),
+        ([3, -2], ValueError, r"`past\.length` must be at least 0, got -2"),
+        (3.5, TypeError, r"`past\.length` must be an array of integers, of the library of `x`, got"),
+        ([3.0, 3.0], TypeError, r"`past\.length` must be an array of integers"),
+        (True, TypeError, r"`past\.length` must be an array of integers"),
+        (None, TypeError, r"`past\.length` must be an array of integers.*, got NoneType"),
+        ([3, 3, 3], ValueError, r"`past\.length` must be one for all items, or one for each .* `x`, \(2,\), got"),
+        ([[3], [3]], ValueError, r"`past\.length` must be one for all items, or one for each"),
+        ([3, 7], ValueError, "`past` must have room for 6 more positions, got 7 of 12 filled"),
+    ],
+    ids=str,
+)
+def test_lengths_that_cannot_be_are_refused(name: str, length: Any, error: type[Exception], message: str) -> None:
+    module, array = of(name)
+    cache = module.empty_cache(2, length=12)._replace(length=length if length is None else array(length))
+    with pytest.raises(error, match=message):
+        fed(module, array, X, cache)
+    if length not in ([3, 7], [3, -2]):  # one length for all items
+        sliding = module.empty_cache(2, keep=12)._replace(length=cache.length)
+        with pytest.raises(error, match=message):
+            fed(module, array, X, sliding)
+
+
+@each
+def test_no_items_have_lengths_too(name: str) -> None:
+    module, array = of(name)
+    cache = module.empty_cache(0, length=12)
+    for length in (cache.length, array(np.zeros(0, np.int32))):
+        y, after = fed(module, array, X[:0], cache._replace(length=length))
+        assert (tuple(y.shape), tuple(after.length.shape)) == ((0, 6, 8), tuple(length.shape))
+
+
+@each
+def test_a_prompt_that_is_longer_than_the_room_is_refused(name: str) -> None:
+    module, array = of(name)
+
+    def step(x: Any, cache: Any) -> Any:
+        return module(x, past=cache)[0]
+
+    cache = module.empty_cache(2, length=4)
+    x = array(X, dtype=cache.keys.dtype)
+    wrap = {"torch": torch.compile(backend="eager"), "mlx": lambda step: __import__("mlx.core").core.compile(step)}
+    compiled = wrap.get(name, lambda step: __import__("jax").jit(step))(step)
+    for function in (step, compiled):
+        with pytest.raises((ValueError, RuntimeError), match=r"`past` must have room for 6 more positions, got .* 4"):
+            function(x, cache)
+
+
+@pytest.mark.parametrize("name", ["flax", "equinox"])
+def test_a_jitted_function_closes_over_a_cache(name: str) -> None:
+    module, array = of(name)
+    jax: Any = pytest.importorskip("jax")
+    whole = module(array(X))
+    _, cache = module(array(X[:, :4]), past=module.empty_cache(2, length=12))
+    for length in (cache.length, array([4, 4]), 4, np.array([4, 4])):
+        known = cache._replace(length=length)
+        y = jax.jit(lambda x, known=known: module(x, past=known)[0])(array(X[:, 4:]))
+        np.testing.assert_allclose(np.asarray(y), np.asarray(whole[:, 4:]), atol=1e-5)
+        with pytest.raises(ValueError, match="`past` must have room for 9 more positions, got 4 of 12 filled"):
+            jax.jit(lambda x, known=known: module(x, past=known)[0])(array(np.zeros((2, 9, 8))))
+    traced = jax.jit(lambda x, length: module(x, past=cache._replace(length=length))[0])
+    assert np.isnan(traced(array(X), array(-1))).all()
+    assert np.isnan(traced(array(X), array([3, 7]))[1]).all()
