@@ -17,7 +17,8 @@ PASTS = (0, 1, 7)
 LARGEST_CHUNK = 1024
 # How far past a soft end one length goes, because errors may affect only some of the positions there.
 FAR = 257
-DRAWN = 8
+DRAWN = 4
+# Up to this length, one is tried of all ranges of lengths that end half beyond their start, and none longer is drawn.
 LONGEST_DRAWN = 1024
 LARGER_BATCHES = (4, 8)
 # How many inputs have large logits, which reveal -60 in place of a hidden key's -1e30; they are short.
@@ -65,7 +66,8 @@ def make_trials(
         )
         seeds |= {trial: len(seeds) + index for index, trial in enumerate(list(large)[:LARGE])}
     if lengths is None:
-        for index, trial in enumerate(_drawn(plan, batches, np.random.default_rng(seed))):
+        drawn = _drawn(plan, batches, np.random.default_rng(seed))
+        for index, trial in enumerate([*drawn, *_between(plan, batches or BATCHES)]):
             seeds.setdefault(trial, seed + index)
     return sorted(seeds.items(), key=lambda item: not item[0].fits)
 
@@ -156,6 +158,34 @@ def _drawn(plan: GraphPlan, batches: Sequence[int] | None, random: np.random.Gen
         if max(keys, queries) > 4 * max(LENGTHS):
             batch = min(batch, *(batches or BATCHES))
         yield _trial(plan, batch, queries - past, keys, past)
+
+
+def _between(plan: GraphPlan, batches: Sequence[int]) -> Iterator[Trial]:
+    """Fill the gaps of the sweep, because a graph may be wrong in some range of lengths, or of pasts, alone."""
+    sweep = [_tried(plan, None, end) for end in longest(plan)]
+    queries_tried, keys_tried = map(_without_gaps, sweep)
+    if plan.spec.cross:
+        for index in range(max(len(queries_tried), len(keys_tried))):
+            queries, keys = queries_tried[index % len(queries_tried)], keys_tried[-1 - index % len(keys_tried)]
+            if queries not in sweep[0] or keys not in sweep[1]:
+                yield _trial(plan, batches[0], queries, keys)
+        return
+    for index, length in enumerate(queries_tried):
+        if length not in sweep[0]:
+            yield _trial(plan, batches[0], length, length)
+        few = 1 + index % 3
+        if plan.past and few < length:
+            yield _trial(plan, batches[index % len(batches)], few, length, length - few)
+
+
+def _without_gaps(lengths: Sequence[int]) -> list[int]:
+    """Return ascending lengths with others between, each at most half longer than the one before; thrice far out."""
+    found = [lengths[0]]
+    for length in lengths[1:]:
+        while (most := max(found[-1] + 1, found[-1] * (3 if found[-1] < LONGEST_DRAWN else 6) // 2)) < length:
+            found.append(most)
+        found.append(length)
+    return found
 
 
 def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> list[int]:

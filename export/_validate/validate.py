@@ -62,8 +62,8 @@ def validate(
         Execution providers of onnxruntime, each tried alone, with their options if wanted; ``"cpu"``, ``"cuda"`` and
         ``"tensorrt"`` for short. TF32 is off on CUDA unless the options ask for it.
     lengths : sequence of int, optional
-        Lengths to try; by default short ones, every length at an edge of the table or a chunk, the longest, and some
-        that are drawn.
+        Lengths to try; by default short ones, every length at an edge of the table or a chunk, the longest, others
+        between these so that no range that ends half beyond its start is left out, and some that are drawn.
     batches : sequence of int, optional
         Batch sizes to try; by default 1, 2 and 3, larger ones with the lengths that are drawn, and on CPUs an empty
         batch.

@@ -13,6 +13,7 @@ from onnx import numpy_helper
 from export_forms import IN_PLACE, made
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
+from relskew_core.export._graph.functions import rename
 
 FORMS: dict[str, dict[str, Any]] = {
     "cache": {},
@@ -196,6 +197,44 @@ def test_a_wrong_band_past_a_clip(profile: Any) -> None:
     for index, node in enumerate(made):
         model.graph.node.insert(place + 1 + index, node)
     assert "y" in {check.name for check in validate(model, spec, weights, batches=(2,)).failures}
+
+
+RANGES: dict[str, tuple[BlockSpec, dict[str, Any], list[tuple[str, int, int]]]] = {
+    "past a clip": (BlockSpec(8, 2, Span.clipped(6)), {}, [("x", 36, 60), ("x", 4, 6), ("x", 150, 230)]),
+    "between chunks": (BlockSpec(8, 2, Span.clipped(6)), {"chunk_size": 100}, [("x", 130, 195), ("x", 20, 30)]),
+    "of a long table": (BlockSpec(8, 2, Span.causal(400), causal=True), {}, [("x", 45, 70), ("x", 200, 300)]),
+    "of a past": (
+        BlockSpec(8, 2, Span.causal(6, beyond="clip"), causal=True),
+        {"past": True},
+        [("past_key", 36, 60), ("past_key", 120, 190), ("x", 36, 60)],
+    ),
+    "of a memory": (BlockSpec(8, 2, Span.clipped(6), cross=True), {}, [("x", 36, 60), ("memory", 36, 60)]),
+}
+"""Inputs with a length in one range, the first and the last, are wrong."""
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_a_range_of_lengths(kind: str) -> None:
+    """No edge of the table or of a chunk is in the range."""
+    spec, options, ranges = RANGES[kind]
+    weights = init_weights(spec, seed=0)
+    for name, first, last in ranges:
+        model = to_onnx(spec, weights, **options)
+        result = model.graph.output[0].name
+        rename(model.graph.node, {result: "right"})
+        axis = 2 if name == "past_key" else 1
+        numbers = {"first": first, "last": last}
+        made = [onnx.helper.make_node("Constant", [], [f"range/{key}"], value_ints=[n]) for key, n in numbers.items()]
+        made.append(onnx.helper.make_node("Shape", [name], ["range/length"], start=axis, end=axis + 1))
+        steps = [
+            ("GreaterOrEqual", ["range/length", "range/first"], "range/from"),
+            ("LessOrEqual", ["range/length", "range/last"], "range/to"),
+            ("And", ["range/from", "range/to"], "range/in"),
+            ("CastLike", ["range/in", "right"], "range/added"), ("Add", ["right", "range/added"], result),
+        ]  # fmt: skip
+        model.graph.node.extend([*made, *(onnx.helper.make_node(op, given, [y]) for op, given, y in steps)])
+        report = validate(model, spec, weights, runtimes=["reference"])
+        assert "y" in {check.name for check in report.failures}, (name, first, last)
 
 
 def test_a_lost_block() -> None:
