@@ -59,11 +59,11 @@ def has_shape(x: Any, *shapes: tuple[Any, ...]) -> bool:
 
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     """Return ``value`` as an ``int``; booleans, floats and arrays with axes are refused."""
-    if isinstance(value, bool):
+    # `operator.index` would turn a size that torch traces into a constant.
+    symbolic = type(value) is int or type(value).__name__ == "SymInt"
+    if isinstance(value, bool) or (not symbolic and "bool" in str(getattr(value, "dtype", ""))):
         raise TypeError(f"`{name}` must be an int, got {describe(value)}{static_hint(name, value)}")
     try:
-        # `operator.index` would turn a size that torch traces into a constant.
-        symbolic = type(value) is int or type(value).__name__ == "SymInt"
         result = value if symbolic else operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {describe(value)}{static_hint(name, value)}") from None

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from relskew_core._array.namespace import is_compiling
+from relskew_core._array.namespace import is_compiling, is_floating
 from relskew_core._array.precision import cast, wide
 from relskew_core._array.typing import Array, Namespace
 
@@ -30,7 +30,9 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
 
 
 def floating(dtype: Any, *, xp: Namespace) -> Any:
-    """Return a dtype, or the library's default floating one for ``None``."""
-    if xp.__name__.endswith("torch"):  # torch 2.8 exports no constant that nothing uses
-        return xp.empty(0, dtype=dtype, device="meta").dtype
-    return xp.asarray(0.0, dtype=dtype).dtype
+    """Return a dtype, which must be floating, or the library's default floating one for ``None``."""
+    # torch 2.8 exports no constant that nothing uses
+    made = xp.empty(0, dtype=dtype, device="meta") if xp.__name__.endswith("torch") else xp.asarray(0.0, dtype=dtype)
+    if not is_floating(made, xp=xp):
+        raise TypeError(f"`dtype` must be a real floating dtype of the library, got {made.dtype}")
+    return made.dtype

@@ -55,9 +55,9 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
 
 
 def is_floating(array: Array, *, xp: Namespace) -> bool:
-    """Whether a dtype is real, floating, and computed by the library itself."""
+    """Whether a dtype is real, floating, and computed by the library itself: none with 8 bits is."""
     try:
-        return bool(xp.isdtype(array.dtype, "real floating"))
+        return bool(xp.isdtype(array.dtype, "real floating")) and getattr(array.dtype, "itemsize", 2) > 1
     except TypeError:  # NumPy does not support ml_dtypes' bfloat16 and would compute with it in float32
         return False
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from relskew_core._array.autocast import autocast
+from relskew_core._array.autocast import casts
 from relskew_core._array.checks import describe, shape_of
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
@@ -21,6 +21,7 @@ from relskew_core._functions.weights import attention_weights
 
 
 @explains
+@casts
 def attention_block(
     x: Array,
     weights: Mapping[str, Array],
@@ -85,20 +86,18 @@ def attention_block(
     cache = None if past is None else Growing.of(past, spec)
     named = {f"weights[{key!r}]": weight for key, weight in weights.items()}
     cached = dict(zip(PAST, cache or (None, None), strict=True))
-    given = autocast({"x": x, "memory": memory, **named, **cached})
-    xp = namespace_of_arrays({"x": given["x"]}, given)
-    weights = {key: given[name] for key, name in zip(weights, named, strict=True)}
+    xp = namespace_of_arrays({"x": x}, {"memory": memory, **named, **cached})
     tables = {name: weights.get(name) for name in ATTENDED}
 
     def attend(q: Array, k: Array, v: Array, **seen: Any) -> Array:
         return relative_attention(q, k, v, mask=mask, **seen, **with_bias(tables, spec, q, k, seen, xp=xp))
 
     y, present = apply_block(
-        given["x"],
+        x,
         spec,
         partial(_linear, weights, xp=xp),
-        memory=given["memory"],
-        cache=None if cache is None else Growing(*(given[name] for name in PAST)),
+        memory=memory,
+        cache=cache,
         attend=attend,
         xp=xp,
     )

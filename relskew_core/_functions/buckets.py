@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-
 from relskew_core._array.checks import check_bool, check_int
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
@@ -68,13 +66,8 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     side = num_buckets // 2 if bidirectional else num_buckets
     max_distance = check_int("max_distance", max_distance, minimum=side // 2 + 1)
     starts = _t5_starts(side, max_distance)
-
-    def bucket(r: int) -> int:
-        if r > 0 and not bidirectional:
-            return 0
-        return bisect_right(starts, abs(r)) - 1 + (side if r > 0 else 0)
-
-    return tuple(bucket(r) for r in range(-span.left, span.right + 1))
+    future = [bucket + side for bucket in _by_distance(starts, span.right)] if bidirectional else [0] * (span.right + 1)
+    return (*reversed(_by_distance(starts, span.left)), *future[1:])
 
 
 def _check_span(span: Span) -> None:
@@ -91,11 +84,28 @@ def _t5_starts(side: int, max_distance: int) -> list[int]:
     exact = side // 2
     wide = side - exact
     # Bucket exact + b begins at the first distance with (distance / exact)^wide >= (max_distance / exact)^b.
-    shared = [
-        bisect_left(range(max_distance), max_distance**b * exact ** (wide - b), key=lambda distance: distance**wide)
-        for b in range(wide)
-    ]
-    return [*range(exact), *shared]
+    starts = [*range(exact)]
+    for b in range(wide):
+        least = max_distance**b * exact ** (wide - b)
+        starts.append(_first(exact, max_distance, wide, least))
+    return starts
+
+
+def _first(low: int, high: int, power: int, least: int) -> int:
+    """Return the first distance of ``low … high`` whose power is at least a number, else ``high``.
+
+    The module ``bisect`` does the same, and torch.compile does not trace it.
+    """
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle**power >= least else (middle + 1, high)
+    return low
+
+
+def _by_distance(starts: list[int], furthest: int) -> list[int]:
+    """Return the bucket of every distance ``0 … furthest``, from the first distance of each bucket."""
+    ends = [min(end, furthest + 1) for end in (*starts[1:], furthest + 1)]
+    return [bucket for bucket, (start, end) in enumerate(zip(starts, ends, strict=True)) for _ in range(start, end)]
 
 
 @explains
@@ -149,14 +159,9 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
     size = check_int("position_buckets", position_buckets, minimum=1 if max_distance is None else 4)
     if max_distance is not None:
         max_distance = check_int("max_distance", max_distance, minimum=size // 2 + 2)
-
-    starts = range(size + 1) if max_distance is None else _deberta_starts(size, max_distance)
-
-    def row(distance: int) -> int:
-        bucket = bisect_right(starts, abs(distance)) - 1
-        return min(size + bucket, 2 * size - 1) if distance > 0 else size - bucket
-
-    return tuple(row(-r) for r in range(-span.left, span.right + 1))
+    starts = [*range(size + 1)] if max_distance is None else _deberta_starts(size, max_distance)
+    past = [min(size + bucket, 2 * size - 1) for bucket in _by_distance(starts, span.left)]
+    return (*reversed(past), *(size - bucket for bucket in _by_distance(starts, span.right)[1:]))
 
 
 def _deberta_starts(size: int, max_distance: int) -> list[int]:
@@ -164,8 +169,7 @@ def _deberta_starts(size: int, max_distance: int) -> list[int]:
     half, last = size // 2, max_distance - 1
     wide = half - 1
     # Bucket half + b + 1 begins at the first distance with (distance / half)^wide > (last / half)^b, below last^2.
-    shared = [
-        bisect_right(range(last**2), last**b * half**wide // half**b, key=lambda distance: distance**wide)
-        for b in range(1, size - half)
-    ]
-    return [*range(half + 2), *shared]
+    starts = [*range(half + 2)]
+    for b in range(1, size - half):
+        starts.append(_first(half, last**2, wide, last**b * half**wide // half**b + 1))
+    return starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relskew_core._array.autocast import casts
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
@@ -15,6 +16,7 @@ from relskew_core._positions.span import Span
 
 
 @explains
+@casts
 def relative_logits_2d(
     q: Array,
     table_h: Array,
@@ -104,6 +106,7 @@ def relative_logits_2d(
 
 
 @explains
+@casts
 def relative_logits_nd(
     q: Array,
     tables: Sequence[Array | None],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relskew_core._array.autocast import casts
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
 from relskew_core._functions import grid_windows
@@ -14,6 +15,7 @@ from relskew_core._positions.span import Span
 
 @explains
 @grid_windows.first
+@casts
 def relative_attention_2d(
     q: Array,
     k: Array,
@@ -152,6 +154,7 @@ def relative_attention_2d(
 
 @explains
 @grid_windows.first
+@casts
 def relative_attention_nd(
     q: Array,
     k: Array,

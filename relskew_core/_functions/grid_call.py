@@ -16,7 +16,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels
 from relskew_core._functions.axes import check_bias, check_tables
 from relskew_core._functions.grid_layout import Surroundings, check_sides
-from relskew_core._functions.grid_parts import GridParts
+from relskew_core._functions.grid_parts import GridParts, rows_of_chunk
 from relskew_core._kernel.by_head import by_head, check_by_head
 from relskew_core._kernel.problem import form
 from relskew_core._kernel.shapes import check_mask, check_shapes
@@ -84,7 +84,9 @@ class GridCall(GridParts):
             return (out, found[1]) if return_lse else out
         own = None if not given else q * by_head(related, q)
         sizes = (*grids.queries, *grids.keys, *grids.offset, *q.shape[:-2])
-        if not seen.all and compiled_for_any(*sizes):
+        if compiled_for_any(*sizes) and (
+            not seen.all or rows_of_chunk(q, grids, seen, prefix[1], chunk_size) < grids.queries[0]
+        ):  # a program for each number of chunks otherwise
             from relskew_core._functions import grid_operator  # imports torch
 
             q = q * by_head(factor, q)

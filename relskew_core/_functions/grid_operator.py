@@ -1,4 +1,4 @@
-"""Attention over grids with a window or a neighborhood as one operator of torch, for programs that serve any sides.
+"""Attention over grids in several chunks as one operator of torch, for programs that serve any sides.
 
 Which rows of keys some rows of queries see depends on the height, and so does how many chunks there are: a program of
 torch's operations would be another one for each height.
@@ -50,7 +50,8 @@ def _parts(
     q, k, v, own, mask, rel_bias, prefix_bias, *tables = arrays
     *places, back, ahead, sizes = (tuple(axes[which::PER_AXIS]) for which in range(PER_AXIS))
     sides = tuple((None if one < 0 else one, None if two < 0 else two) for one, two in zip(back, ahead, strict=True))
-    seen = Surroundings(neighborhood=sizes) if sizes[0] else Surroundings(window=sides)
+    window = None if {*sides} == {(None, None)} else sides
+    seen = Surroundings(neighborhood=sizes) if sizes[0] else Surroundings(window=window)
     found = tuple(Span(spans[at], spans[at + 1], BEYOND[spans[at + 2]]) for at in range(0, len(spans), 3))
     of_tables, of_bias = found[: len(sizes)], found[len(sizes) :]
     queries, keys, offset, q_step, k_step = places

@@ -131,20 +131,25 @@ def _chunks(
     q: Array, grids: Grids, seen: Surroundings, before: int, chunk_size: int | None
 ) -> Iterable[tuple[int, int]]:
     """Return the rows of the first axis that are processed together, as ranges."""
-    height, inner = grids.queries[0], math.prod(grids.queries[1:])
+    height = grids.queries[0]
     if exported(*grids.queries, *grids.keys, *q.shape):  # a program has the same number of chunks for all sizes
         return [(0, height)]
-    if chunk_size is not None:
-        step = max(1, chunk_size // inner)
-    else:
-        left, right = seen.reach(0)
-        reach = grids.keys[0] if left is None or right is None else min(grids.keys[0], left + right + 1)
-        reach = reach if seen.neighborhood is None else seen.neighborhood[0]
-        row: int = math.prod(q.shape[:-2]) * inner * (before + reach * math.prod(grids.keys[1:]))
-        step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
-        if reach < grids.keys[0]:
-            step = max(1, min(step // 2, reach))  # a chunk of `reach` rows sees about twice as many
+    step = rows_of_chunk(q, grids, seen, before, chunk_size)
     if seen.all:
         return ranges(height, step)
     # a constant for torch.compile, which would take minutes to trace windows of any height: they are an operator
     return pairwise([*range(0, height, step), height])
+
+
+def rows_of_chunk(q: Array, grids: Grids, seen: Surroundings, before: int, chunk_size: int | None) -> int:
+    """Return how many rows of the first axis are processed together."""
+    inner = math.prod(grids.queries[1:])
+    if chunk_size is not None:
+        return max(1, chunk_size // inner)
+    left, right = seen.reach(0)
+    reach = grids.keys[0] if left is None or right is None else min(grids.keys[0], left + right + 1)
+    reach = reach if seen.neighborhood is None else seen.neighborhood[0]
+    row: int = math.prod(q.shape[:-2]) * inner * (before + reach * math.prod(grids.keys[1:]))
+    step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
+    # A chunk of `reach` rows sees about twice as many.
+    return max(1, min(step // 2, reach)) if reach < grids.keys[0] else step

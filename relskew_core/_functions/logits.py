@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from relskew_core._array.autocast import casts
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.integers import integers
 from relskew_core._array.keywords import explains
@@ -29,6 +30,7 @@ Side = Literal["query", "key"]
 
 
 @explains
+@casts
 def relative_logits(
     q: Array,
     table: Array,
@@ -227,6 +229,7 @@ def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility
 
 
 @explains
+@casts
 def relative_values(
     weights: Array,
     table: Array,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from relskew_core._array.autocast import casts
 from relskew_core._array.checks import check_bool, check_window, describe, shape_of
 from relskew_core._array.gather import within
 from relskew_core._array.integers import integer, integers
@@ -19,6 +20,7 @@ from relskew_core._positions.span import Span
 
 
 @explains
+@casts
 def paged_attention(
     q: Array,
     k_pages: Array,

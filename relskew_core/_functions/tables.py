@@ -6,8 +6,10 @@ import math
 from itertools import chain
 from typing import Any, Literal, get_args
 
+from relskew_core._array.autocast import undisturbed
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import floating, from_doubles
+from relskew_core._array.integers import integers
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
@@ -170,38 +172,39 @@ def resize_table(
         raise ValueError(f"`table` must have rows on its axis {axis}, got {describe(table)}")
     check_choice("method", method, METHODS)
     new = check_int("rows", rows, minimum=1)
-    weights = _weights(table.shape[axis], new, method, align_corners=check_bool("align_corners", align_corners))
+    corners = check_bool("align_corners", align_corners)
     [columns] = widened((moved(table, axis, -1, xp=xp),), table.dtype, xp=xp)
-    matrix = xp.asarray(weights, dtype=columns.dtype, device=device(table))
-    resized = xp.matmul(columns, xp.matrix_transpose(matrix))
+    with undisturbed(columns):
+        resized = xp.matmul(columns, _weights(columns, new, method, align_corners=corners, xp=xp))
     return cast(moved(resized, -1, axis, xp=xp), table.dtype, xp=xp)
 
 
-def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list[list[float]]:
-    """Return the old rows that make up each new one, and their weights."""
-    matrix = []
-    for row in range(new):
-        place = row * (old - 1) / max(new - 1, 1) if align_corners else (row + 0.5) * old / new - 0.5
-        start = math.floor(place)
-        taps = _linear(place - start) if method == "linear" else _cubic(place - start)
-        weights = [0.0] * old
-        for index, tap in taps.items():
-            weights[min(max(start + index, 0), old - 1)] += tap
-        matrix.append(weights)
+def _weights(columns: Array, new: int, method: Method, *, align_corners: bool, xp: Namespace) -> Array:
+    """Return the weights of the old rows in each new one, (old, new), for columns (..., old)."""
+    old = columns.shape[-1]
+    rows, olds = (integers(0, count, device=device(columns), xp=xp) for count in (new, old))
+    # The place of a new row among the old ones is above / below: its fraction is exact at any number of rows.
+    above, below = (rows * (old - 1), max(new - 1, 1)) if align_corners else ((2 * rows + 1) * old - new, 2 * new)
+    start = (above + below) // below - 1  # not of a negative number, which libraries round differently
+    t = xp.astype(above - start * below, columns.dtype) / below
+    matrix = xp.zeros((old, new), dtype=columns.dtype, device=device(columns))
+    for index, tap in (_linear(t) if method == "linear" else _cubic(t)).items():
+        nearest = xp.clip(start + index, 0, old - 1)
+        matrix = matrix + xp.where(olds[:, None] == nearest, tap, 0.0)
     return matrix
 
 
-def _linear(t: float) -> dict[int, float]:
+def _linear(t: Array) -> dict[int, Array]:
     return {0: 1 - t, 1: t}
 
 
-def _cubic(t: float, a: float = -0.75) -> dict[int, float]:
+def _cubic(t: Array, a: float = -0.75) -> dict[int, Array]:
     """Return the weights of cubic convolution for the four nearest rows (Keys 1981)."""
 
-    def near(x: float) -> float:
+    def near(x: Array) -> Array:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: float) -> float:
+    def far(x: Array) -> Array:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     return {-1: far(t + 1), 0: near(t), 1: near(1 - t), 2: far(2 - t)}

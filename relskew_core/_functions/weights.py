@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, make_dataclass
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
+from relskew_core._array.autocast import undisturbed
 from relskew_core._array.integers import integers
-from relskew_core._array.known import exported
+from relskew_core._array.known import compiled_for_any, exported
 from relskew_core._array.namespace import device
 from relskew_core._array.nothing import nothing
 from relskew_core._array.pieces import joined
@@ -86,9 +87,13 @@ def attention_weights(given: Any) -> Array:
     if exported(given.q.shape[-2], given.k.shape[-2]):  # by the operator that supports every length
         return _of_operator(given.k, arguments, xp=call.xp)
     xp, operands, options = call.xp, call.operands(), call.options
-    laid = list(chunks(operands, options))
+    sizes = shape_of_rows(operands)
+    # a program for any length has one chunk
+    whole = replace(options, chunk_size=sizes[-1]) if compiled_for_any(*sizes, options.visibility.n_keys) else options
+    laid = list(chunks(operands, whole))
     tables = Tables.of(operands, options, laid, xp=xp)
-    rows = [_rows(call, operands, tables, chunk) for chunk in laid]
+    with undisturbed(operands.q):
+        rows = [_rows(call, operands, tables, chunk) for chunk in laid]
     if not rows:
         shape = (*shape_of_rows(operands), operands.k.shape[-2])
         rows = [nothing(shape, operands, xp=xp)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relskew_core._array.pieces import joined
+from relskew_core._array.pieces import joined, ranges
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk
 from relskew_core._kernel.call import Options
@@ -29,9 +29,9 @@ def mirrored(table: Array, span: Span, *, xp: Namespace) -> Table:
 def blocks(chunk: Chunk, options: Options, *, xp: Namespace) -> Iterator[Chunk]:
     """Cut a chunk's keys into blocks, each a chunk with the roles of queries and keys exchanged."""
     n, offset = chunk.stop - chunk.start, options.visibility.offset
-    size = max(SMALLEST, n // 2)
-    for start in range(chunk.first, chunk.end, size):
-        stop = min(start + size, chunk.end)
+    size = max(SMALLEST, -(-n // 2))
+    for first, end in ranges(chunk.end - chunk.first, size):
+        start, stop = chunk.first + first, chunk.first + end
         if isinstance(chunk, LookUpChunk):
             yield chunk.mirrored(start, stop, xp=xp)
         elif options.visibility.by_value:

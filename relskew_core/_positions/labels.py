@@ -24,17 +24,22 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
 
     Unless they have to come as a pair, as positions do, one array may serve both.
     """
-    expected = f"a pair of integer arrays, of the {q.shape[-2]} queries and the {k.shape[-2]} keys"
+
+    def refused(error: type[Exception], before: str = "", after: str = "") -> Exception:
+        # torch.compile makes a constant of a size that a message contains
+        pair = f"a pair of integer arrays, of the {q.shape[-2]} queries and the {k.shape[-2]} keys"
+        return error(f"`{name}` must be {before}{pair}{after}, got {describe(given)}")
+
     if isinstance(given, (tuple, list)):
         if len(given) != 2:
             if not paired and isinstance(given, list):
-                expected = f"an integer array, or {expected}; make an array of the list first"
-            raise ValueError(f"`{name}` must be {expected}, got {describe(given)}")
+                raise refused(ValueError, "an integer array, or ", "; make an array of the list first")
+            raise refused(ValueError)
         names: Sequence[str] = (f"{name}[0]", f"{name}[1]")
     elif paired:
-        raise TypeError(f"`{name}` must be {expected}, got {describe(given)}")
+        raise refused(TypeError)
     elif q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"`{name}` must be {expected}, where their lengths differ, got {describe(given)}")
+        raise refused(ValueError, after=", where their lengths differ")
     else:
         given, names = (given, given), (name, name)
     lengths = (q.shape[-2], k.shape[-2])

@@ -1,0 +1,95 @@
+"""Lengths that vary under ``torch.compile``: at most one graph for the first, and one for all others.
+
+Every parameter of every public function is tried, as the signatures name them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import relskew_core
+from public_calls import NOT_COMPILED, REQUIRED, arguments, cases, randn, rows
+from relskew_core import conventions, relative_attention, resize_table
+from relskew_core.conventions import Convention
+
+LENGTHS = (29, 31, 35)
+"""Lengths beyond the smallest chunk and twice a clipped table, with the same number of chunks of 12: programs of the
+portable code, which serves offsets that differ by item, depend on these."""
+
+
+def test_every_public_function_is_tried() -> None:
+    functions = {name for name in relskew_core.__all__ if inspect.isfunction(getattr(relskew_core, name))}
+    assert functions == REQUIRED.keys() | NOT_COMPILED
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(("name", "option"), cases())
+def test_lengths_that_vary_make_two_graphs(name: str, option: str) -> None:
+    torch.compiler.reset()
+    function = getattr(relskew_core, name)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda given: function(**given), fullgraph=True, backend=counter)
+    for n in LENGTHS:
+        given = arguments(name, option, n)
+        torch.testing.assert_close(compiled(given), function(**given), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count <= 2
+
+
+CONVENTIONS: dict[str, tuple[Callable[[], Any], int]] = {
+    "T5": (lambda: conventions.T5(bidirectional=True), 32),
+    "DeBERTa": (lambda: conventions.DeBERTa(position_buckets=8, max_distance=20), 16),
+    "DeBERTa, version 1": (lambda: conventions.DeBERTa(position_buckets=8, max_distance=None), 16),
+    "Swin": (lambda: conventions.Swin(window=(2, 3)), 15),
+    "BEiT": (lambda: conventions.BEiT(window=(2, 3)), 18),
+    "Convention": (lambda: Convention("mine", "descending", "odd", "clip"), 7),
+} | {
+    name: (lambda value=value: value, 8 if value.reach == "even" else 7)
+    for name, value in vars(conventions).items()
+    if isinstance(value, Convention)
+}
+"""Conventions, and the rows of a table of each."""
+
+
+def test_every_convention_is_tried() -> None:
+    with_load = {name for name in conventions.__all__ if hasattr(getattr(conventions, name), "load")}
+    assert with_load == CONVENTIONS.keys() - {"DeBERTa, version 1"}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+@pytest.mark.parametrize("inside", [True, False], ids=["made inside", "made outside"])
+def test_tables_are_loaded_and_stored_in_programs(name: str, inside: bool) -> None:
+    torch.compiler.reset()
+    make, count = CONVENTIONS[name]
+    made = make()
+
+    def there_and_back(table: Any) -> Any:
+        convention = make() if inside else made
+        loaded = convention.load(table)
+        return loaded[0], convention.store(*loaded)
+
+    table = randn(count, 4)
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(table), there_and_back(table), rtol=0, atol=0)
+
+
+def test_a_bias_by_buckets_in_a_model_has_two_graphs() -> None:
+    """With the gradient of T5's table, which is resized before."""
+    torch.compiler.reset()
+    t5, table = conventions.T5(bidirectional=False, num_buckets=8, max_distance=20), randn(5, 2).requires_grad_()
+
+    def attend(x: Any) -> Any:
+        rel_bias, span = t5.load(resize_table(table, 8))
+        return relative_attention(x, x, x, None, span, rel_bias=rel_bias, causal=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for n in LENGTHS:
+        found = [torch.autograd.grad(each(rows(n)).square().sum(), table) for each in (compiled, attend)]
+        torch.testing.assert_close(*found)
+    assert counter.frame_count == 2
