@@ -69,7 +69,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: .venv/demo.stamp
-	$(BIN)/relskew demo
+	$(BIN)/python -m examples.demo
 
 example: .venv/example.stamp
 	$(BIN)/python -m examples.chorales

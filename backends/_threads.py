@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from relskew_core._array.checks import check_int
 
@@ -42,17 +40,6 @@ def set_numpy_threads(threads: int | None) -> None:
 def numpy_threads() -> int:
     """Return their number."""
     return _numpy_threads or _of_environment() or _processors()
-
-
-@contextmanager
-def numpy_on_one_thread() -> Iterator[None]:
-    """Limit the compiled kernels to one thread for NumPy's arrays."""
-    before = _numpy_threads
-    set_numpy_threads(1)
-    try:
-        yield
-    finally:
-        set_numpy_threads(before)
 
 
 def _of_environment() -> int:

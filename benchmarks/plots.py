@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.lines import Chart, Line, save_lines
 from benchmarks.record import Record
 from benchmarks.runner import Row
-from relskew_core.draw._lines import Chart, Line, save_lines
 
 COLOURS = {
     "torch": "#d1495b", "torch-portable": "#e8a0a9", "numpy": "#2a6f97", "numpy-portable": "#93bcd6",

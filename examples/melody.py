@@ -1,6 +1,6 @@
 """The effect of the skew, in NumPy and on a well-known tune.
 
-Run it: ``python examples/melody.py``. `relskew demo` shows more of the same: attention, colours, a PNG, ONNX.
+Run it: ``python examples/melody.py``. ``python -m examples.demo`` shows more: attention, colours, ONNX.
 """
 
 import numpy as np

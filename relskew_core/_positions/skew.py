@@ -42,7 +42,6 @@ def skew(x: Array) -> Array:
     --------
     unskew : the adjoint.
     relative_logits : the product with a table, skewed.
-    relskew_core.draw.draw_skew : a picture of it.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""The command line: ``relskew info | verify | export | validate | bench | draw | demo``.
+"""The command line: ``relskew info | verify | export | validate | draw``.
 
 Exit status 0 is yes, 1 is no (a gate failed, a model is not valid), 2 is an error, written in one line to stderr.
 """

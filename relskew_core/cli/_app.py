@@ -259,47 +259,6 @@ def validate(
     return 0 if report.ok else 1
 
 
-@app.command(cls=Command, epilog="Example: relskew bench --length 512 --library torch --plot bench.svg")
-def bench(
-    length: Annotated[list[int] | None, sized("Length to try; can be repeated.", least=1, most=2048)] = None,
-    library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot what was measured into this .svg or .png too.")] = None,
-    as_json: Json = False,
-) -> int:
-    """Compare the published algorithms with relskew in a quick benchmark."""
-    from relskew_core.cli import _bench, _bench_plot
-    from relskew_core.cli._libraries import chosen_libraries
-
-    if plot is not None:
-        _bench_plot.check_plot(plot)
-    lengths = length or list(_bench.LENGTHS)
-    found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
-    entries, load = [], _bench.Load.now()
-    with progress("bench", len(found) * len(lengths)) as advance:
-        for one in found:
-            entries += _bench.bench(one, lengths, advance)
-    if as_json:
-        _print_json(_bench.to_dict(entries, load))
-    else:
-        _bench.show(entries, load, output())
-    if plot is not None:
-        print(f"wrote {_bench_plot.save_plot(entries, plot)}", file=sys.stderr)
-    return 0
-
-
-@app.command(cls=Command, epilog="Example: relskew demo --tune nun-danket --picture-only")
-def demo(
-    tune: Annotated[str, typer.Option(help="ah-vous-dirai-je, nun-danket or o-haupt.")] = "ah-vous-dirai-je",
-    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file too.")] = None,
-    model: Annotated[Path, typer.Option(help="Where to write the tune's block.")] = Path("demo-output/melody.onnx"),
-    picture_only: Annotated[bool, typer.Option("--picture-only", help="Show only the picture.")] = False,
-) -> int:
-    """Verify this machine, show what the skew does to a melody, export its block and validate it."""
-    from relskew_core.cli import _demo
-
-    return _demo.demo(tune, png=png, model_path=model, picture_only=picture_only, console=output())
-
-
 def _print_json(facts: dict[str, Any]) -> None:
     print(json.dumps(facts, indent=2, allow_nan=False))
 

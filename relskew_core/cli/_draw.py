@@ -1,4 +1,4 @@
-"""``relskew draw``: the rows of tables, masks, the skew, and weights, as a file or in the terminal."""
+"""``relskew draw``: the rows of tables, masks and weights, as a file or in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relskew_core.cli._options import (
     takes,
 )
 
-app = typer.Typer(help="Draw pictures: as SVG, as PNG, or in the terminal.", cls=Program)
+app = typer.Typer(help="Draw pictures in the terminal, or as SVG or PNG.", cls=Program)
 Save = Annotated[Path | None, typer.Option(help="Write an .svg, or a .png, instead of drawing in the terminal.")]
 QUERIES = 24
 
@@ -71,24 +71,6 @@ def call(
     return _write_or_show(picture, save)
 
 
-@app.command(cls=Command, epilog="Example: relskew draw skew --queries 5 --save skew.svg")
-def skew(
-    queries: Annotated[int, sized("Number of queries.", least=1)] = 4,
-    keys: Annotated[int | None, sized("Number of keys; as many as queries by default.", least=1)] = None,
-    moving: Annotated[bool, typer.Option("--moving", help="With --save and .svg: animate the rows.")] = False,
-    save: Save = None,
-) -> int:
-    """Draw what the skew does: a column for each relative position, then one for each key."""
-    from relskew_core.draw import animate_skew, draw_skew
-
-    if not moving:
-        return _write_or_show(draw_skew(queries, keys), save)
-    if save is None or save.suffix.lower() != ".svg":
-        raise CliError("--moving needs --save with a path ending in .svg: only SVG pictures can be animated")
-    output().print(f"wrote {animate_skew(save, queries, keys)}", soft_wrap=True)
-    return 0
-
-
 @app.command(cls=Command, epilog="Example: relskew draw weights --embed-dim 8 --num-heads 2 --length 24 --causal")
 @takes(BlockOptions, optional=True)
 def weights(
@@ -118,7 +100,7 @@ def weights(
     """
     from relskew_core.cli import _layer
     from relskew_core.draw import draw_weights
-    from relskew_core.draw._picture import check_cells
+    from relskew_core.draw._cells import check_cells
 
     spec, arrays, origin = _layer.block_of(given, model, weights, prefix, seed)
     x, read = _layer.read_input("input", source, spec, queries)
@@ -147,10 +129,8 @@ def _segments(text: str, queries: int, past: int, keys: int) -> Any:
 
 def _write_or_show(picture: Any, save: Path | None) -> int:
     """Write a picture, or print it."""
-    from relskew_core.cli._drawn import show
-
     if save is None:
-        show(picture, output())
+        output().print(picture)
         return 0
     try:
         written = picture.save(save)

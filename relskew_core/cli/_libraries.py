@@ -1,19 +1,16 @@
-"""The array libraries of this machine, with the operations that ``verify`` and ``bench`` need."""
+"""The array libraries of this machine, with the operations that ``verify`` needs."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
-from relskew_core._array.extras import to_install
-from relskew_core.backends import _threads
-from relskew_core.cli._errors import CliError, reason
+from relskew_core.cli._errors import reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +19,7 @@ class ArrayLibrary:
 
     ``make`` turns a NumPy float64 array into one of the library in a dtype, given as a string; ``finish`` waits until a
     list of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what
-    people do to a function before they run it, ``setting`` what must hold while the library computes, ``one_thread``
-    keeps it to one thread, where it can be kept to it.
+    people do to a function before they run it, and ``setting`` what must hold while the library computes.
     """
 
     name: str
@@ -36,7 +32,6 @@ class ArrayLibrary:
     peak_of: Callable[[Callable[[], Any]], int | None] | None = None
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
-    one_thread: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +46,7 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def _numpy() -> Iterator[ArrayLibrary]:
-    @contextmanager
-    def one_thread() -> Iterator[None]:
-        with _threads.numpy_on_one_thread(), threadpool_limits(1, "blas"):
-            yield
-
-    yield ArrayLibrary("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=one_thread)
+    yield ArrayLibrary("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64)
 
 
 def _strict() -> Iterator[ArrayLibrary]:
@@ -81,16 +71,7 @@ def _torch() -> Iterator[ArrayLibrary | Missing]:
 
         return ArrayLibrary("torch", device, torch.__version__, ALL, make, to_numpy, setting=torch.no_grad, **more)
 
-    @contextmanager
-    def one_thread() -> Iterator[None]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-    yield on("cpu", one_thread=one_thread)
+    yield on("cpu")
     if not torch.cuda.is_available():
         yield Missing("torch cuda", "this torch sees no CUDA device")
     else:  # pragma: gpu only
@@ -213,20 +194,6 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Miss
         except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
             missing.append(Missing(name, why_not(name, error)))
     return found, missing
-
-
-def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrary]:
-    """Return the libraries of these names; a missing one is an error if the user ``named`` it."""
-    for name in names:
-        if name not in PROBES:
-            raise CliError(f"--library must be one of {', '.join(PROBES)}, got {name!r}")
-    found, missing = libraries(names)
-    for one in missing:
-        if named and one.name in names:
-            raise CliError(f"{one.name}: {one.reason}")
-    if not found:
-        raise CliError(f"no array library is installed: {to_install('numpy')}")
-    return found
 
 
 def why_not(name: str, error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,8 +14,8 @@ from typing import Any
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 ENOUGH = 0.05
-TURNS = (5, 51)
-"""The minimum and maximum number of turns."""
+REPEATS = 3
+"""A call is repeated for this many seconds, and this many times at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +27,19 @@ class Measured:
     peak: int | None
 
 
-def measure_in_turns(
-    calls: Mapping[str, Callable[[], Any]],
-    *,
-    on_cpu: bool = False,
-    peak_of: Callable[[Callable[[], Any]], int | None] | None = None,
-    turns: tuple[int, int] = TURNS,
-) -> dict[str, Measured]:
-    """Measure several calls in turn, repeatedly, and return the median of each.
+def measure(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int | None] | None = None) -> Measured:
+    """Measure a call that may be slow: once, and several times if it is not.
 
-    Each returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a call
-    in bytes, by default that of the process's resident memory; ``turns`` is their smallest and their largest number.
-
-    What else runs on the machine comes and goes: so it slows all calls alike, and single ones do not count. With
-    ``on_cpu`` the processors' own time counts, of all threads of this process and of no other.
+    The call returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a
+    call in bytes, by default that of the process's resident memory.
     """
-    clock = time.process_time if on_cpu else time.perf_counter
-    values = {name: call() for name, call in calls.items()}
-    peaks = {name: (resident_peak if peak_of is None else peak_of)(call) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    begun = time.perf_counter()
-    for turn in range(turns[1]):
-        if turn >= turns[0] and time.perf_counter() - begun > ENOUGH * len(calls):
-            break
-        for name, call in calls.items():
-            start = clock()
-            call()
-            times[name].append(clock() - start)
-    return {name: Measured(values[name], median(times[name]), peaks[name]) for name in calls}
+    value, peak = call(), (resident_peak if peak_of is None else peak_of)(call)
+    times, begun = list[float](), time.perf_counter()
+    while len(times) < REPEATS and not (times and time.perf_counter() - begun > ENOUGH):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return Measured(value, median(times), peak)
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:

@@ -49,7 +49,7 @@ PANELS = {
         "profile", "opset", "dtype", "max_length", "past", "in_place", "mask", "segments", "no_projections",
         "chunk_size", "device", "functions", "operator",
     ),
-    "Output": ("save", "overwrite", "as_json", "plot", "png", "moving"),
+    "Output": ("save", "overwrite", "as_json"),
 }  # fmt: skip
 """The panels of options in the help of a command."""
 

@@ -14,11 +14,10 @@ from relskew_core._reference import TOLERANCES
 from relskew_core.cli._cases import Case, CaseInputs, call, cases, inputs, relative_error
 from relskew_core.cli._errors import CliError, reason
 from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
-from relskew_core.cli._measure import Measured, measure_in_turns
+from relskew_core.cli._measure import measure
 from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
 from relskew_core.cli._runtimes import Runtime, runtimes
 
-REPEATS = 3
 FEW = ("causal", "clip+values")  # together they use all kernels
 
 
@@ -153,7 +152,7 @@ def _on_library(
             return call(case, block, x, memory, past)
 
         compiled = library.compiled(function)
-        measured = _measured(lambda: library.finish(compiled(weights, x, memory, past)), library.peak_of)
+        measured = measure(lambda: library.finish(compiled(weights, x, memory, past)), library.peak_of)
         return [library.to_numpy(array) for array in measured.value], measured.seconds, measured.peak
 
 
@@ -174,10 +173,5 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     past = None if given.past is None else tuple(array.astype(dtype) for array in given.past)
     # The memory of a runtime on a device is not part of the resident memory.
     peak_of = None if runtime.device == "cpu" else lambda call: None
-    measured = _measured(lambda: call(case, block, x, memory, past), peak_of)
+    measured = measure(lambda: call(case, block, x, memory, past), peak_of)
     return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak
-
-
-def _measured(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int | None] | None) -> Measured:
-    """Measure a call that may be slow: once, and several times if it is not."""
-    return measure_in_turns({"it": call}, peak_of=peak_of, turns=(1, REPEATS))["it"]

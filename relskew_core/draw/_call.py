@@ -9,11 +9,12 @@ import numpy as np
 from relskew_core._array.checks import check_int
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
-from relskew_core.draw._picture import Cell, Panel, Picture, check_cells, signed
+from relskew_core.draw._cells import Cell, Panel, check_cells, signed
+from relskew_core.draw._picture import Picture
 from relskew_core.draw._span import row_cell, span_words
 
 ARRAYS = ("mask", "segments", "positions")
-"""The most characters of the arguments in a title."""
+"""Arguments whose values are too long for a title."""
 
 
 def draw_call(
@@ -39,16 +40,6 @@ def draw_call(
     -------
     Picture
         One panel. Cells that a query may not see are empty.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or the span does not reach as far as the call; the message names it.
-
-    See Also
-    --------
-    draw_span : the rows of a table.
-    relskew_core.relative_attention : the call.
 
     Examples
     --------

@@ -1,76 +1,27 @@
-"""A picture: panels of cells, and their layout for every kind of file."""
+"""A picture: panels of cells, drawn by matplotlib into files and notebooks, and by rich in a terminal."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
+from relskew_core._array.extras import needs_extra
 from relskew_core._files import whole
-from relskew_core.draw._colours import UNSEEN, Paint, of_position, of_weight
-from relskew_core.draw._png import save_png
-from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Image, Shape, Words
-from relskew_core.draw._svg import svg
+from relskew_core.draw._cells import DARK, LIGHT, Panel
 
-GAP = 40
-"""The gap between adjacent panels."""
-
-SMALL = 0.9 * LETTERS
-"""The height of explanatory text."""
-
-TITLE_CHARACTERS, NOTE_CHARACTERS = 45, 55
-"""The most panels in a row."""
-
-LARGEST, WRITTEN, SMALLEST, LOWEST = 44.0, 34.0, 1.0, 11.0
-"""The sides of a cell: the largest, the smallest with a number in it, the smallest; and the least height of letters."""
-
-MOST = 2**20
-"""The most cells of a picture."""
-
-MANY = 300
-"""With more cells, without numbers, a panel is one image instead of separate shapes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell: ``tone`` -1 … 1 is its colour, ``None`` if it is empty; ``text`` is written in it."""
-
-    tone: float | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Rows of cells with the names of their sides."""
-
-    title: str
-    cells: list[list[Cell]]
-    rows: list[str]
-    columns: list[str]
-    row_axis: str = "query i"
-    column_axis: str = "key j"
-    # tones are weights from 0 to 1, marked ones negative; else they run from the past to the future
-    weights: bool = False
-
-    def axes(self) -> str:
-        """Return the line that names the sides."""
-        named = ((self.row_axis, "↓"), (self.column_axis, "→"))
-        return ", ".join(f"{axis} {arrow}" for axis, arrow in named if axis)
-
-    def paint(self, cell: Cell) -> Paint:
-        """Return the colour of a cell."""
-        if cell.tone is None:
-            return Paint("empty", UNSEEN)
-        return of_weight(cell.tone) if self.weights else of_position(cell.tone)
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "relskew", "font.sans-serif": ["DejaVu Sans", "sans-serif"]}
+WIDTH, PAD, LINE, LARGEST, WRITTEN = 6.25, 0.12, 0.19, 0.46, 0.29
+"""In inches: the width of a picture, its margins, the height of a line, the largest cells, the smallest with text."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:
-    """Panels of cells, as a file, in a notebook, or as numbers.
-
-    Notebooks display it as SVG, without any other package.
+    """Panels of cells: notebooks display them, ``rich.print`` prints them in a terminal, and ``save`` writes a file.
 
     Parameters
     ----------
@@ -86,7 +37,6 @@ class Picture:
     See Also
     --------
     draw_call : a picture of a call.
-    draw_weights : a picture of attention weights.
 
     Examples
     --------
@@ -111,146 +61,111 @@ class Picture:
         panels = f"{len(self.panels)} panel{'s' * (len(self.panels) != 1)}"
         return f"<Picture {self.title!r}: {panels} of {sizes} cells; .save(path) writes it>"
 
-    def svg(self) -> str:
-        """Return the picture as SVG, which follows the reader's light or dark theme."""
-        shapes, height = self.shapes()
-        return svg(self.title, shapes, height)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the picture, completely or not at all.
+    def save(self, path: str | os.PathLike[str], *, dark: bool = False) -> Path:
+        """Write the picture with matplotlib (the extra ``plot``), completely or not at all.
 
         Parameters
         ----------
         path : path
-            Ending in ``.svg``, or in ``.png``, which needs matplotlib: the extra ``plot``.
+            Ending in ``.svg`` or ``.png``.
+        dark : bool, default False
+            Draw on dark paper.
 
         Returns
         -------
         Path
             The path of the file.
         """
-        target = check_ending(path)
-        if target.suffix.lower() == ".svg":
-            with whole(target) as unfinished:
-                unfinished.write_text(self.svg(), encoding="utf-8")
-            return target
+        target = Path(path)
+        ending = target.suffix.lower()
+        if ending not in (".svg", ".png"):
+            raise ValueError(f"`path` must end in .svg or .png, got {os.fspath(path)!r}")
+        drawn = self._drawn(ending[1:], DARK if dark else LIGHT)
         with whole(target) as unfinished:
-            save_png(unfinished, *self.shapes())
+            unfinished.write_bytes(drawn)
         return target
 
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    def _repr_svg_(self) -> str | None:
+        try:
+            return self._drawn("svg", LIGHT).decode()
+        except ModuleNotFoundError:  # a notebook displays the text then
+            return None
 
-    def shapes(self) -> tuple[list[Shape], float]:
-        """Return all shapes from the top down, and their total height."""
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from relskew_core.draw._terminal import printed  # needs rich, as whoever prints it has
+
+        return printed(self, console)
+
+    def _drawn(self, kind: str, colours: dict[str, str]) -> bytes:
+        try:
+            from matplotlib import rc_context
+        except ModuleNotFoundError as error:
+            raise needs_extra("drawing a picture", "plot", error) from error
+
+        about = {"Title": self.title, "Date": None} if kind == "svg" else {"Title": self.title, "Software": None}
+        # Text stays text, and the file is the same each time.
+        with io.BytesIO() as file, rc_context(STYLE):
+            self._figure(colours).savefig(file, format=kind, metadata=about)
+            return file.getvalue()
+
+    def _figure(self, colours: dict[str, str]) -> Any:
+        """Return matplotlib's figure: the title, rows of panels with cells of one size, the notes."""
+        from matplotlib.figure import Figure
+
+        margin = 0.09 * max(len(name) for panel in self.panels for name in panel.rows) + 0.1
         rows = [self.panels[start : start + self.across] for start in range(0, len(self.panels), self.across)]
-        side = min([LARGEST, *(_side(row) for row in rows)])
-        shapes, y = list[Shape](), PAD + LETTERS / 2.0
-        for line in wrap(self.title, TITLE_CHARACTERS):
-            shapes.append(Words(PAD, y, line, anchor="start", bold=True))
-            y += 1.3 * LETTERS
-        y += 0.2 * LETTERS
-        for row in rows:
-            x, below = float(PAD), y
-            for panel in row:
-                found, right, bottom = _panel_shapes(panel, side, x, y)
-                shapes += found
-                x, below = right + GAP, max(below, bottom)
-            y = below + 0.8 * LETTERS
-        for line in (line for note in self.notes for line in wrap(note, NOTE_CHARACTERS)):
-            shapes.append(Words(PAD, y, line, size=SMALL, anchor="start", ink="faint"))
-            y += 1.3 * LETTERS
-        return shapes, y - LETTERS / 2 + PAD
+        free = [(WIDTH - PAD) / len(row) - margin - PAD for row in rows]
+        most = [max(len(panel.columns) for panel in row) for row in rows]
+        side = min(LARGEST, *(room / columns for room, columns in zip(free, most, strict=True)))
+        titles, notes = wrap(self.title, 60), [line for note in self.notes for line in wrap(note, 88)]
+        heads = [LINE * (2 + any(panel.title for panel in row)) for row in rows]
+        tall = [side * max(len(panel.cells) for panel in row) for row in rows]
+        height = 3 * PAD + LINE * (1.2 * len(titles) + len(notes)) + sum(heads) + sum(tall) + PAD * len(rows)
+        figure = Figure(figsize=(WIDTH, height), dpi=192, facecolor=colours["paper"])
+
+        def write(x: float, y: float, text: str, size: float, ink: str = "faint", weight: str = "normal") -> None:
+            figure.text(x / WIDTH, 1 - y / height, text, size=size, color=colours[ink], weight=weight, va="top")
+
+        y = PAD
+        for line in titles:
+            write(PAD, y, line, 12, "ink", "bold")
+            y += 1.2 * LINE
+        for row, head, below in zip(rows, heads, tall, strict=True):
+            y += PAD / 2
+            for number, panel in enumerate(row):
+                left = PAD + number * (WIDTH - PAD) / len(row) + margin
+                write(left, y, "\n".join(filter(None, (panel.title, panel.axes()))), 9)
+                wide, high = side * len(panel.columns), side * len(panel.cells)
+                place = (left / WIDTH, 1 - (y + head + high) / height, wide / WIDTH, high / height)
+                _draw(figure.add_axes(place), panel, side, colours)
+            y += head + below + PAD / 2
+        for line in notes:
+            write(PAD, y + PAD, line, 9)
+            y += LINE
+        return figure
 
 
-def check_cells(cells: int, what: str, most: int = MOST) -> None:
-    """Refuse a picture that is too large to look at, before it takes all memory."""
-    if cells > most:
-        raise ValueError(f"{what} must make at most {most} cells, got {cells}")
+def _draw(axes: Any, panel: Panel, side: float, colours: dict[str, str]) -> None:
+    """Draw the cells of a panel, with their text and names where there is room."""
+    from matplotlib.colors import to_rgb
 
-
-def check_ending(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a picture, which must end in a supported suffix."""
-    target = Path(path)
-    if target.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"`path` must end in .svg or .png, got {os.fspath(path)!r}")
-    return target
-
-
-def signed(number: int) -> str:
-    """Return a whole number with a minus sign as wide as its digits."""
-    return f"−{-number}" if number < 0 else str(number)
-
-
-def _margin(panel: Panel) -> float:
-    """Return the width of the row names."""
-    return 0.6 * LETTERS * max((len(name) for name in panel.rows), default=0) + 6
-
-
-def _least(panel: Panel) -> float:
-    """Return the least width of a panel with its heading."""
-    return max(0.58 * LETTERS * len(panel.title), 0.58 * SMALL * len(panel.axes()))
-
-
-def _side(row: list[Panel]) -> float:
-    """Return the size of cells that lets these panels fit side by side."""
-    free = WIDTH - 2 * PAD - GAP * (len(row) - 1) - sum(_margin(panel) for panel in row)
-    while row:
-        side = free / sum(len(panel.columns) for panel in row)
-        narrow = [panel for panel in row if side * len(panel.columns) < _least(panel)]
-        if not narrow:
-            return max(SMALLEST, side)
-        free -= sum(_least(panel) for panel in narrow)
-        row = [panel for panel in row if panel not in narrow]
-    return LARGEST
-
-
-def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[Shape], float, float]:
-    """Return a panel's shapes, its right and its bottom."""
-    left, shapes = x + _margin(panel), list[Shape]()
-    if panel.title:
-        shapes.append(Words(left, y, panel.title, anchor="start"))
-        y += 1.3 * LETTERS
-    shapes.append(Words(left, y, panel.axes(), SMALL, "start", "faint"))
-    y += 1.2 * LETTERS
-    shapes += [
-        Words(left + (index + 0.5) * side, y, name, ink="faint", size=_size(side, panel.columns))
-        for index, name in _some(panel.columns, side)
-    ]
-    y += 0.8 * LETTERS
-    shapes += [
-        Words(left - 6, y + (index + 0.5) * side, name, anchor="end", ink="faint", size=_size(side))
-        for index, name in _some(panel.rows, side)
-    ]
-    shapes += _cells(panel, side, left, y)
-    return shapes, left + max(_least(panel), side * len(panel.columns)), y + side * len(panel.cells) + LETTERS / 2
-
-
-def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape]:
-    if side < WRITTEN and len(panel.cells) * len(panel.columns) > MANY:
-        yield Image(left, top, side, [[panel.paint(cell) for cell in row] for row in panel.cells])
-        return
-    gap = min(3.0, side / 8)
-    for i, row in enumerate(panel.cells):
-        for j, cell in enumerate(row):
-            yield Box(left + j * side, top + i * side, side - gap, panel.paint(cell))
-            if cell.text and side >= WRITTEN:
-                ink = "faint" if cell.tone is None else "ink"
-                size = min(_size(side), 1.3 * side / max(2, len(cell.text)))
-                yield Words(
-                    left + j * side + (side - gap) / 2, top + i * side + (side - gap) / 2, cell.text, size, ink=ink
-                )
-
-
-def _size(side: float, names: Sequence[str] = ()) -> float:
-    """Return the height of the letters next to and in cells, slightly lower for long names."""
-    size = min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
-    fitting = (side - 4) / (0.7 * max(1, *map(len, names), 1))
-    return min(size, fitting) if fitting >= LOWEST else size
-
-
-def _some(names: list[str], side: float) -> list[tuple[int, str]]:
-    """Return the names that have room, with their places."""
-    room = 0.62 * _size(side, names) * max(1, *map(len, names), 1) + 4
-    step = next((n for n in (1, 5, 10, 20, 50, 100, 200, 500, 1000) if n * side >= room - 0.01), len(names) or 1)
-    return list(enumerate(names))[::step]
+    m, n = len(panel.columns), len(panel.cells)
+    pixels = [[to_rgb(panel.colour(cell, colours)) for cell in row] for row in panel.cells]
+    axes.imshow(pixels, extent=(0, m, n, 0), aspect="auto", interpolation="none")
+    if m * n <= 900:
+        lines = {"color": colours["paper"], "linewidth": 5 * side}
+        axes.vlines(range(m + 1), 0, n, **lines)
+        axes.hlines(range(n + 1), 0, m, **lines)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, pad=2, labelsize=7.5, labelcolor=colours["faint"], labeltop=True, labelbottom=False)
+    for axis, names, letter in ((axes.xaxis, panel.columns, 0.07), (axes.yaxis, panel.rows, 0.0)):
+        room = (letter * max(map(len, names)) + 0.1) / side
+        step = next((step for step in (1, 5, 10, 20, 50, 100, 200, 500) if step >= room), len(names))
+        axis.set_ticks([k + 0.5 for k in range(0, len(names), step)], names[::step])
+    if side >= WRITTEN:
+        for i, row in enumerate(panel.cells):
+            for j, cell in enumerate(row):
+                if cell.text:
+                    size = min(9.0, 90 * side / max(3, len(cell.text)))
+                    ink = colours["faint" if cell.tone is None else "ink"]
+                    axes.text(j + 0.5, i + 0.5, cell.text, ha="center", va="center", size=size, color=ink)

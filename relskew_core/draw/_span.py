@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._positions.span import Span
-from relskew_core.draw._picture import Cell, Panel, Picture, signed
+from relskew_core.draw._cells import Cell, Panel, signed
+from relskew_core.draw._picture import Picture
 
 PAST = 2
 """How many positions are drawn past either end."""
@@ -30,11 +31,6 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
     -------
     Picture
         A panel for each span, with the relative positions above the cells and the rows in them.
-
-    See Also
-    --------
-    draw_call : which row each pair uses.
-    relskew_core.Span : the span.
 
     Examples
     --------

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from relskew_core._array.checks import check_int, describe
-from relskew_core.draw._picture import Cell, Panel, Picture, check_cells
+from relskew_core.draw._cells import Cell, Panel, check_cells
+from relskew_core.draw._picture import Picture
 
 ACROSS = 2
 NOTE = "Colour: the root of the weight; full colour is {:.2g}."
@@ -31,11 +32,6 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     -------
     Picture
         A colour means the same weight in every panel; a note gives the scale.
-
-    See Also
-    --------
-    draw_call : which keys each query sees.
-    relskew_core.attention_weights : computes the weights.
 
     Examples
     --------

@@ -103,8 +103,6 @@ def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3 + process), raising=False)
     assert _threads.numpy_threads() == 3
     backends.set_numpy_threads(5)
-    with _threads.numpy_on_one_thread():
-        assert _threads.numpy_threads() == 1
     assert _threads.numpy_threads() == 5
     backends.set_numpy_threads(None)
     monkeypatch.delattr(os, "sched_getaffinity")

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line of error, and what `info`, `export`, `validate` and `bench` do."""
+"""The command line: exit codes, one line of error, and what `info`, `export` and `validate` do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-import time
 import warnings
-from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +24,8 @@ from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
 from relskew_core._array.extras import compile_line, to_install
-from relskew_core.backends import _compiled, _threads
-from relskew_core.cli import _bench, _draw, _libraries, _measure, main
+from relskew_core.backends import _compiled
+from relskew_core.cli import _draw, main
 from relskew_core.cli._app import app
 from relskew_core.cli._errors import reason
 
@@ -71,7 +69,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     without = capsys.readouterr().out
     assert relskew("--help") == 0
     told = capsys.readouterr().out
-    for command in ("info", "verify", "export", "validate", "bench", "draw", "demo"):
+    for command in ("info", "verify", "export", "validate", "draw"):
         assert command in told
         assert command in without
         assert relskew(command, "--help") == 0
@@ -100,8 +98,6 @@ def test_runs_under_typers_own_runner() -> None:
         pytest.param(["verify", "--library", "x"], "--library must be one of numpy,", id="library"),
         pytest.param(["verify", "--dtype", "int8"], "--dtype must be one of float64,", id="dtype"),
         pytest.param(["verify", "--case", "x"], "--case must be one of full,", id="case"),
-        pytest.param(["bench", "--library", "x"], "--library must be one of numpy,", id="bench library"),
-        pytest.param(["bench", "--length", "0"], "--length", id="bench length"),
     ],
 )
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
@@ -574,9 +570,6 @@ HUGE = "99999999999999999999999999"
         (f"draw call --queries 3 --block-size 2 --blocks-before {HUGE}", "--blocks-before"),
         (f"draw span --length {HUGE}", "--length"),
         (f"draw span --clip {HUGE}", "--clip"),
-        ("draw skew --queries 99999", "`n_queries` and `n_keys` must make at most 1048576 cells"),
-        ("draw skew --queries 3 --keys 1000000", "`n_queries` and `n_keys` must make at most 1048576 cells"),
-        ("draw skew --queries 200 --moving --save x.svg", "must make at most 32768 cells, got 119800"),
         ("draw weights BLOCK --clip 3 --queries 1025", "--queries"),
         ("draw weights --embed-dim 8 --num-heads 8 --clip 3 --queries 512", "must make at most 1048576 cells"),
         ("draw weights BLOCK --clip 1048576 --queries 4 --rel-values --head-dim 64", "random weights must be 67108864"),
@@ -593,7 +586,6 @@ HUGE = "99999999999999999999999999"
         (f"validate x.onnx --length {HUGE}", "--length"),
         (f"validate x.onnx --batch {HUGE}", "--batch"),
         ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
-        ("bench --length 2049", "--length"),
     ],
 )
 def test_a_size_has_a_limit_which_the_error_names(
@@ -615,92 +607,3 @@ def test_every_whole_number_of_the_command_line_has_a_limit() -> None:
             if kind in (int, int | None, list[int] | None) and about[0].max is None:
                 unbounded.add(name)
     assert unbounded == {"seed", "opset", "head"}
-
-
-# bench
-
-
-def test_bench_measures_methods_that_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert relskew("bench", "--library", "numpy", "--length", "16", "--length", "40", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert {(entry["length"], entry["kind"]) for entry in facts["entries"]} == {
-        (16, "causal"),
-        (16, "clipped"),
-        (40, "causal"),
-        (40, "clipped"),
-    }
-    for entry in facts["entries"]:
-        assert entry["difference"] < 2e-6
-        assert entry["seconds"] > 0
-    assert relskew("bench", "--library", "numpy", "--length", "16") == 0
-    told = capsys.readouterr().out
-    for method in ("gather (Shaw)", "pad-reshape-slice (Huang)", "relskew"):
-        assert method in told
-
-
-def test_bench_is_not_fooled_by_one_slow_call() -> None:
-    """Of two calls that are alike, each is slow once."""
-    slow = iter([0.0, 0.0, 0.2])  # the first call, the one that measures memory, and the first turn
-
-    def call() -> float:
-        end = time.process_time() + next(slow, 0.001)
-        while time.process_time() < end:
-            pass
-        return end
-
-    found = _measure.measure_in_turns({"a": call, "b": lambda: None}, on_cpu=True)
-    assert 0.001 <= found["a"].seconds < 0.1
-    assert found["b"].value is None
-    sleeping = _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=True)
-    assert sleeping["c"].seconds < 0.009  # others may use the processor meanwhile
-    assert _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=False)["c"].seconds >= 0.01
-
-
-@pytest.mark.parametrize(("waiting", "told"), [(5.25, True), (0.5, False), (None, False)])
-def test_bench_says_that_the_machine_is_busy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, waiting: float | None, told: bool
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    if waiting is None:
-        monkeypatch.delattr(os, "getloadavg")
-    else:
-        monkeypatch.setattr(os, "getloadavg", lambda: (waiting, 0.0, 0.0), raising=False)
-    assert relskew("bench", "--library", "numpy", "--length", "8") == 0
-    assert ("(load 5.2 on 4 cores)" in capsys.readouterr().out) is told
-    assert relskew("bench", "--library", "numpy", "--length", "8", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["load"] == {"waiting": waiting, "cores": 4}
-
-
-def test_bench_keeps_libraries_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-
-    def look(*_: Any) -> Any:
-        seen.add((_threads.numpy_threads(), torch.get_num_threads()))
-        return np.ones(1)
-
-    torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setattr(_bench, "KINDS", {"one": (lambda length: 1, {"relskew": look})})
-    torch.set_num_threads(2)
-    try:
-        for library in _libraries.chosen_libraries(("numpy", "torch"), named=True):
-            if library.device == "cpu":
-                _bench.bench(replace(library, to_numpy=np.asarray), [4])
-        assert {numbers[0] for numbers in seen} == {1, _threads.numpy_threads()}
-        assert {numbers[1] for numbers in seen} == {1, 2}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_bench_of_a_missing_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dask", None)
-    monkeypatch.setitem(sys.modules, "dask.array", None)
-    assert "dask" in error_of(capsys, "bench", "--library", "dask")
-    monkeypatch.setattr("relskew_core.cli._libraries.PROBES", {"numpy": _absent, "torch": _absent, "cupy": _absent})
-    assert f"{to_install('numpy')}" in error_of(capsys, "bench")
-
-
-def _absent() -> Any:
-    raise ModuleNotFoundError("No module named 'numpy'", name="numpy")

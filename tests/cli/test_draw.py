@@ -1,8 +1,7 @@
-"""`relskew draw`, and the plot of `relskew bench`."""
+"""`relskew draw`."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from rich.console import Console
 from relskew_core import BlockSpec, Span, attention_weights, init_weights
 from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
-from relskew_core.cli import _bench, _bench_plot, _layer, main
-from relskew_core.cli._bench import Entry
-from relskew_core.cli._drawn import show
+from relskew_core.cli import _layer, main
 from relskew_core.cli._options import BlockOptions
-from relskew_core.draw import Picture, draw_call, draw_skew, draw_weights
+from relskew_core.draw import Picture, draw_call, draw_weights
 
 pytest.importorskip("matplotlib")
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
@@ -41,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
     console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
     with console.capture() as captured:
-        show(picture, console)
+        console.print(picture)
     return captured.get()
 
 
@@ -77,10 +74,10 @@ def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.Cap
 
 def test_panels_stand_side_by_side_where_there_is_room() -> None:
     def lines(width: int) -> list[str]:
-        return [line for line in printed(draw_skew(4), width).splitlines() if "before" in line or "after" in line]
+        return [line for line in printed(draw_weights(np.ones((2, 3, 3))), width).splitlines() if "head" in line]
 
     assert len(lines(80)) == 1
-    assert len(lines(40)) == 2
+    assert len(lines(30)) == 2
 
 
 def test_colours_of_the_terminal_are_those_of_the_files() -> None:
@@ -106,20 +103,18 @@ def test_many_columns_are_half_blocks_and_too_many_are_told() -> None:
 
 
 def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert drawn(capsys, "skew", "--save", "folder/skew.svg") == "wrote folder/skew.svg\n"
-    assert Path("folder/skew.svg").read_text() == draw_skew().svg()
+    assert drawn(capsys, "span", "--clip", "2", "--save", "folder/span.svg") == "wrote folder/span.svg\n"
+    assert "<title>Rows of a table</title>" in Path("folder/span.svg").read_text()
     drawn(capsys, "call", "--queries", "3", "--save", "call.PNG")
     assert Path("call.PNG").read_bytes().startswith(b"\x89PNG")
-    drawn(capsys, "skew", "--queries", "3", "--keys", "5", "--moving", "--save", "moving.svg")
-    assert "@keyframes" in Path("moving.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        pytest.param(["skew", "--save", "skew.jpg"], "--save skew.jpg: the path must end in .svg or .png", id="ending"),
-        pytest.param(["skew", "--moving"], "--moving needs --save", id="moving nowhere"),
-        pytest.param(["skew", "--moving", "--save", "a.png"], "--moving needs --save", id="moving png"),
+        pytest.param(
+            ["span", "--clip", "2", "--save", "a.jpg"], "--save a.jpg: the path must end in .svg", id="ending"
+        ),
         pytest.param(["span"], "--length N", id="no span"),
         pytest.param(["span", "--clip", "2", "--beyond", "zero"], "--length, which must be given", id="beyond alone"),
         pytest.param(["span", "--length", "2", "--beyond", "x"], "--beyond must be one of error, clip", id="beyond"),
@@ -139,8 +134,7 @@ def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], ar
 
 def test_a_png_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert f"{to_install('plot')}" in refused(capsys, "skew", "--save", "a.png")
-    assert "wrote a.svg" in drawn(capsys, "skew", "--save", "a.svg")
+    assert f"{to_install('plot')}" in refused(capsys, "span", "--clip", "2", "--save", "a.png")
 
 
 # The weights of a layer
@@ -217,64 +211,3 @@ def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> N
     assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
     assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
     assert "attends without projections" in refused(capsys, "weights", "--model", "bare.onnx")
-
-
-# The plot of a benchmark
-
-
-def entries() -> list[Entry]:
-    about = [("numpy", "cpu"), ("torch", "cpu")]
-    return [
-        Entry(*machine, kind, method, length, length * 1e-5 * (1 + number), None if number else length * 1000, 0.0)
-        for kind, (_, methods) in _bench.KINDS.items()
-        for number, machine in enumerate(about)
-        for method in methods
-        for length in (64, 128)
-    ]
-
-
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_what_was_measured_is_plotted(ending: str) -> None:
-    path = _bench_plot.save_plot(entries(), Path(f"plots/bench.{ending}"))
-    assert path.stat().st_size > 5000
-    assert list(path.parent.iterdir()) == [path]
-    assert ending == "png" or "<svg" in path.read_text()
-
-
-def test_lines_go_through_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    kept: list[Figure] = []
-
-    def keep(figure: Figure, path: Path, **_: object) -> None:
-        kept.append(figure)
-        path.touch()
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    _bench_plot.save_plot(entries(), Path("bench.svg"))
-    (figure,) = kept
-    time, memory, *_ = figure.axes
-    lines = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in time.lines}
-    assert lines["relskew, torch cpu"] == [[64, 64e-5 * 2], [128, 128e-5 * 2]]
-    assert lines["published, numpy cpu"] == [[64, 64e-5], [128, 128e-5]]
-    assert {line.get_label() for line in memory.lines} == {"relskew, numpy cpu", "published, numpy cpu"}
-    assert [label.get_text() for label in memory.get_yticklabels()] == ["64 KiB"]
-
-
-def test_bench_plots_beside_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--length", "8", "--library", "numpy", "--json", "--plot", "b.svg"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["entries"]
-    assert told.err.endswith("wrote b.svg\n")
-    assert "<svg" in Path("b.svg").read_text()
-
-
-def test_bench_refuses_a_plot_before_it_measures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_bench, "bench", None)
-    assert main(["bench", "--plot", "bench.txt"]) == 2
-    assert "--plot must be a path ending in .svg or .png, got bench.txt" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--plot", "bench.svg"]) == 2
-    assert f"{to_install('plot')}" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_help_has_panels(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tables < told.index("--length", tables) < seen < told.index("--causal ", seen)
 
 
-@pytest.mark.parametrize("name", ["validate", "bench"])
+@pytest.mark.parametrize("name", ["validate"])
 def test_options_of_other_commands_are_in_one_list(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     told = capsys.readouterr().out

@@ -258,7 +258,7 @@ def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(_measure, "STATUS", tmp_path / "none")
     monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "no folder" / "none")
     assert _measure.resident_peak(lambda: calls.append(1)) is None
-    measured = _measure.measure_in_turns({"it": lambda: calls.append(1)})["it"]
+    measured = _measure.measure(lambda: calls.append(1))
     assert measured.peak is None
     assert measured.seconds >= 0
     monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "refs")
@@ -269,12 +269,12 @@ def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tm
 def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(_measure, "ENOUGH", 0.0)
-    _measure.measure_in_turns({"it": lambda: calls.append(1)}, turns=(1, 5))
+    _measure.measure(lambda: calls.append(1))
     assert len(calls) == 1 + 1 + 1
     monkeypatch.setattr(_measure, "ENOUGH", 1e9)
     calls.clear()
-    _measure.measure_in_turns({"it": lambda: calls.append(1)}, turns=(1, 5))
-    assert len(calls) == 1 + 1 + 5
+    _measure.measure(lambda: calls.append(1))
+    assert len(calls) == 1 + 1 + _measure.REPEATS
 
 
 # Words

@@ -90,7 +90,7 @@ def test_colours_tell_past_from_future() -> None:
     (panel,) = draw_call(3).panels
     tones = [[cell.tone for cell in row] for row in panel.cells]
     assert tones == [[0, 0.5, 1], [-0.5, 0, 0.5], [-1, -0.5, 0]]
-    assert [panel.paint(cell).hue for cell in panel.cells[1]] == ["past", "self", "future"]
+    assert len({panel.colour(cell) for cell in panel.cells[1]}) == 3
 
 
 # Spans

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relskew_core import BlockSpec, Span
-from relskew_core.cli._errors import CliError
 
 F64 = NDArray[np.float64]
 CONTEXT = 3  # a note and the two before it
@@ -48,20 +47,12 @@ class Melody:
 
 
 def melodies() -> dict[str, Melody]:
-    """Return a dictionary of the melodies in the package's data."""
-    data = json.loads(resources.files("relskew_core.cli").joinpath("data/melodies.json").read_text("utf-8"))
+    """Return the melodies by their names."""
+    data = json.loads(Path(__file__).with_name("melodies.json").read_text("utf-8"))
     return {
         name: Melody(name, one["title"], one["source"], one["rights"], tuple((p, d) for p, d in one["notes"]))
         for name, one in data["melodies"].items()
     }
-
-
-def melody(name: str) -> Melody:
-    """Return one melody."""
-    known = melodies()
-    if name not in known:
-        raise CliError(f"--tune must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
 
 
 def features(tune: Melody) -> F64:

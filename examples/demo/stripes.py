@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.demo.melody import GAIN, Melody, melody_block
 from relskew_core import attention_block, relative_logits
-from relskew_core.cli._console import count
-from relskew_core.cli._melody import GAIN, Melody, melody_block
-from relskew_core.draw._picture import Cell, Panel, Picture, signed
+from relskew_core.draw import Cell, Panel, Picture
 
 F64 = NDArray[np.float64]
 SHORTEST = 4
@@ -108,7 +107,7 @@ def picture(found: Shown) -> Picture:
         return Panel(title, cells, notes, columns, "note i", axis, weights=True)
 
     notes = [str(i + 1) for i in range(n)]
-    positions = [signed(c - n + 1) for c in range(n)]
+    positions = [str(c - n + 1).replace("-", "−") for c in range(n)]
     panels = [
         panel("BEFORE the skew", found.before, GAIN, positions, "r = j − i", n - 1),
         panel("AFTER the skew", found.after, GAIN, notes, "note j"),
@@ -133,7 +132,7 @@ def _explanation(found: Shown) -> list[str]:
         )
     rest = len(found.stripes) - len(lines)
     if rest:
-        lines.append(f"{count(rest, 'shorter repetition')} of at least {SHORTEST} notes not named here.")
+        lines.append(f"Shorter repetitions of at least {SHORTEST} notes that are not named here: {rest}.")
     return [
         *lines,
         "Repetitions that are named here are orange. The table is counted from this melody, not learned: row r says "
