@@ -150,6 +150,7 @@ def test_static_tables_of_values_and_of_all_heads(shared: bool, tmp_path: Path) 
     assert report.ok, report.table()
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
 @pytest.mark.parametrize("other", ["Neg", "Transpose", "result"])
 def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> None:
     """One that is read in another way; a part of it may be a result, too."""
@@ -173,6 +174,7 @@ def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> No
     assert ("rel_k_zero" in {tensor.name for tensor in made.graph.initializer}) == (other == "result")
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
 @pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
 def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
     path = quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind)
@@ -195,8 +197,66 @@ def test_matrices_in_a_batch_stay(kind: Any, tmp_path: Path) -> None:
         [numpy_helper.from_array(weights, "weights")],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
+    with pytest.warns(UserWarning, match="keeps weights in float32, .*: 0.0098 MiB of MatMul"):
+        path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
     np.testing.assert_allclose(run(path, x), x @ weights, atol=1e-5)
+
+
+CONVOLUTIONS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], bool]] = {
+    "kernel of 1": ("Conv", (64, 32, 1), {}, True),
+    "kernel of 1 × 1": ("Conv", (64, 32, 1, 1), {"strides": [1, 1], "pads": [0] * 4}, True),
+    "padded kernel of 1": ("Conv", (64, 32, 1), {"pads": [1, 1]}, False),
+    "kernel of 1 in steps": ("Conv", (64, 32, 1), {"strides": [2]}, False),
+    "kernel of 1 in groups": ("Conv", (64, 16, 1), {"group": 2}, False),
+    "kernel of 3": ("Conv", (64, 32, 3), {"pads": [1, 1]}, False),
+    "transposed": ("ConvTranspose", (32, 24, 4), {"strides": [2]}, False),
+    "transposed in groups": ("ConvTranspose", (32, 24, 4), {"group": 2}, False),
+    "classifier": ("Gemm", (32, 64), {}, True),
+    "classifier, transposed": ("Gemm", (64, 32), {"transB": 1}, True),
+}
+"""The operator, the shape of its weight, its attributes, and whether it is written as a product."""
+
+
+@pytest.mark.parametrize("form", CONVOLUTIONS)
+@pytest.mark.parametrize("kind", TOLERANCES)
+def test_weights_of_convolutions_and_classifiers(kind: Any, form: str, tmp_path: Path) -> None:
+    op, shape, options, product = CONVOLUTIONS[form]
+    draw = np.random.default_rng(0)
+    weight = draw.standard_normal(shape).astype("f")
+    width = {"Gemm": 64, "Conv": shape[0], "ConvTranspose": shape[1] * options.get("group", 1)}[op]
+    bias = draw.standard_normal(width).astype("f")
+    sizes = (5, 32) if op == "Gemm" else (2, 32, *[9] * (len(shape) - 2))
+    x = draw.standard_normal(sizes).astype("f")
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", "weight", "bias"], ["y"], **options)], "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None] * len(sizes))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(sizes))],
+        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(bias, "bias")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    wanted = run(save(model, tmp_path / "whole.onnx"), x)
+    path = quantize(model, tmp_path / "small.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
+    assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES[kind] / 2 * np.linalg.norm(wanted)
+    made = onnx.load(path).graph
+    assert all(np.prod(tensor.dims) < 1024 for tensor in made.initializer if tensor.data_type == TensorProto.FLOAT)
+    ops = {node.op_type for node in made.node}
+    assert ("DequantizeLinear" in ops) == (kind == "static" or not product)
+
+
+def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    stored = {"w": (1, 96, 32), "r": (1, 96, 32), "experts": (2, 32, 40)}
+    graph = helper.make_graph(
+        [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=32, name="recurrent"),
+         helper.make_node("MatMul", ["x", "experts"], ["y"], name="product")], "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 5, 32))],
+        [helper.make_tensor_value_info("last", TensorProto.FLOAT, (1, 5, 32)),
+         helper.make_tensor_value_info("y", TensorProto.FLOAT, (2, 5, 40))],
+        [numpy_helper.from_array(draw.standard_normal(shape).astype("f"), name) for name, shape in stored.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.023 MiB of GRU, 0\.0098 MiB of MatMul$"):
+        quantize(model, tmp_path / "small.onnx")
 
 
 @pytest.mark.parametrize("window", [None, (9, None)])
@@ -261,6 +321,7 @@ def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) ->
     assert not np.array_equal(first[:, 32:], second[:, 32:])
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
 def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     stored = {
