@@ -22,33 +22,44 @@ def peer(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def timm_layer(module: str, name: str) -> Any:
-    """Return a layer of timm without its packages' ``__init__``, which import all of torchvision."""
-    for package in ("timm", "timm.layers"):
-        if package not in sys.modules:
-            spec = importlib.util.find_spec(package)
-            assert spec is not None
-            sys.modules[package] = importlib.util.module_from_spec(spec)  # never executed
-    return getattr(importlib.import_module(f"timm.layers.{module}"), name)
+def alone(path: str) -> Any:
+    """Return what :func:`peer` does, without its packages' ``__init__``, which import more than is installed."""
+    module, _, name = path.rpartition(".")
+    parts = module.split(".")[:-1]
+    packages = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    missing = [package for package in packages if package not in sys.modules]
+    for package in missing:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, f"{package} is not installed: run `make .venv-peers/stamp`"
+        sys.modules[package] = importlib.util.module_from_spec(spec)  # never executed
+    try:
+        return getattr(importlib.import_module(module), name)
+    finally:  # others import the whole packages
+        for package in missing:
+            del sys.modules[package]
 
 
 def definitions(package: str, file: str, *names: str, **given: Any) -> Any:
     """Return functions or classes of a package whose own imports cannot be had: their lines alone are run, unchanged.
 
-    Imports of torch and of the standard library are run too, and ``given`` has what else the lines need.
+    Imports of torch and of the standard library are run too, and ``given`` has what else the lines need. A name
+    ``"Class.method"`` is a method as a function.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None, f"{package} is not installed: run `make .venv-peers/stamp`"
     assert spec.submodule_search_locations is not None
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
-    tree.body = [node for node in tree.body if _is_kept(node, names)]
+    kept, whose = {name.rpartition(".")[2] for name in names}, {name.rpartition(".")[0] for name in names}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in whose]
+    lines = [*tree.body, *(node for each in classes for node in each.body)]
+    tree.body = [node for node in lines if _is_kept(node, kept)]
     made: dict[str, Any] = {"__name__": f"{package}/{file}", **given}
     exec(compile(tree, file, "exec"), made)
-    found = [made[name] for name in names]
-    return found[0] if len(found) == 1 else found
+    values = [made[name.rpartition(".")[2]] for name in names]
+    return values[0] if len(values) == 1 else values
 
 
-def _is_kept(node: ast.stmt, names: tuple[str, ...]) -> bool:
+def _is_kept(node: ast.stmt, names: set[str]) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         module = node.names[0].name if isinstance(node, ast.Import) else "." * node.level + str(node.module)
         return module.partition(".")[0] in {"torch", "numpy"} | sys.stdlib_module_names

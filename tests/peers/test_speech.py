@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
-from peers.common import check, definitions, join, padding, peer, randn, randomised, split
+from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
 from peers.families import FAMILIES
 
 from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention, sinusoidal_table
@@ -87,6 +88,141 @@ def test_conformer_weights(name: str) -> None:
     given = {"Parakeet": {"position_embeddings": rows.expand(2, -1, -1)}, "FastSpeech2-Conformer": {"pos_emb": rows}}
     want, *_ = theirs(x, **given.get(name, {"relative_position_embeddings": rows}))
     check(ours(x), want)
+
+
+def espnet() -> tuple[Any, Any]:
+    """Return an attention, and a function of the input and a mask of keys that calls it."""
+    attention = alone("espnet.nets.pytorch_backend.transformer.attention.RelPositionMultiHeadedAttention")(3, 24, 0.0)
+    file, unused = "nets/pytorch_backend/transformer/embedding.py", {"_pre_hook": None}
+    encoding = definitions("espnet", file, "RelPositionalEncoding", **unused)(24, 0.0, max_len=5)
+    return attention, lambda x, mask: attention(x, x, x, encoding(x)[1], mask)
+
+
+def nemo() -> tuple[Any, Any]:
+    module = "nemo.collections.asr.parts.submodules.multi_head_attention"
+    attention = alone(f"{module}.RelPositionMultiHeadAttention")(3, 24, 0.0, None, None)
+    encoding = alone(f"{module}.RelPositionalEncoding")(24, 0.0)
+    encoding.extend_pe(50, "cpu", torch.float64)
+    return attention, lambda x, mask: attention(x, x, x, ~mask, encoding(x)[1])
+
+
+def fairseq() -> tuple[Any, Any]:
+    attention = alone("fairseq.modules.espnet_multihead_attention.RelPositionMultiHeadedAttention")(24, 3, 0.0)
+    encoding = alone("fairseq.modules.positional_encoding.RelPositionalEncoding")(5, 24)
+
+    def call(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        steps: torch.Tensor = x.transpose(0, 1)
+        given = steps, steps, steps, encoding(steps)
+        return attention(*given, key_padding_mask=~mask[:, 0])[0].transpose(0, 1)
+
+    return attention, call
+
+
+def chunkformer() -> tuple[Any, Any]:
+    attention = alone("chunkformer.modules.attention.ChunkAttentionWithRelativeRightContext")(3, 24, 0.0)
+    encoding = alone("chunkformer.modules.embedding.RelPositionalEncodingWithRightContext")(24, 0.0, 50)
+    return attention, lambda x, mask: attention(x, x, x, mask, encoding(x)[1].double())[0]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("package", [espnet, nemo, fairseq, chunkformer])
+@torch.no_grad()
+def test_conformers_of_other_packages(package: Any, length: int) -> None:
+    """Weights that ``load_conformer`` reads, sinusoids that are made here, and the call of the page."""
+    theirs, call = package()
+    randomised(theirs)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want = call(x, mask[:, 0])
+    ours = ConformerAttention(BlockSpec(24, 3, Span.full(60)), dtype=torch.float64)
+    ours.load_state_dict(conventions.load_conformer(theirs.state_dict(), num_heads=3))
+    check(ours(x, mask=mask), want, 1e-6)  # their sinusoids are float32
+    span = Span.full(length)
+    sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
+    check(conformer(theirs, x, split(theirs.linear_pos(sinusoids), 3), span, mask=mask), want, 1e-6)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_nemo_streaming(length: int) -> None:
+    """A chunk of three frames, and some chunks before it."""
+    theirs, _ = nemo()
+    randomised(theirs)
+    masks = definitions("nemo", "collections/asr/modules/conformer_encoder.py", "ConformerEncoder._create_masks")
+    config = SimpleNamespace(self_attention_model="rel_pos", att_context_style="chunked_limited")
+    _, hidden = masks(config, [6, 2], torch.tensor([length]), length, None, "cpu")
+    x, span = randn(2, length, 24), Span.full(length)
+    sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
+    rel_k = split(theirs.linear_pos(sinusoids), 3)
+    want = theirs(x, x, x, hidden, sinusoids[None])
+    check(conformer(theirs, x, rel_k, span, block_size=3, blocks_before=2), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_zipformer(length: int) -> None:
+    """Queries for the positions, no scale, and one set of weights for the values of two modules."""
+    given: dict[str, Any] = {"ScaledFloat": float, "FloatLike": float, "ScheduledFloat": lambda *_: 0.0}
+    given |= {"softmax": torch.softmax, "Identity": torch.nn.Identity, "_whitening_schedule": lambda *_, **__: None}
+    given |= dict.fromkeys(["Whiten", "Balancer", "Dropout2"], lambda *_, **__: torch.nn.Identity())
+    given["ScaledLinear"] = lambda *sizes, bias, initial_scale: torch.nn.Linear(*sizes, bias=bias)
+    encoding, weights, attention = definitions(
+        "zipformer", "modules/zipformer.py", "CompactRelPositionalEncoding", "RelPositionMultiheadAttentionWeights",
+        "SelfAttention", **given,
+    )  # fmt: skip
+    theirs = randomised(weights(24, 16, 3, 8, 4))
+    first, second = (randomised(attention(24, 3, 5), seed=seed) for seed in (2, 3))
+    x, mask = randn(length, 2, 24), padding([length, max(1, length - 3)], length)
+    positions = encoding(16, 0.0)(x)
+    shares = theirs(x, positions, key_padding_mask=~mask[:, 0, 0])
+    q, k, p = (split(y.transpose(0, 1), 3) for y in theirs.in_proj(x).split([24, 24, 12], dim=-1))
+    v = torch.cat([split(module.in_proj(x).transpose(0, 1), 3) for module in (first, second)], dim=-1)
+    table = split(theirs.linear_pos(positions[0]), 3)
+    out: Any = relative_attention(q, k, v, table, rel_q=p, scale=1.0, rel_scale=1.0, mask=mask)
+    for module, part in zip((first, second), out.split(5, dim=-1), strict=True):
+        check(module.out_proj(join(part)).transpose(0, 1), module(x, shares))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("package", ["Coqui TTS", "Piper", "MeloTTS"])
+@torch.no_grad()
+def test_vits_of_its_authors(package: str, shared: bool, length: int) -> None:
+    if package == "Coqui TTS":
+        theirs = alone("TTS.tts.layers.glow_tts.transformer.RelativePositionMultiHeadAttention")(24, 24, 3, 4, shared)
+    else:
+        attention = {"Piper": "piper.train.vits.attentions", "MeloTTS": "melo.attentions"}[package]
+        theirs = alone(f"{attention}.MultiHeadAttention")(24, 24, 3, window_size=4, heads_share=shared)
+    randomised(theirs)
+    spec, weights = conventions.load_vits(theirs.state_dict(), num_heads=3)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want = theirs(x.mT, x.mT, mask.expand(2, 1, length, length)).mT
+    check(attention_block(x, weights, spec, mask=mask), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_gemma(length: int) -> None:
+    """A window around each query, logits with a cap, and sinusoids that are projected."""
+    config = peer("transformers.Gemma3nAudioConfig")(
+        hidden_size=24, conf_num_attention_heads=3, conf_attention_chunk_size=4, conf_attention_context_left=5,
+        conf_attention_context_right=2,
+    )  # fmt: skip
+    theirs = randomised(peer("transformers.models.gemma3n.modeling_gemma3n.Gemma3nAudioAttention")(config))
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want = theirs(x, ~mask[:, 0, 0]).flatten(2)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    span = Span(4, 2)
+    # As their distances descend to those in the future, the rows ascend.
+    rows = theirs.relative_position_embedding._get_timing_signal_1d_pos(
+        torch.arange(4, -3, -1)[None], dtype=torch.float64
+    )
+    table = split(theirs.relative_position_embedding.pos_proj(rows), 3)[0]
+    out: Any = relative_attention(
+        q * theirs.q_scale * torch.nn.functional.softplus(theirs.per_dim_scale), k, v, table, span, scale=1.0,
+        window=(4, 2), softcap=theirs.attention_logits_soft_cap, mask=mask,
+    )  # fmt: skip
+    seen = mask[:, 0, 0]
+    check(join(out)[seen], want[seen], 1e-6)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

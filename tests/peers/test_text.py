@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, join, padding, peer, randn, randomised, split
+from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
 from torch.nn.functional import scaled_dot_product_attention
 
 from relskew_core import (
@@ -295,3 +295,132 @@ def test_gpt_oss(window: int | None) -> None:
     check(out.transpose(1, 2), want)
     for ours, other in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (out, want)), strict=True):
         check(ours, other)
+
+
+def opennmt() -> tuple[Any, Any]:
+    theirs = alone("onmt.modules.multi_headed_attn.MultiHeadedAttention")(
+        3, 24, 0.0, max_relative_positions=4, attn_type="self"
+    )
+    return randomised(theirs), conventions.SHAW.load(theirs.relative_positions_embeddings.weight)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_opennmt(length: int) -> None:
+    """One table for keys and values."""
+    theirs, (table, span) = opennmt()
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, _ = theirs(x, x, x, mask=~mask)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.linear_query, theirs.linear_keys, theirs.linear_values))
+    out: Any = relative_attention(q, k, v, table, span, rel_v=table, mask=mask)
+    check(theirs.final_linear(join(out)), want, 1e-6)  # its softmax is float32
+
+
+@torch.no_grad()
+def test_opennmt_with_a_cache() -> None:
+    theirs, (table, span) = opennmt()
+    theirs.layer_cache = True, {"keys": torch.tensor([]), "values": torch.tensor([])}
+    x = randn(2, 9, 24)
+    for stop in range(1, 10):
+        token, seen = x[:, stop - 1 : stop], x[:, :stop]
+        want, _ = theirs(token, token, token, step=stop - 1)
+        q, k, v = split(theirs.linear_query(token), 3), split(theirs.linear_keys(seen), 3), theirs.linear_values(seen)
+        out: Any = relative_attention(q, k, split(v, 3), table, span, rel_v=table, causal=True, offset=stop - 1)
+        check(theirs.final_linear(join(out)), want, 1e-6)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_fairseq2(length: int) -> None:
+    """Shaw's positions with another reach ahead than back, and Transformer-XL's."""
+    q, k, v = (randn(2, 3, length, 8, seed=seed) for seed in range(3))
+    sdpa, layout = "fairseq2.models.transformer.sdpa", SimpleNamespace(packed=False, padded=False)
+    none = alone("fairseq2.models.transformer.attention_bias.IdentityBias")()
+    given = [y for x in (q, k) for y in (x.transpose(1, 2), layout)] + [v.transpose(1, 2), None]
+    shaw = alone(f"{sdpa}.shaw.ShawRelativePositionSDPA")(24, 3, none, 4, max_rhs_rel_pos=2, use_rel_pos_values=True)
+    want, _ = randomised(shaw)(*given)
+    (rel_k, span), (rel_v, _) = (
+        conventions.SHAW.load(table.weight, left=4) for table in (shaw.rel_k_embed, shaw.rel_v_embed)
+    )
+    check(relative_attention(q, k, v, rel_k, span, rel_v=rel_v), want.transpose(1, 2), 1e-6)
+    encoding = alone(f"{sdpa}.relative.RelativePositionalEncoding")(24, 50)
+    theirs = randomised(alone(f"{sdpa}.relative.RelativePositionSDPA")(24, 3, encoding, none))
+    want, _ = theirs(*given)
+    u, w = (bias[:, None] for bias in (theirs.u_bias, theirs.v_bias))
+    sinusoids = sinusoidal_table(Span.full(length), 24, xp=torch, dtype=torch.float64, order="interleaved")
+    table = split(theirs.r_proj(sinusoids), 3)
+    check(relative_attention(q + u, k, v, table, rel_q=q + w), want.transpose(1, 2), 1e-6)
+
+
+@pytest.mark.parametrize("memory", [0, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_transformer_xl(length: int, memory: int) -> None:
+    """Its sinusoids, and its learned variant: a table, a bias of each row that is scaled, and edge rows far away."""
+    names = ["PositionalEmbedding", "RelMultiHeadAttn", "RelPartialLearnableMultiHeadAttn", "RelLearnableMultiHeadAttn"]
+    encoding, _, partial, learned = definitions(
+        "pytorch_transformers", "modeling_transfo_xl.py", *names, LayerNorm=torch.nn.LayerNorm
+    )
+    x, past, keys = randn(length, 2, 24), randn(memory, 2, 24, seed=2), memory + length
+    every, hidden = torch.cat([past, x]), torch.ones(length, keys).bool().triu(memory + 1)[..., None]
+
+    def projected(theirs: Any) -> list[torch.Tensor]:
+        heads = theirs.qkv_net(every).transpose(0, 1).chunk(3, dim=-1)
+        q, k, v = (split(part, 3) for part in heads)
+        return [q[:, :, memory:], k, v]
+
+    def finished(theirs: Any, out: Any) -> torch.Tensor:
+        return theirs.layer_norm(x + theirs.o_net(join(out).transpose(0, 1)))
+
+    theirs = randomised(partial(3, 24, 8, 0.0, output_attentions=False))
+    positions = encoding(24)(torch.arange(keys - 1, -1, -1.0)).double()
+    want, *_ = theirs(x, positions, attn_mask=hidden, mems=past)
+    q, k, v = projected(theirs)
+    sinusoids = sinusoidal_table(Span.causal(keys), 24, xp=torch, dtype=torch.float64)
+    table, span = conventions.TRANSFORMER_XL.load(split(theirs.r_net(sinusoids), 3), left=keys - 1)
+    u, w = theirs.r_w_bias[:, None], theirs.r_r_bias[:, None]
+    out: Any = relative_attention(q + u, k, v, table, span, rel_q=q + w, causal=True, offset=memory)
+    check(finished(theirs, out), want, 1e-6)  # its mask makes the logits float32
+
+    theirs = randomised(learned(3, 24, 8, 0.0, output_attentions=False))
+    rows, bias, u = randn(6, 3, 8, seed=3), randn(6, 3, seed=4), randn(3, 8, seed=5)
+    want, *_ = theirs(x, rows, u, bias, attn_mask=hidden, mems=past)
+    q, k, v = projected(theirs)
+    out = relative_attention(
+        q + u[:, None], k, v, rows.transpose(0, 1), Span(5, 0, "clip"), rel_q=q, rel_bias=8**-0.5 * bias.mT,
+        causal=True, offset=memory,
+    )  # fmt: skip
+    check(finished(theirs, out), want, 1e-6)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@torch.no_grad()
+def test_enformer(length: int) -> None:
+    features = [f"get_positional_features_{kind}" for kind in ("exponential", "central_mask", "gamma")]
+    attention, positions, *_ = definitions(
+        "enformer_pytorch", "modeling_enformer.py", "Attention", "get_positional_embed", "relative_shift", "gamma_pdf",
+        "exists", *features, rearrange=peer("einops.rearrange"),
+    )  # fmt: skip
+    theirs, x = (
+        randomised(attention(24, num_rel_pos_features=12, heads=3, dim_key=8, dim_value=8)),
+        randn(2, length, 24),
+    )
+    q, k, v = (split(linear(x), 3) for linear in (theirs.to_q, theirs.to_k, theirs.to_v))
+    table = split(theirs.to_rel_k(positions(length, 12, "cpu", False, dtype=torch.float64)), 3)
+    u, w = theirs.rel_content_bias, theirs.rel_pos_bias
+    out: Any = relative_attention(q * 8**-0.5 + u, k, v, table, rel_q=q * 8**-0.5 + w, scale=1.0)
+    check(theirs.to_out(join(out)), theirs(x))
+
+
+def test_flex_attention() -> None:
+    """A learned number for each head and relative position, and packed documents."""
+    flex, block_mask = (
+        peer(f"torch.nn.attention.flex_attention.{name}") for name in ("flex_attention", "create_block_mask")
+    )
+    q, k, v = (randn(2, 3, 17, 8, seed=seed) for seed in range(3))
+    numbers, documents = randn(3, 33, seed=4), torch.arange(17) // 4
+    want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16])
+    check(relative_attention(q, k, v, rel_bias=numbers), want)
+    mask = block_mask(lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i), None, None, 17, 17, device="cpu")
+    want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16], block_mask=mask)
+    check(relative_attention(q, k, v, rel_bias=numbers, span=Span.full(17), segments=documents, causal=True), want)

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, definitions, join, peer, randn, randomised, split, timm_layer
+from peers.common import alone, check, definitions, join, peer, randn, randomised, split
 
-from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
+from relskew_core import (
+    Span,
+    conventions,
+    relative_attention_2d,
+    relative_attention_nd,
+    relative_logits_2d,
+    resize_table,
+    toeplitz_2d,
+    toeplitz_nd,
+)
 
 GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
 
@@ -126,7 +135,9 @@ def test_bottleneck_transformer_pytorch(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_timm_bottleneck(size: int, scaled: bool) -> None:
     theirs = randomised(
-        timm_layer("bottleneck_attn", "BottleneckAttn")(24, feat_size=(size, size), num_heads=3, scale_pos_embed=scaled)
+        alone("timm.layers.bottleneck_attn.BottleneckAttn")(
+            24, feat_size=(size, size), num_heads=3, scale_pos_embed=scaled
+        )
     )
     x = randn(2, 24, size, size)
     want = theirs(x)
@@ -143,7 +154,9 @@ def test_timm_bottleneck(size: int, scaled: bool) -> None:
 def test_timm_halo(block: int, halo: int, scaled: bool) -> None:
     """A block of queries and the window around it: a small grid inside a larger one."""
     theirs = randomised(
-        timm_layer("halo_attn", "HaloAttn")(24, num_heads=3, block_size=block, halo_size=halo, scale_pos_embed=scaled)
+        alone("timm.layers.halo_attn.HaloAttn")(
+            24, num_heads=3, block_size=block, halo_size=halo, scale_pos_embed=scaled
+        )
     )
     window, x = block + 2 * halo, randn(2, 24, 2 * block, 3 * block)
     want = theirs(x)
@@ -195,3 +208,30 @@ def test_mvit(q_grid: tuple[int, int], k_grid: tuple[int, int]) -> None:
         q_step=q_step, k_step=k_step, prefix=(1, 1), rel_scale=1.0,
     )  # fmt: skip
     check(got, want)
+
+
+@pytest.mark.parametrize("window", [(2, 3, 2), (1, 2, 2), (3, 1, 4)])
+@pytest.mark.parametrize("package", ["MONAI", "torchvision"])
+@torch.no_grad()
+def test_video_swin(package: str, window: tuple[int, int, int]) -> None:
+    """One number for three axes together; the table has the distances of keys behind the query first."""
+    size = math.prod(window)
+    x = randn(2, size, 24)
+    if package == "MONAI":
+        theirs = randomised(
+            definitions(
+                "monai", "networks/nets/swin_unetr.py", "WindowAttention", trunc_normal_=torch.nn.init.trunc_normal_
+            )(24, 3, window, qkv_bias=True)
+        )
+        want = theirs(x, None)
+    else:
+        theirs = peer("torchvision.models.video.swin_transformer.ShiftedWindowAttention3d")
+        theirs = randomised(theirs(24, list(window), [0, 0, 0], 3))
+        want = theirs(x.unflatten(1, window)).flatten(1, 3)
+    sides = [2 * side - 1 for side in window]
+    rel_bias = theirs.relative_position_bias_table.mT.reshape(3, *sides).flip(1, 2, 3)
+    q, k, v = (split(y, 3) for y in theirs.qkv(x).chunk(3, dim=-1))
+    out: Any = relative_attention_nd(q, k, v, rel_bias=rel_bias, q_grid=window, k_grid=window)
+    check(theirs.proj(join(out)), want)
+    logits = 8**-0.5 * q @ k.mT + toeplitz_nd(rel_bias, q_grid=window, k_grid=window)
+    check(theirs.proj(join(logits.softmax(-1) @ v)), want)

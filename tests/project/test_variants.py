@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import oracles
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "variants.md").read_text()
+PAGE_OF_MODELS = (ROOT / "docs" / "chooser.md").read_text().partition("## A model of your own")[0]
 SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -24,6 +26,13 @@ class Row(NamedTuple):
     what: str
     call: str
     compared: list[str]
+    not_run: str
+
+
+def compared(cell: str) -> tuple[list[str], str]:
+    """Return the names of tests, and the code bases that were not run."""
+    tests, _, not_run = cell.partition("not run: ")
+    return re.findall(r"`([^`]+)`", tests), not_run
 
 
 def rows() -> list[Row]:
@@ -32,7 +41,7 @@ def rows() -> list[Row]:
         cells = [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 5 and cells[2].startswith("`") and "(" in cells[2]:
             who = cells[0] or who
-            found.append(Row(who, cells[1], cells[2].strip("`"), re.findall(r"`([^`]+)`", cells[3])))
+            found.append(Row(who, cells[1], cells[2].strip("`"), *compared(cells[3])))
     return found
 
 
@@ -68,15 +77,93 @@ def test_a_call_runs_and_equals_the_loops(row: Row) -> None:
         assert oracles.relative_error(got, expected) < 1e-12
 
 
-def test_the_page_has_every_peer() -> None:
-    everyone = " ".join(row.who for row in ROWS)
-    for peer in (
-        "Shaw", "tensor2tensor", "OpenNMT", "fairseq2", "CTranslate2", "Wav2Vec2-BERT", "SpeechT5", "Granite", "BERT",
-        "Music Transformer", "VITS", "Ukhov", "Inkling", "Zipformer", "Lingvo", "Gemma", "DeBERTa", "Transformer-XL",
-        "XLNet", "Conformers", "FlexAttention", "T5", "x-transformers", "ALiBi", "WavLM", "BoTNet", "SAM", "MViT",
-        "HaloNet", "Swin", "BEiT", "gpt-oss", "Enformer", "Kerple", "Sandwich", "TUPE", "xPos", "UMT5", "NeMo", "HSTU",
-    ):  # fmt: skip
-        assert peer in everyone
+INSTALLED = {
+    "tensor2tensor": "tensor2tensor", "OpenNMT": "onmt.modules", "fairseq2": "fairseq2.models",
+    "fairseq": "fairseq.modules", "Wav2Vec2-BERT": "wav2vec2_bert", "SpeechT5": "speecht5",
+    "Granite Speech": "granite_speech", "VITS": "modeling_vits", "Piper": "piper.train", "Coqui TTS": "TTS.tts",
+    "MeloTTS": "melo.attentions", "Inkling": "inkling", "Zipformer": "zipformer", "Gemma": "gemma3n",
+    "DeBERTa": "deberta", "Transformer-XL": "pytorch_transformers", "XLNet": "XLNet", "ESPnet": "espnet",
+    "NeMo": "nemo", "ChunkFormer": "chunkformer", "HF": "transformers.", "SpeechBrain": "speechbrain",
+    "Enformer": "enformer_pytorch", "FlexAttention": "flex_attention", "UMT5": "T5Attention", "T5": "T5Attention",
+    "x-transformers": "x_transformers", "Bloom": "bloom", "MPT": "mpt", "WavLM": "wavlm", "gpt-oss": "gpt_oss",
+    "Swin v2": "swinv2", "timm": "timm", "bottleneck-transformer-pytorch": "bottleneck_transformer",
+    "SAM": "modeling_sam", "ViTDet": "vitdet", "MViT": "mvit", "HaloNet": "halo_attn", "BEiT": "beit",
+    "torchvision": "torchvision", "MONAI": "monai", "Swin": "modeling_swin",
+}  # fmt: skip
+"""Code bases on the pages, and what the comparison with each has in its source."""
+
+ELSEWHERE = {
+    "CTranslate2", "HF BERT", "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "AlphaFold", "Evoformer",
+    "Kerple", "Sandwich", "TUPE", "xPos", "flash-attention", "NATTEN",
+}  # fmt: skip
+"""Code bases that no comparison runs: they cannot be installed with the others, or there is only a paper."""
+
+OTHERS = {
+    "Shaw", "Music Transformer", "Music by time and pitch", "Left padding", "Speculative trees", "any", "ALiBi",
+    "symmetric", "Conformers", "streaming", "logarithmic", "power", "Packed documents", "BoTNet", "Video Swin",
+    "SwinUNETR", "Neighborhood Attention", "generative recommenders", "versions",
+}  # fmt: skip
+"""What else the first column has: papers whose code is named next to them, and what is no code base."""
+
+
+def named(text: str, names: Iterable[str]) -> set[str]:
+    """Return the names in a text; ``Swin`` is not one in ``Swin v2``."""
+    found = set()
+    for name in sorted(names, key=len, reverse=True):
+        shorter = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "", text)
+        found |= {name} if shorter != text else set()
+        text = shorter
+    return found
+
+
+def sources() -> dict[str, str]:
+    """Return the source of each comparison, with that of the functions it calls."""
+    found = {}
+    for path in (ROOT / "tests" / "peers").glob("*.py"):
+        text = path.read_text()
+        parts = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+        lines = {
+            name: "\n".join(
+                text.splitlines()[min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1 : node.end_lineno]
+            )
+            for name, node in parts.items()
+        }
+        constants = "\n".join(
+            line for line in text.splitlines() if re.match(r"[A-Z_0-9]+ = |from peers\.tensor2", line)
+        )
+        for name in parts:
+            used, new = set(), {name}
+            while new:
+                used |= new
+                words = set(re.findall(r"\w+", "\n".join(lines[each] for each in new)))
+                new = (words & parts.keys()) - used
+            found[f"{path.stem}.{name}"] = "\n".join(lines[each] for each in used) + constants
+    return found
+
+
+def test_a_code_base_is_compared_or_said_not_to_be() -> None:
+    code = sources()
+    for row in ROWS:
+        for part in re.split(r"[,()]", row.who):
+            assert not part.strip() or named(part, {*INSTALLED, *ELSEWHERE, *OTHERS}), (
+                f"{part!r} is on none of the lists"
+            )
+        compared = "\n".join(code[test] for test in row.compared)
+        said = named(row.not_run, {*INSTALLED, *ELSEWHERE})
+        for name in named(row.who, {*INSTALLED, *ELSEWHERE, *OTHERS}):
+            runs = name in INSTALLED and INSTALLED[name] in compared
+            assert name in OTHERS or runs != (name in said), f"{row.who}: {name} is compared, or else said not to be"
+    assert {name for row in ROWS for name in named(row.who, INSTALLED)} == INSTALLED.keys()
+    assert {name for row in ROWS for name in named(row.not_run, ELSEWHERE)} == ELSEWHERE
+
+
+def test_the_chooser_says_what_was_not_run() -> None:
+    known = {*INSTALLED, *ELSEWHERE, *OTHERS}
+    for row in re.findall(r"^\| (.*) \|$", PAGE_OF_MODELS, re.MULTILINE):
+        model, line, more = row.split(" | ")
+        if line.strip("`").startswith(("relative_attention(", "relative_attention_")):
+            assert named(model, known), f"{model!r} has no code base"
+            assert named(model, ELSEWHERE) == named(more.partition("not run: ")[2], ELSEWHERE), model
 
 
 def test_every_comparison_is_a_test() -> None:
