@@ -160,7 +160,10 @@ class Varying:
 
 def varying(flat: Flat) -> Varying:
     """Return the axes of a model's inputs that vary, which torch's ONNX exporter would only check at run time."""
-    every = [dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO) for value in flat.inputs()]
+    # torch fixes an axis of length 1 in any case, and prints a warning if it was asked about it.
+    every = [
+        {axis: torch.export.Dim.AUTO for axis, size in enumerate(value.shape) if size > 1} for value in flat.inputs()
+    ]
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.export.export(flat, flat.inputs(), dynamic_shapes=(tuple(every),))
     shapes, whole = _shapes(program), _heads_and_widths(program)

@@ -227,14 +227,15 @@ def decoder_to_onnx(
     seen_names = flat.input_names[1 + count :]
     input_names = ["input_ids", *(f"past_key_values.{layer}.{kind}" for layer, kind in kinds), *seen_names]
     output_names = ["logits", *(f"present.{layer}.{kind}" for layer, kind in kinds)]
-    vary, may_vary = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
+    vary = torch.export.Dim.DYNAMIC
     cached, added = range(1, 1 + count), range(1 + count, len(input_names))
+    varies = [{0: vary} | ({1: torch.export.Dim.AUTO} if x.shape[1] > 1 else {}) for x in seen]
     called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
     # Axes with the same length as the first one share its name.
     of_memory = {(index, 1): f"{input_names[index]}_length" if index > added[0] else "memory_length" for index in added}
     converted = convert(
         flat,
-        [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *({0: vary, 1: may_vary} for _ in added)],
+        [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *varies],
         opset=opset,
         input_names=input_names,
         output_names=output_names,

@@ -118,6 +118,18 @@ def test_what_varies_and_what_an_export_leaves_as_it_was() -> None:
     log.setLevel(logging.NOTSET)
 
 
+def test_torch_prints_nothing_about_lengths_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    """They are fixed, as the report says."""
+    log = logging.getLogger("torch")
+    log.addHandler(caplog.handler)
+    try:
+        flat = Flat(nn.Linear(4, 4), (torch.ones(1, 5, 4),), {})
+        assert varying(flat).axes == [{1: torch.export.Dim.DYNAMIC}]
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_the_inputs_of_a_check() -> None:
     """The example first; then 1, one less and one more for all that varies, with numbers of the example."""
     a, b = sympy.symbols("s0 s1")
