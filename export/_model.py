@@ -117,11 +117,6 @@ def to_onnx(
         ``beyond="error"`` that is shorter than the reach of the blocks limits the graph to the length of the table,
         even if the next queries begin a block and would see less.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument or a weight does not fit; the message names the argument or the weight's key.
-
     See Also
     --------
     torch_to_onnx : a whole torch model.

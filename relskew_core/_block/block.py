@@ -55,11 +55,6 @@ def attention_block(
     present : (array, array)
         Only with ``past``: all keys and values so far, ``(..., Hkv, P + Lq, D)``, to pass as ``past`` to the next call.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     BlockSpec : describes the block.

@@ -49,11 +49,6 @@ Returns
 y : array, shape (..., Lq, E)
 present : cache
     Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
-
-Raises
-------
-ValueError, TypeError
-    If an argument does not fit; the message names it.
 """
 """The docstring of the call of a module."""
 
@@ -176,11 +171,6 @@ class CalledBlock(Generic[Fixed, Sliding]):
         array, shape (..., H, Lq, Lk)
             As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
             ones.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
         """
         check_inputs(x, memory, self.spec)
         past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)

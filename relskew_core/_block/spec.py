@@ -67,11 +67,6 @@ class BlockSpec:
     bias : bool, default True
         The projections have biases.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument is out of range or two of them exclude each other; the message names them.
-
     See Also
     --------
     attention_block : runs the block.

@@ -123,12 +123,6 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Only with ``return_lse``; natural logarithm, ``-inf`` for a query that may see no key; float32 if the arrays
         are of half precision, which is accumulated in float32 throughout.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short for what queries may see; the
-        message names the argument.
-
     See Also
     --------
     attention_weights : the weights themselves, for pictures and inspection.
@@ -237,11 +231,6 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     Gradients
         A named tuple with a field for every floating array argument, of its shape and dtype; ``None`` for absent
         arguments, numbers and boolean masks.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
 
     See Also
     --------

@@ -61,11 +61,6 @@ def toeplitz(
         memory. In torch, one copy of the size of the result; in other libraries, one copy of
         ``n_queries · (n_queries + n_keys)`` numbers.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or ``bias`` with ``beyond="error"`` is too short; the message names the argument.
-
     See Also
     --------
     relskew_core.relative_attention : takes ``bias`` itself as ``rel_bias``, and materialises one chunk of it at a time.

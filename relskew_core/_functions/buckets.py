@@ -37,11 +37,6 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     tuple of int, length ``span.rows``
         ``rel_bias = table[buckets].T`` for T5's table ``(num_buckets, H)``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     alibi_bias : a bias that is a formula of the distance.
@@ -132,11 +127,6 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
     -------
     tuple of int, length ``span.rows``
         ``rel_k = table[rows]`` for the projected table ``(2S, D)``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
 
     See Also
     --------

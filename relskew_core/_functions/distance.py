@@ -38,11 +38,6 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
     -------
     array, shape (H, R)
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     t5_buckets : the buckets of a learned bias.

@@ -59,11 +59,6 @@ def relative_logits_2d(
         Unscaled. Besides the result, memory holds only ``qh · qw · (qh + kh + qw + kw)`` products; no table is
         gathered.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
-
     See Also
     --------
     relative_attention_2d : attention with these logits.
@@ -143,11 +138,6 @@ def relative_logits_nd(
     array, shape (..., H, queries, keys) or (queries, keys)
         Unscaled.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
-
     See Also
     --------
     relative_attention_nd : attention with these logits.
@@ -209,11 +199,6 @@ def toeplitz_2d(
     -------
     array, shape (..., H, qh · qw, kh · kw) or (qh · qw, kh · kw)
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or ``bias`` is too short with ``beyond="error"``; the message names the argument.
-
     See Also
     --------
     toeplitz : the same for a sequence.
@@ -264,11 +249,6 @@ def toeplitz_nd(
     Returns
     -------
     array, shape (..., H, queries, keys) or (queries, keys)
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or ``bias`` is too short with ``beyond="error"``; the message names the argument.
 
     See Also
     --------

@@ -102,11 +102,6 @@ def relative_attention_2d(
     lse : array, shape (..., H, Lq)
         Only with ``return_lse``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
-
     See Also
     --------
     relative_attention : attention over a sequence.
@@ -207,11 +202,6 @@ def relative_attention_nd(
         In the arrays' dtype. A query that may see no key gets zeros.
     lse : array, shape (..., H, Lq)
         Only with ``return_lse``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
     See Also
     --------

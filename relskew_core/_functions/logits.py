@@ -77,11 +77,6 @@ def relative_logits(
         Unscaled. The result is a view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the
         product is not copied. With ``positions`` it is looked up in the product with the whole table.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
-
     See Also
     --------
     relative_values : the sum over values by relative position.
@@ -260,11 +255,6 @@ def relative_values(
     Returns
     -------
     array, shape (..., H, Lq, Dv) or (Lq, Dv)
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
     See Also
     --------

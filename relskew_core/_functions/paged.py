@@ -80,12 +80,6 @@ def paged_attention(
     lse : array, shape (B, H, Lq)
         Only with ``return_lse``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit, an item is longer than its pages, or a page does not exist; the message names the
-        argument.
-
     See Also
     --------
     relative_attention : the same call for keys and values that are not in pages.

@@ -59,11 +59,6 @@ def sinusoidal_table(
     -------
     array, shape (R, D)
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     resize_table : a learned table for another length.
@@ -150,11 +145,6 @@ def resize_table(
     array, shape (..., rows, D)
         In the table's dtype. It is the product with a small matrix, so libraries with automatic differentiation
         differentiate it.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
 
     See Also
     --------

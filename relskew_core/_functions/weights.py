@@ -49,11 +49,6 @@ def attention_weights(given: Any) -> Array:
     array, shape (..., H, Lq, Lk)
         In the arrays' dtype. A row sums to 1, to less than 1 with ``sinks``, and to 0 if the query may see no key.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     relative_attention : the output, without materialised weights.

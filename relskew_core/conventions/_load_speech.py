@@ -34,11 +34,6 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     weights : dict of str to array
         For :func:`relskew_core.attention_block` and every export.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If a key is missing, unknown or does not fit the others; the message names it.
-
     See Also
     --------
     VITS : the tables alone.
@@ -96,11 +91,6 @@ def load_wav2vec2_bert(
     weights : dict of str to array
         For :func:`relskew_core.attention_block` and every export.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If a key is missing, unknown or does not fit the others; the message names it.
-
     See Also
     --------
     load_conformer : sinusoids instead of clipped distances.
@@ -153,11 +143,6 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     -------
     dict of str to array
         For ``ConformerAttention(spec).load_state_dict``, where ``spec.bias`` says whether there are biases.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a key is missing, unknown or does not fit the others; the message names it.
 
     See Also
     --------

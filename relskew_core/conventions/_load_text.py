@@ -45,11 +45,6 @@ def load_tensor2tensor(
     weights : dict of str to array
         For :func:`relskew_core.attention_block` and every export.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If a key is missing, unknown or does not fit the others; the message names it.
-
     See Also
     --------
     SHAW : the tables alone.
@@ -123,11 +118,6 @@ def load_t5(
         Without biases of projections, and with ``rel_bias``.
     weights : dict of str to array
         For :func:`relskew_core.attention_block` and every export.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a key is missing, unknown or does not fit the others; the message names it.
 
     See Also
     --------

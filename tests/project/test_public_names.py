@@ -9,6 +9,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 import relskew_core
 from relskew_core._kernel.call import GROUPS, Arguments
+
+ROOT = Path(__file__).parents[2]
 
 
 def public_modules(package: ModuleType) -> Iterator[str]:
@@ -159,3 +162,14 @@ def test_large_functions_show_three_uses(name: str) -> None:
     module, _, function = name.rpartition(".")
     examples = (inspect.getdoc(getattr(importlib.import_module(module), function)) or "").partition("\nExamples\n")[2]
     assert len(re.findall(r"^(?:-+\n|(?!>>>|\.\.\.).*:\n\n)>>> ", examples, re.MULTILINE)) >= 3
+
+
+@pytest.mark.parametrize("folder", ["relskew_core", "backends", "export"])
+def test_no_docstring_says_what_the_reference_says_of_all_errors(folder: str) -> None:
+    """A section Raises names a condition or an error of its function alone."""
+    common = re.compile(
+        r"Raises\n *-+\n *[\w, ]+\n *If an? (?:argument|key)[^.;]*; the\s+message names[^.]*\.\n\s*(?:\n|\"\"\")"
+    )
+    paths = [path for path in (ROOT / folder).rglob("*.py") if ROOT / folder in path.resolve().parents]
+    assert len(paths) > 20
+    assert [str(path) for path in paths if common.search(path.read_text())] == []

@@ -63,11 +63,6 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     lse : array, shape (..., H, Lq)
         Only with ``return_lse``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     relskew_core.relative_attention : the same on one device.

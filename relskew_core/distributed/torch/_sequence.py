@@ -77,11 +77,6 @@ def unshard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = 
         Its gradient is the sum of the gradients on all ranks: if each rank computes the same loss, divide it by the
         number of ranks, as averaging gradients over ranks does.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     shard_sequence : the inverse.

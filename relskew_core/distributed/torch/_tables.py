@@ -39,11 +39,6 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     Tensor
         In separate memory, for ``context_parallel_attention(…, layout="striped", tables="sharded")``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     context_parallel_attention : takes the rows with ``tables="sharded"``.

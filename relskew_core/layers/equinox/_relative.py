@@ -53,11 +53,6 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
     key : key of jax.random
         Draws the weights, in the bounds of :func:`relskew_core.init_weights`.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     relskew_core.BlockSpec : describes the block.

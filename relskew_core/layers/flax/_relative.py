@@ -54,11 +54,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     keep_rngs : bool, default True
         Keep a fork of ``rngs.dropout`` where there is dropout; otherwise every call needs ``rngs``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     relskew_core.BlockSpec : describes the block.

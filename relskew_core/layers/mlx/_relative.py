@@ -42,11 +42,6 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
     dtype : dtype, default float32
         Of the parameters, which are drawn in the bounds of :func:`relskew_core.init_weights`.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     relskew_core.BlockSpec : describes the block.

@@ -81,11 +81,6 @@ class ConformerAttention(RelativeMultiheadAttention):
     dropout, impl, chunk_size, device, dtype : optional
         As in :class:`RelativeMultiheadAttention`.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     ChunkCache : its cache.

@@ -46,11 +46,6 @@ class MultiheadAttention(TableAttention):
     device, dtype : optional
         As in torch.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     RelativeMultiheadAttention : a block whose projections are modules.
@@ -268,11 +263,6 @@ class MultiheadAttention(TableAttention):
             A query that may see no key gets the bias of the output projection, where torch gives NaN.
         weights : Tensor or None, shape (N, L, S), or (N, H, L, S) unless averaged
             ``None`` unless ``need_weights``. Inputs without the axis N give weights without it.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
         """
         if query.is_nested:
             if need_weights:

@@ -49,11 +49,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     device, dtype : optional
         Of the parameters, as in torch's own modules.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit; the message names it.
-
     See Also
     --------
     MultiheadAttention : for torch's own layers.
@@ -254,11 +249,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
         y : Tensor, shape (..., Lq, E)
         present : cache
             Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument does not fit; the message names it.
 
         Examples
         --------
