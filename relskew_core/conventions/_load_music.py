@@ -63,7 +63,7 @@ def load_music_transformer(
     >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
     (1, 20, 8)
     """
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    read = State(state, prefix, "Er", "Wq.weight", "wq.weight", H=check_int("num_heads", num_heads, minimum=1))
     for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):
         if read.has(first):
             weights, span = port(read)

@@ -57,7 +57,7 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
     (1, 20, 8)
     """
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    read = State(state, prefix, "emb_rel_k", H=check_int("num_heads", num_heads, minimum=1))
     names, axes = {name: name for name in PROJECTIONS}, ""
     if any(read.has(f"conv_{name}.weight") for name in "qkvo"):  # convolutions of a single position
         names, axes = {name: f"conv_{name[0]}" for name in PROJECTIONS}, " 1"
@@ -112,7 +112,8 @@ def load_wav2vec2_bert(
     (1, 20, 8)
     """
     left, right = check_int("left", left, minimum=0), check_int("right", right, minimum=0)
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), R=left + right + 1)
+    heads = check_int("num_heads", num_heads, minimum=1)
+    read = State(state, prefix, "distance_embedding.weight", H=heads, R=left + right + 1)
     names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
     weights = read_weights(read, names) | read_biases(read, names)
     weights["rel_k"], span = SHAW.load(read.read("distance_embedding.weight", "R D"), left=left)
@@ -174,7 +175,8 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     >>> attention.load_state_dict(load_conformer(state, num_heads=2))
     <All keys matched successfully>
     """
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    heads = check_int("num_heads", num_heads, minimum=1)
+    read = State(state, prefix, "linear_pos.weight", "relative_k_proj.weight", H=heads)
     if read.has("in_proj_weight"):
         return _speechbrain(read)
     names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}

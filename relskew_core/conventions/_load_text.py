@@ -70,7 +70,7 @@ def load_tensor2tensor(
     (1, 20, 8)
     """
     check_bool("causal", causal)
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    read = State(state, prefix, "output_transform/kernel", H=check_int("num_heads", num_heads, minimum=1))
     weights: Weights = {}
     for name, other in zip(PROJECTIONS, ("q", "k", "v", "output_transform"), strict=True):
         transposed = " ".join(reversed(FORMS[name].split()))
@@ -139,9 +139,10 @@ def load_t5(
     (1, 20, 8)
     """
     t5 = T5(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
-    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)
+    read = State(state, prefix, "o.weight", H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)
     weights = read_weights(read, {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"})
     weights["q_proj.weight"] = weights["q_proj.weight"] * read.sizes["D"] ** 0.5
+    read.check_prefix("bias_prefix", prefix if bias_prefix is None else bias_prefix, "relative_attention_bias.weight")
     weights["rel_bias"], span = t5.load(read.read("relative_attention_bias.weight", "B H", prefix=bias_prefix))
     return as_block(read, weights, span, causal=not bidirectional)
 

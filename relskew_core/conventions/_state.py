@@ -21,17 +21,24 @@ class State:
         A whole state dict.
     prefix : str
         What the attention's keys begin with.
+    *marks : str
+        Names of which every such attention has one, and nothing else has any.
     sizes : int
         Known before anything is read, as ``H=num_heads``.
     """
 
-    def __init__(self, arrays: Any, prefix: str, **sizes: int) -> None:
+    def __init__(self, arrays: Any, prefix: str, *marks: str, **sizes: int) -> None:
         if not isinstance(arrays, Mapping):
-            raise TypeError(f"`state` must be a mapping from names to arrays, got {describe(arrays)}")
+            hint = ": {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}"
+            raise TypeError(
+                f"`state` must be a mapping from names to arrays{hint if hasattr(arrays, 'graph') else ''}, got "
+                f"{describe(arrays)}"
+            )
         if not isinstance(prefix, str):
             raise TypeError(f"`prefix` must be a str, got {describe(prefix)}")
         self.arrays: Mapping[str, Any] = arrays
         self.prefix = prefix
+        self.check_prefix("prefix", prefix, *marks)
         self.sizes = {"1": 1, **sizes}
         self._read: dict[str, Array] = {}
 
@@ -54,6 +61,23 @@ class State:
         if len(keys) > 1:
             raise ValueError(f"`prefix` must single out one attention, got {self.prefix!r} with {', '.join(keys)}")
         return keys[0].removeprefix(self.prefix) if keys else None
+
+    def check_prefix(self, argument: str, prefix: str, *marks: str) -> None:
+        """Refuse a prefix under which there is none of ``marks``, if there is one under others."""
+        if any(prefix + mark in self.arrays for mark in marks):
+            return
+        there = {
+            key.removesuffix(mark)
+            for mark in marks
+            for key in map(str, self.arrays)
+            if key.endswith((f".{mark}", f"/{mark}")) or key == mark
+        }
+        if unfinished := [other for other in there if other[:-1] == prefix]:
+            raise ValueError(f"`{argument}` must end in {unfinished[0][-1]!r}: {unfinished[0]!r}, got {prefix!r}")
+        if there:
+            raise ValueError(
+                f"`{argument}` must be the prefix of an attention: {_listed(map(repr, there))}, got {prefix!r}"
+            )
 
     def read(self, name: str, *forms: str, prefix: str | None = None) -> Array:
         """Return an array whose shape is one of ``forms``, such as ``"W E"`` or ``"1 R D"``."""

@@ -133,6 +133,13 @@ def t5(*, bidirectional: bool) -> Case:
     return Case(f"t5, {bidirectional=}", state, functools.partial(conventions.load_t5, **options), fields, want)
 
 
+def conformer() -> Case:
+    state = projections(("linear_q", "linear_k", "linear_v", "linear_out"))
+    state |= {"linear_pos.weight": RNG.standard_normal((HEADS * D, E))}
+    state |= {f"pos_bias_{name}": RNG.standard_normal((HEADS, D)) for name in "uv"}
+    return Case("conformer", state, conventions.load_conformer, {}, {})  # type: ignore[arg-type]  # no spec
+
+
 CASES = [
     vits(1), vits(HEADS), vits_of_its_authors(), wav2vec2_bert(),
     *map(tensor2tensor, ("causal", "unmasked", "clipped")), gwinndr(bias=True),
@@ -229,6 +236,38 @@ def test_what_is_no_state_dict_is_named(case: Case) -> None:
             case.load(case.state, num_heads=2)
 
 
+@pytest.mark.parametrize("case", [*CASES, conformer()], ids=str)
+def test_a_wrong_prefix_is_answered_by_those_that_are_there(case: Case) -> None:
+    last = "/" if any("/" in key for key in case.state) else "."
+    there = [f"decoder{last}layers{last}{index}{last}" for index in (3, 5)]
+    state = {prefix + key: array for prefix in there for key, array in case.state.items()}
+    state |= {f"a{index}": np.zeros(1) for index in range(20)}  # first in the alphabet
+    for wrong in ("", f"encoder{last}layers{last}3{last}", f"decoder{last}layers{last}"):
+        with pytest.raises(ValueError, match="`prefix` must be the prefix of an attention: ") as caught:
+            case.load(state, num_heads=HEADS, prefix=wrong)
+        assert str(caught.value).endswith(f": {there[0]!r}, {there[1]!r}, got {wrong!r}")
+    with pytest.raises(ValueError, match="`prefix` must end in") as caught:
+        case.load(state, num_heads=HEADS, prefix=there[1][:-1])
+    assert str(caught.value).endswith(f" {last!r}: {there[1]!r}, got {there[1][:-1]!r}")
+    case.load(state, num_heads=HEADS, prefix=there[1])
+
+
+def test_the_weights_of_an_onnx_file() -> None:
+    """The error has the line that reads them."""
+    onnx = pytest.importorskip("onnx")
+    case = vits_of_its_authors()
+    tensors = [onnx.numpy_helper.from_array(array, f"enc.{key}") for key, array in case.state.items()]
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "voice", [], [], tensors))
+    with pytest.raises(
+        TypeError, match=r"`state` must be a mapping from names to arrays: \{.*\}, got ModelProto"
+    ) as caught:
+        case.load(model, num_heads=HEADS, prefix="enc.")
+    (line,) = re.findall("{.*?}", str(caught.value))[:1]
+    _, weights = case.load(eval(line, {"onnx": onnx, "model": model}), num_heads=HEADS, prefix="enc.")
+    for key, weight in case.weights.items():
+        np.testing.assert_array_equal(weights[key], weight)
+
+
 def test_tables_of_two_conventions_are_not_one() -> None:
     case = tensor2tensor("unmasked")
     mixed = {key: array for key, array in case.state.items() if "value_relative" not in key}
@@ -263,10 +302,10 @@ def test_t5_takes_the_bias_of_the_first_layer() -> None:
     state = {("first." if key == bias else "third.") + key: weight for key, weight in case.state.items()}
     _, weights = case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first.")
     np.testing.assert_array_equal(weights["rel_bias"], case.weights["rel_bias"])
-    with pytest.raises(
-        ValueError, match=r"`state` must have 'third.relative_attention_bias.weight'; .* third.k.weight"
-    ):
+    with pytest.raises(ValueError, match=r"`bias_prefix` must be the prefix of an attention: 'first\.', got 'third\.'"):
         case.load(state, num_heads=HEADS, prefix="third.")
+    with pytest.raises(ValueError, match=r"`bias_prefix` must end in '\.': 'first\.', got 'first'"):
+        case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first")
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

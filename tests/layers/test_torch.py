@@ -130,6 +130,20 @@ def test_weights_of_init_weights_load() -> None:
         module.load_state_dict({key: x for key, x in weights.items() if key != "rel_v"})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_of_numpy_load(assign: bool) -> None:
+    """As those of an ONNX file, here with a table that a convention has flipped; in a model, the rest stays torch's."""
+    spec = SPECS["bidirectional"]
+    weights = init_weights(spec, seed=7)
+    weights["rel_k"] = weights["rel_k"][..., ::-1, :]
+    model = nn.Sequential(nn.Linear(8, 8), RelativeMultiheadAttention(spec))
+    state = {f"0.{key}": x for key, x in model[0].state_dict().items()} | {f"1.{key}": x for key, x in weights.items()}
+    assert not any(model.load_state_dict(state, assign=assign))
+    x = torch.randn(2, 5, 8)
+    expected = attention_block(model[0](x), {key: torch.tensor(x.copy()) for key, x in weights.items()}, spec)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_it_is_initialised_as_init_weights_does() -> None:
     check_drawn(init_weights(DRAWN, seed=0))
     torch.manual_seed(0)
