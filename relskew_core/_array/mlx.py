@@ -6,6 +6,7 @@ Its arrays are in the host's memory, which its devices share, and no function ta
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -22,13 +23,14 @@ def __getattr__(name: str) -> Any:
 def _anywhere(function: Any) -> Callable[..., Array]:
     """Let a function that makes an array accept a device, and leave it out."""
 
+    @wraps(function)
     def make(*given: Any, device: Any = None, **options: Any) -> Array:
         return function(*given, **options)
 
     return make
 
 
-arange, asarray, full, zeros = map(_anywhere, (mx.arange, mx.asarray, mx.full, mx.zeros))
+arange, asarray, full, ones, zeros = map(_anywhere, (mx.arange, mx.asarray, mx.full, mx.ones, mx.zeros))
 
 
 def after(x: Array, done: list[Array]) -> Array:
