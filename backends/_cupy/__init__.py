@@ -20,7 +20,7 @@ from relskew_core.backends._path import COMMON, PORTABLE, Path
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that support a call, or why there are none."""
-    reason = torch_refusal(call.given, call.options)
+    reason = torch_refusal(call.operands(half=True), call.options)
     if reason is None:  # pragma: gpu only
         return FUSED
     if function == "attention":

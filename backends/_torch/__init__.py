@@ -35,7 +35,7 @@ def serve(function: str, call: Problem) -> Path | str:
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 
-        reason = choice.refusal(call.given, call.options)
+        reason = choice.refusal(call.operands(half=True), call.options)
         return reason or _fused()
     return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
 

@@ -278,8 +278,9 @@ def relative_attention_vjp(given: Backward) -> Gradients:
 
 def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
     """Check a call and return its gradients, also for a part of a larger call."""
-    call = problem(given.autocast(), part=part)
-    cotangents = _cotangents(given, call)
+    own = given.autocast()
+    call = problem(own, part=part)
+    cotangents = _cotangents(own, call)
     path = backends.path("attention_vjp", call, given.impl)
     operands = call.operands(half=path.half)
     for name, x in cotangents.items():
@@ -293,8 +294,7 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
     with undisturbed(call.given.q):
         gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
     if call.sinks is not None:
-        own = sinks_gradient(call.sinks, **cotangents, xp=call.xp)
-        gradients = with_gradients(gradients, sinks=own)
+        gradients = with_gradients(gradients, sinks=sinks_gradient(call.sinks, **cotangents, xp=call.xp))
     return call.gradients(gradients, given)
 
 
@@ -302,9 +302,9 @@ def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
     """Check the results and cotangents of a call, and return them as a dictionary."""
     outputs = autocast({"d_out": given.d_out, "out": given.out})
     found = {**outputs, "lse": given.lse, "d_lse": given.d_lse}
-    q = call.given.q
+    q = given.q
     namespace_of_arrays({"q": q, "d_out": outputs["d_out"]}, {"out": outputs["out"]})
-    shape = (*given.q.shape[:-1], given.v.shape[-1])
+    shape = (*q.shape[:-1], given.v.shape[-1])
     for name, array in found.items():
         if array is None:
             continue

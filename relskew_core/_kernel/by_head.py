@@ -82,8 +82,11 @@ class HeadScales:
         return given.rel_q is not None or not self.alike
 
     def _times(self, x: Array, factor: Array | float | None) -> Array:
+        if factor is None:
+            return x
+        factor = cast(factor, x.dtype, xp=self.xp) if is_array(factor) else factor
         # NumPy's products have the byte order of the machine
-        return x if factor is None else cast(x * by_head(factor, x), x.dtype, xp=self.xp)
+        return cast(x * by_head(factor, x), x.dtype, xp=self.xp)
 
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
         """Return the gradients of a call from those of the call with factors applied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relskew_core._array.checks import (
@@ -48,7 +48,7 @@ WHOLE = Part()
 class Problem:
     """A checked call: the operands of the kernels, and the form of the caller's results."""
 
-    given: Operands  # in the caller's dtype
+    given: Operands  # in the caller's dtype; those that a factor is applied to are wide
     options: Options
     xp: Namespace
     dtype: Any  # of the caller's arrays and of the results
@@ -71,15 +71,18 @@ class Problem:
     @property
     def is_final(self) -> bool:
         """Whether a kernel's output is the caller's result, which the kernel may then round."""
-        return self.sinks is None and not self.options.part.of_more
+        return self.sinks is None and self.scales is None and not self.options.part.of_more
 
     def operands(self, *, half: bool = False) -> Operands:
         """Return the arrays in the dtype of the accumulation, or unchanged for kernels that accept half precision.
 
         They are widened once for all who ask: who looks whether a path serves, and the path itself.
         """
-        if half:
+        if half and self.scales is None:
             return self.given
+        if half:  # the scaled queries are rounded
+            return Operands(*(cast(x, self.dtype, xp=self.xp) if x is not None and x.dtype == self.wide else x
+                              for x in self.given))  # fmt: skip
         if not self._wide:
             self._wide.append(Operands(*widened(self.given, self.dtype, xp=self.xp)))
         return self._wide[0]
@@ -91,7 +94,7 @@ class Problem:
 
     def gradients(self, gradients: Gradients, arguments: Arguments) -> Gradients:
         """Convert the kernels' gradients to the shapes and dtypes of the caller's arrays."""
-        given = arguments if self.scales is None else self.scales.applied(arguments)
+        given = _scaled(arguments, self.scales, xp=self.xp)
 
         def own(name: str, x: Array | None) -> Array | None:
             if x is None:
@@ -105,7 +108,22 @@ class Problem:
             return cast(x, argument.dtype, xp=self.xp)
 
         found = Gradients(**{name: own(name, x) for name, x in named(gradients).items()})
-        return found if self.scales is None else self.scales.gradients(found, arguments)
+        if self.scales is None:
+            return found
+        found = self.scales.gradients(found, arguments)
+        own_dtype = {name: x if x is None else cast(x, getattr(arguments, name).dtype, xp=self.xp)
+                     for name, x in named(found).items()}  # fmt: skip
+        return Gradients(**own_dtype)
+
+
+def _scaled(given: Arguments, scales: HeadScales | None, *, xp: Namespace) -> Arguments:
+    """Return a call with its factors applied, to arrays in the dtype of the sums, as products are not to be rounded."""
+    if scales is None:
+        return given
+    arrays = {name: x for name, x in given.arrays().items() if KINDS[name] is not Kind.MASK}
+    return scales.applied(
+        replace(given, **dict(zip(arrays, widened(arrays.values(), given.q.dtype, xp=xp), strict=True)))
+    )
 
 
 def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOLE) -> Problem:
@@ -138,8 +156,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     dropout, seed = _check_dropout(given, xp=xp)
     sinks = None if given.sinks is None else check_by_head("sinks", given.sinks, q, xp=xp)
     scales = HeadScales.of(given, xp=xp)
-    if scales is not None:
-        given = scales.applied(given)
+    given = _scaled(given, scales, xp=xp)
     scale: float = q.shape[-1] ** -0.5 if given.scale is None else check_real("scale", given.scale)
     options = Options(
         span=span if ragged is None else ragged.window_span,

@@ -490,3 +490,33 @@ def test_one_learned_number_is_told_from_others() -> None:
         relative_attention(q, q, q, scale=np.asarray(0.5, "float32"))
     with pytest.raises(ValueError, match=r"`sinks` must have shape \(H,\), a number"):
         relative_attention(q, q, q, sinks=np.asarray(0.5))
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_in_half_precision_are_as_precise_as_numbers(library: Library, dtype: str, impl: Any) -> None:
+    if dtype not in library.dtypes:
+        pytest.skip("not a dtype of this library")
+    rng = np.random.default_rng(0)
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.standard_normal((2, 2, 2, 40, 8)))
+    drawn = {"q": q, "k": k, "v": rng.standard_normal((2, 2, 40, 8)), "rel_k": rng.standard_normal((79, 8)) / 4}
+    numbers = {"scale": 100.0, "rel_scale": 9.0}
+    half = {name: library.asarray(x, dtype) for name, x in {**drawn, "d_out": np.ones(drawn["v"].shape)}.items()}
+    factors = {name: library.asarray(np.full(2, x), dtype) for name, x in numbers.items()}
+    rounded = {name: library.to_numpy(half[name]).astype(np.float64) for name in drawn}
+    expected = [
+        oracles.attention(*map(torch.tensor, rounded.values()), **numbers).out,
+        *dense.vjp(np.ones(drawn["v"].shape), rounded, numbers).values(),
+    ]
+
+    def errors(arrays: dict[str, Any], **options: Any) -> list[float]:
+        def called(d_out: Any, **given: Any) -> list[Any]:
+            found = relative_attention_vjp(d_out, **given, **options, impl=impl)
+            return [relative_attention(**given, **options, impl=impl), *(getattr(found, name) for name in drawn)]
+
+        found = map(library.to_numpy, library.call(called, arrays))
+        return [oracles.relative_error(x, y) for x, y in zip(found, expected, strict=True)]
+
+    of_numbers = errors(half, **numbers)
+    for name, one, other in zip(["out", *drawn], errors({**half, **factors}), of_numbers, strict=True):
+        assert one <= 1.2 * other, name
