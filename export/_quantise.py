@@ -18,6 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.namespace import check_plain
 from relskew_core._array.warned import warn_caller
 from relskew_core.export import _table_products as table_products
 from relskew_core.export._graph.functions import all_graphs, cut_axes, names_read, readers_of, refill, vectors_of
@@ -333,7 +334,8 @@ def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
             self._left = iter(inputs)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            return next(({name: np.asarray(x) for name, x in feeds.items()} for feeds in self._left), None)
+            plain = ({name: check_plain(f"inputs[{name!r}]", x) for name, x in feeds.items()} for feeds in self._left)
+            return next(({name: np.asarray(x) for name, x in feeds.items()} for feeds in plain), None)
 
     return Reader()
 

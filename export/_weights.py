@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from relskew_core._array.checks import describe
+from relskew_core._array.namespace import check_plain
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.distance import alibi_slopes
 from relskew_core.export._plan import GraphPlan
@@ -158,6 +159,7 @@ def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
     """Return an array of any library as one of NumPy; errors name its key."""
+    check_plain(f"weights[{key!r}]", given)
     array: np.ndarray = _host_copy(given) if hasattr(given, "dtype") else given
     if not hasattr(array, "dtype") or dtype_name(array.dtype) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")

@@ -13,6 +13,7 @@ import numpy as np
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
 from relskew_core._array.keywords import explains
+from relskew_core._array.namespace import check_plain
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE
 from relskew_core.export._save import SET
@@ -298,7 +299,7 @@ class _Decoder:
 
 def _tokens(name: str, given: Any, most_axes: int) -> Array:
     try:
-        array = np.asarray(given)
+        array = np.asarray(check_plain(name, given))
     except ValueError:  # the rows have different lengths
         raise ValueError(
             f"`{name}` must hold rows of one length, got {describe(given)}: a decoder has no mask for padding, so call "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relskew_core._array.checks import describe
+from relskew_core._array.namespace import check_plain
 from relskew_core.export._save import SET
 from relskew_core.export._whole.encoder_decoder import FILES, START
 from relskew_core.export._whole.generate_memory import TYPES, with_library
@@ -44,7 +45,7 @@ class EncoderDecoder:
         sounds = self._source.type != "tensor(int64)"
         axes = 2 + sounds
         try:
-            source = np.asarray(given)
+            source = np.asarray(check_plain("prompt", given))
         except ValueError:
             raise ValueError(
                 f"`prompt` must hold rows of one length, got {describe(given)}: pad them, and give a `mask` that is 0 "
@@ -63,7 +64,7 @@ class EncoderDecoder:
                 raise ValueError(
                     f"`prompt` must hold tokens 0 … {self._vocabulary - 1}, got {source.min()} … {source.max()}"
                 )
-        seen = np.ones(source.shape[:2], np.int64) if mask is None else np.asarray(mask)
+        seen = np.ones(source.shape[:2], np.int64) if mask is None else np.asarray(check_plain("mask", mask))
         seen = seen if batched or seen.ndim == 2 else seen[None]
         if seen.shape != source.shape[:2] or seen.dtype.kind not in "biu" or not np.isin(seen, (0, 1)).all():
             raise ValueError(

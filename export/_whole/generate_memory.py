@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relskew_core._array.checks import describe
+from relskew_core._array.namespace import check_plain
 from relskew_core.export._library import found_library
 from relskew_core.export._save import SET
 
@@ -56,7 +57,7 @@ def results_for_memory(
     for value in inputs:
         if value.type not in TYPES:
             raise TypeError(f"`model` must take a memory of numbers, got the input {value.name} of {value.type}")
-    arrays = [np.asarray(x) for x in (given if isinstance(given, tuple | list) else [given])]
+    arrays = [np.asarray(check_plain("memory", x)) for x in (given if isinstance(given, tuple | list) else [given])]
     fits = len(arrays) == len(inputs) and all(
         array.dtype.kind in "biuf"
         and array.ndim == len(value.shape)

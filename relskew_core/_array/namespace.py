@@ -40,6 +40,35 @@ def namespace_of_arrays(
     return xp
 
 
+PROTOCOL = frozenset(("__array_finalize__", "__array_function__", "__array_ufunc__", "__array_wrap__"))
+"""Methods of NumPy's protocols by which an array keeps more than numbers: a unit, a mask, labels, two axes."""
+
+PLAIN = (("numpy", "generic"), ("numpy", "memmap"), ("numpy", "ndarray"))
+"""Modules and names of NumPy's classes whose numbers are all that there is; a file is only where they are."""
+
+
+def check_plain(name: str, x: Any) -> Any:
+    """Return a value; arrays with units, masks or labels, which a conversion or the kernels would drop, are refused."""
+    if is_torch(x):
+        return x
+    if isinstance(x, (list, tuple)):
+        for each in x:
+            if not isinstance(each, (int, float)):
+                check_plain(name, each)
+        return x
+    for kind in type(x).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if library == "dask":
+            return check_plain(name, getattr(x, "_meta", None))  # like the arrays of its blocks
+        own = library in LIBRARIES and library != "numpy"
+        if PROTOCOL & vars(kind).keys() and not own and (kind.__module__, kind.__name__) not in PLAIN:
+            raise TypeError(
+                f"`{name}` must be an array of numbers alone, such as its `.value`, `.magnitude` or `numpy.asarray`, "
+                f"because results would lose units, masks and labels, got {describe(x)}"
+            )
+    return x
+
+
 def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
     """Refuse an ``array`` from a different library or device than ``first``."""
     if _namespace(name, array) is not xp:
@@ -111,11 +140,7 @@ def _namespace(name: str, array: Array) -> Namespace:
                 "of `relskew_core.layers.torch` do"
             )
         return namespace
-    kinds = {kind.__name__ for kind in type(array).__mro__}
-    if "MaskedArray" in kinds:  # passes for a plain array, but its mask would be ignored
-        raise TypeError(f"`{name}` must be an array that is not masked, got {describe(array)}")
-    if "matrix" in kinds:  # always has two axes
-        raise TypeError(f"`{name}` must be an array, such as numpy.asarray(matrix), got {describe(array)}")
+    check_plain(name, array)
     try:
         return _conforming(array)
     except TypeError:

@@ -9,7 +9,7 @@ from typing import Any
 from relskew_core._array.autocast import casts
 from relskew_core._array.checks import describe, shape_of
 from relskew_core._array.keywords import explains
-from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.namespace import check_plain, namespace_of_arrays
 from relskew_core._array.precision import cast
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
@@ -151,7 +151,7 @@ def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
     if not spec.cross and memory is not None:
         raise ValueError(f"`memory` must be None because `spec.cross` is False, got {describe(memory)}")
     for name, value in (("x", x), ("memory", memory))[: 2 if spec.cross else 1]:
-        shape = shape_of(value)
+        shape = shape_of(check_plain(name, value))
         if len(shape) < 2 or shape[-1] != spec.embed_dim:
             raise ValueError(f"`{name}` must have shape (..., length, {spec.embed_dim}), got {describe(value)}")
     if memory is not None and tuple(memory.shape[:-2]) != tuple(x.shape[:-2]):

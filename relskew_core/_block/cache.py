@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from relskew_core._array.checks import check_int, describe, has_shape, is_array
 from relskew_core._array.integers import integers
 from relskew_core._array.known import known_values, symbolic
-from relskew_core._array.namespace import device, is_torch
+from relskew_core._array.namespace import check_plain, device, is_torch
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
@@ -109,6 +109,7 @@ class SlidingCache(NamedTuple):
 def check_cached(name: str, value: Any, length: int, new: Array) -> None:
     """Refuse cached keys or values of ``length`` positions that the new ones cannot follow."""
     *lead, heads, _, width = new.shape
+    check_plain(name, value)
     if tuple(getattr(value, "shape", ())) != (*lead, heads, length, width):
         raise ValueError(
             f"`{name}` must have shape (..., {heads}, past length, {width}) with the leading axes of `x`, "
@@ -127,7 +128,7 @@ def check_filled(
     """
     for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
         check_cached(name, old, cache.keys.shape[-2], new)
-    length, lead = cache.length, tuple(k.shape[:-3])
+    length, lead = check_plain("past.length", cache.length), tuple(k.shape[:-3])
     try:
         integral = is_array(length) and xp.isdtype(length.dtype, "integral")
     except TypeError:  # raised by MLX for NumPy's dtypes

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.masks import joint
+from relskew_core._array.namespace import check_plain
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import check_mask
 
@@ -31,6 +32,7 @@ class Seen(TypedDict, total=False):
 def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
     """Return which keys are padding, from a valid padding mask."""
     shape = (*k.shape[:-3], k.shape[-2])
+    check_plain("key_padding_mask", padding)
     if getattr(padding, "dtype", None) != xp.bool or tuple(padding.shape) != shape:
         raise ValueError(
             f"`key_padding_mask` must be a boolean array of shape {shape}, True where a key is padding, "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.namespace import check_plain
 from relskew_core._block.checks import BUCKETS, ENDLESS, check_bias, check_blocks, check_future
 from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span, check_span_given
@@ -267,6 +268,7 @@ class BlockSpec:
         for key, shape in shapes.items():
             if not hasattr(weights[key], "shape"):
                 raise TypeError(f"`weights[{key!r}]` must be an array of shape {shape}, got {describe(weights[key])}")
+            check_plain(f"weights[{key!r}]", weights[key])
             if tuple(weights[key].shape) != shape:
                 raise ValueError(f"`weights[{key!r}]` must have shape {shape}, got {tuple(weights[key].shape)}")
 

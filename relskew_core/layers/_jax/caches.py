@@ -12,7 +12,7 @@ import numpy as np
 from jax import export
 from jax.core import Tracer
 
-from relskew_core._array.namespace import is_torch
+from relskew_core._array.namespace import check_plain, is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import Growing, SlidingCache, check_fixed
 from relskew_core._block.module import ModuleBlock
@@ -57,7 +57,7 @@ class FixedCache(NamedTuple):
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
         """Write the new keys and values after the cached ones; the positions after them are hidden."""
-        length = self.length
+        length = check_plain("past.length", self.length)
         if isinstance(length, int | np.ndarray | np.generic):
             with jax.ensure_compile_time_eval():
                 length = jnp.asarray(length)

@@ -1,0 +1,146 @@
+"""Arrays that are more than their numbers, with units, masks or labels: refused by name wherever arrays come in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import dask.array
+import numpy as np
+import pytest
+
+import relskew_core as relskew
+from relskew_core import BlockSpec, Span, conventions, draw, export, init_weights
+
+
+class Quantity(np.ndarray):
+    """An array with a unit, as those of astropy and unyt."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*map(np.asarray, inputs), **options)
+
+
+class Labelled(np.ndarray):
+    """An array that passes on labels, as those of astropy's tables."""
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.labels = getattr(other, "labels", None)
+
+
+class Wrapped:
+    """A wrapper of an array, as pint's quantities and the arrays of xarray and pandas."""
+
+    def __init__(self, x: Any) -> None:
+        self.x, self.shape, self.dtype, self.ndim = x, x.shape, x.dtype, x.ndim
+
+    def __array__(self, *given: Any, **options: Any) -> Any:
+        return np.asarray(self.x)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return NotImplemented
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "unit": lambda x: x.view(Quantity),
+    "labels": lambda x: x.view(Labelled),
+    "wrapped": Wrapped,
+    "mask": lambda x: np.ma.masked_array(x, np.zeros(x.shape, bool)),
+    "mask in dask": lambda x: dask.array.from_array(np.ma.masked_array(x, np.zeros(x.shape, bool)), asarray=False),
+}
+
+RNG = np.random.default_rng(0)
+Q, TABLE, BIAS = (RNG.standard_normal(shape) for shape in ((1, 2, 5, 4), (9, 4), (2, 9)))
+GRID = {"q_grid": (2, 2), "k_grid": (2, 2)}
+CELLS = {name: RNG.standard_normal((1, 2, 4, 4)) for name in "qkv"}
+ALL = {
+    "q": Q, "k": Q, "v": Q, "rel_k": TABLE, "rel_v": TABLE, "rel_bias": BIAS, "rel_q": Q, "key_table": TABLE,
+    "mask": np.zeros((5, 5)), "scale": np.ones(2), "rel_scale": np.ones(2), "sinks": np.ones(2),
+}  # fmt: skip
+SPEC = BlockSpec(8, 2, Span.causal(8), causal=True)
+WEIGHTS = init_weights(SPEC, seed=0)
+X = RNG.standard_normal((1, 5, 8)).astype("float32")
+CACHE = {"past[0]": np.zeros((1, 2, 3, 4), "float32"), "past[1]": np.zeros((1, 2, 3, 4), "float32")}
+MUSIC = {"q.weight": np.ones((8, 8)), "Er": np.ones((5, 4))}
+
+
+def module(framework: str) -> Any:
+    layers: Any = pytest.importorskip(f"relskew_core.layers.{framework}")
+    return layers.RelativeMultiheadAttention
+
+
+def stepped(framework: str) -> Callable[..., Any]:
+    """Return a call of a module with a cache whose parts are arrays of NumPy."""
+
+    def call(**parts: Any) -> Any:
+        attention = module(framework).from_weights(WEIGHTS, SPEC)
+        cache = attention.empty_cache(1, length=8)
+        return attention(X, past=type(cache)(*parts.values()))
+
+    return call
+
+
+PARTS = {"past.keys": np.zeros((1, 2, 8, 4), "float32"), "past.values": np.zeros((1, 2, 8, 4), "float32"),
+         "past.length": np.zeros(1, "int32")}  # fmt: skip
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "attention": (relskew.relative_attention, ALL),
+    "gradients": (relskew.relative_attention_vjp, {"d_out": Q, **ALL}),
+    "segments": (lambda **x: relskew.relative_attention(Q, Q, Q, **x), {"segments": np.zeros(5, int)}),
+    "offset": (lambda **x: relskew.relative_attention(Q, Q, Q, **x), {"offset": np.zeros(1, int)}),
+    "seed": (lambda **x: relskew.relative_attention(Q, Q, Q, dropout=0.5, **x), {"seed": np.asarray(3)}),
+    "grid": (lambda **x: relskew.relative_attention_2d(**x, **GRID), {
+        **CELLS, "table_h": TABLE[:3], "table_w": TABLE[:3], "rel_bias": np.ones((2, 3, 3)), "scale": np.ones(2)}),
+    "logits": (lambda **x: relskew.relative_logits(**x, n_keys=5), {"q": Q, "table": TABLE}),
+    "bias": (lambda **x: relskew.toeplitz(**x, n_queries=5, n_keys=5), {"bias": BIAS}),
+    "skew": (relskew.skew, {"x": np.ones((5, 9))}),
+    "resized": (lambda **x: relskew.resize_table(**x, rows=5), {"table": TABLE}),
+    "alibi": (lambda **x: relskew.alibi_bias(2, Span.causal(3), **x), {"like": Q}),
+    "swin": (lambda **x: conventions.Swin(window=(2, 2)).load(**x), {"table": np.ones((9, 2))}),
+    "block": (lambda **x: relskew.attention_block(x.pop("x"), x, SPEC), {"x": X, **WEIGHTS}),
+    "cache": (lambda **x: relskew.attention_block(X, WEIGHTS, SPEC, past=tuple(x.values())), CACHE),
+    "to_onnx": (lambda **x: export.to_onnx(SPEC, x), WEIGHTS),
+    "drawn": (draw.draw_weights, {"weights": np.ones((2, 5, 5))}),
+    "flax": (lambda **x: module("flax").from_weights(x, SPEC), WEIGHTS),
+    "equinox": (lambda **x: module("equinox").from_weights(x, SPEC), WEIGHTS),
+    "mlx": (lambda **x: module("mlx").from_weights(x, SPEC), WEIGHTS),
+    "flax, called": (lambda **x: module("flax").from_weights(WEIGHTS, SPEC)(**x), {"x": X}),
+    "equinox, cache": (stepped("equinox"), PARTS),
+}  # fmt: skip
+
+
+REFUSED = "must be an array of numbers alone, .* because results would lose|`seed` must be of the array library"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_refused_by_name(case: str, kind: str) -> None:
+    function, arrays = CASES[case]
+    function(**arrays)
+    for name, x in arrays.items():
+        with pytest.raises(TypeError, match=REFUSED) as error:
+            function(**{**arrays, name: KINDS[kind](x)})
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "," not in case])
+def test_arrays_in_files_are_arrays(case: str) -> None:
+    def mapped(x: Any) -> Any:
+        with tempfile.TemporaryFile() as file:
+            found = np.memmap(file, x.dtype, "w+", shape=x.shape or 1)
+        found[...] = x
+        return found if x.shape else x
+
+    function, arrays = CASES[case]
+    expected, found = function(**arrays), function(**{name: mapped(x) for name, x in arrays.items()})
+    if isinstance(expected, np.ndarray):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_report_says_so_of_weights() -> None:
+    model = export.to_onnx(SPEC, WEIGHTS)
+    report = export.validate(model, SPEC, {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].view(Quantity)})
+    assert not report.ok
+    assert "numbers alone" in report.table()
