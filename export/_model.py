@@ -14,7 +14,7 @@ from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._description import digest, inputs_of, metadata, summary
 from relskew_core.export._graph.attend import attend
 from relskew_core.export._graph.emitter import INT64_MAX, Emitter, Value
-from relskew_core.export._graph.functions import fold_into_functions, fold_into_operator
+from relskew_core.export._graph.functions import fold_into_operator
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.operator import Places, attributes_of_block, places_of
@@ -48,7 +48,6 @@ def to_onnx(
     projections: bool = True,
     in_place: bool = False,
     segments: bool = False,
-    functions: bool = False,
     operator: bool = False,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
@@ -97,9 +96,6 @@ def to_onnx(
         Take ``segments (batch, query_length)`` of int64: a query sees the keys of its segment, a document of a packed
         batch. With ``past``, segments of all keys so far, ``(batch, total_length)``; with ``in_place``, of every
         position of the cache, ``(batch, cache_length)``, including those that the call fills.
-    functions : bool, default False
-        Write the skew and the attention as functions of the model, in the domain ``relskew`` and made of standard
-        operators: a viewer then shows one box for each. The numbers are the same; not every runtime supports functions.
     operator : bool, default False
         Write attention as one node ``relskew::RelativeAttention``, which is also a function of the model: if
         :func:`custom_ops_library` is registered, onnxruntime runs the compiled kernels, and otherwise the function,
@@ -151,11 +147,7 @@ def to_onnx(
     ['q', 'k', 'v']
     """
     check_spec(spec)
-    check_bool("functions", functions)
-    if check_bool("operator", operator) and functions:
-        raise ValueError(
-            "`operator=True` excludes `functions=True`: the function of a node has standard operators alone"
-        )
+    check_bool("operator", operator)
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
     arrays = read_weights(spec, weights, projections=check_bool("projections", projections))
@@ -178,13 +170,11 @@ def to_onnx(
     g = Emitter(plan.dtype)
     places = _emit(g, plan, layout, operator=operator)
     # IR version 10 introduced the types of a function's values.
-    ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
+    ir_version = max(plan.ir_version, 10) if operator else plan.ir_version
     model = g.model(name, plan.opset, ir_version, summary(plan))
     model.graph.doc_string += f" Weights: SHA-256 {digest(model)}."
     model.producer_name = "relskew"
     model.producer_version = __version__
-    if functions:
-        fold_into_functions(model)
     if operator:
         fold_into_operator(model, *places, attributes_of_block(plan))
     onnx.helper.set_model_props(model, metadata(spec, plan))

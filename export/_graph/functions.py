@@ -1,4 +1,4 @@
-"""The skew and the attention as functions of the model, so that a viewer shows a few boxes that can be opened."""
+"""The attention as a function of the model, and what reads or changes the nodes of a finished graph."""
 
 from __future__ import annotations
 
@@ -15,22 +15,6 @@ from relskew_core.export._graph.operator import DOMAIN, NAME, VERSION
 PROJECTIONS = tuple(f"relskew/compute/{name}_proj" for name in ("q", "k", "v", "out"))
 
 
-def fold_into_functions(model: onnx.ModelProto) -> None:
-    """Replace the skews of a model, then everything between the projections, by calls of functions."""
-    graph = model.graph
-    functions: list[onnx.FunctionProto] = []
-    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
-    for one in all_graphs(graph):
-        skew = [node for node in one.node if "/skew/" in node.name]
-        if skew:
-            _, _, *branch = skew[0].name.partition("/skew/")[0].split("/")
-            path = "/".join(["relskew/compute", *branch, "skew"])
-            functions.append(_fold(one, skew, "".join(map(str.title, [*branch, "skew"])), path, constants, model))
-    inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS)]
-    functions.append(_fold(graph, inner, "AttentionOfParts", "relskew/compute/relative_attention", constants, model))
-    _add(model, functions, constants)
-
-
 def fold_into_operator(
     model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any]
 ) -> None:
@@ -39,49 +23,33 @@ def fold_into_operator(
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
     before = {node.name for node in graph.node if node.output[0] in inputs}
     inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS) and node.name not in before]
-    path, places = "relskew/compute/relative_attention", (inputs, outputs)
-    function = _fold(graph, inner, NAME, path, constants, model, places, **attributes)
-    _add(model, [function], constants)
-
-
-def _add(
-    model: onnx.ModelProto, functions: Sequence[onnx.FunctionProto], constants: Mapping[str, onnx.TensorProto]
-) -> None:
-    """Add functions to a model, with the constants that only they use."""
-    graph = model.graph
+    function = _fold(graph, inner, constants, model, list(inputs), list(outputs), attributes)
     used = set(names_read(graph.node))
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name in constants and graph.initializer[index].name not in used:
             del graph.initializer[index]
-    model.functions.extend(functions)
+    model.functions.append(function)
     model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 
 
 def _fold(
     graph: onnx.GraphProto,
     nodes: list[onnx.NodeProto],
-    name: str,
-    path: str,
-    constants: dict[str, onnx.TensorProto],
+    constants: Mapping[str, onnx.TensorProto],
     model: onnx.ModelProto,
-    places: tuple[Sequence[str], Sequence[str]] | None = None,
-    **attributes: Any,
+    inputs: list[str],
+    outputs: list[str],
+    attributes: Mapping[str, Any],
 ) -> onnx.FunctionProto:
-    """Move nodes of a graph into a function, and replace them by a call.
-
-    ``places``: its inputs, of which some are empty, and its outputs, where these have an order.
-    """
+    """Move nodes of a graph into a function, and replace them by a call; some of its inputs are empty."""
+    path = "relskew/compute/relative_attention"
     kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
     kept = [node for node in graph.node if node.name in kept_names]
     made = {output for node in nodes for output in node.output}
     read = dict.fromkeys(one for one in names_read(nodes) if one not in made)
-    inputs = [one for one in read if one not in constants]
     wanted = {*names_read(kept), *(value.name for value in graph.output)}
-    outputs = [output for node in nodes for output in node.output if output in wanted]
-    if places is not None:
-        assert set(inputs) <= set(places[0])
-        assert set(outputs) == set(places[1])
-        inputs, outputs = map(list, places)
+    assert {one for one in read if one not in constants} <= set(inputs)
+    assert {output for node in nodes for output in node.output if output in wanted} == set(outputs)
     stored = [
         helper.make_node("Constant", [], [one], name=f"{path}/{one}", value=constants[one])
         for one in read
@@ -93,9 +61,9 @@ def _fold(
     infos = [info for info in graph.value_info if info.name in made]
     named = [one or f"none_{place}" for place, one in enumerate(inputs)]
     function = helper.make_function(
-        DOMAIN, name, named, outputs, [*stored, *nodes], imports, list(attributes), value_info=infos
+        DOMAIN, NAME, named, outputs, [*stored, *nodes], imports, list(attributes), value_info=infos
     )
-    call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN, **attributes)
+    call = helper.make_node(NAME, inputs, outputs, name=path, domain=DOMAIN, **attributes)
     # The call replaces the last of the nodes: nodes before it produce its inputs, and nodes after it read its outputs.
     last = max(index for index, node in enumerate(graph.node) if node.name not in kept_names)
     before = [node for node in graph.node[: last + 1] if node.name in kept_names]

@@ -160,7 +160,6 @@ def export(
     device: Annotated[
         str | None, typer.Option(help="Where the model will run; cuda takes no loop over chunks of queries.")
     ] = None,
-    functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
     operator: Annotated[
         bool,
         typer.Option(
@@ -185,7 +184,7 @@ def export(
     model = to_onnx(
         spec, arrays, profile=written_for, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
         chunk_size=chosen_chunk if chunk_size is None else chunk_size, projections=whole, in_place=in_place,
-        segments=segments, functions=functions, operator=operator,
+        segments=segments, operator=operator,
     )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)

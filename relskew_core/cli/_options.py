@@ -47,7 +47,7 @@ PANELS = {
     "Weights": ("weights", "prefix", "seed", "model"),
     "Graph": (
         "profile", "opset", "dtype", "max_length", "past", "in_place", "mask", "segments", "no_projections",
-        "chunk_size", "device", "functions", "operator",
+        "chunk_size", "device", "operator",
     ),
     "Output": ("save", "overwrite", "as_json"),
 }  # fmt: skip

@@ -54,7 +54,7 @@ def test_the_whole_sweep(form: str) -> None:
 
 def test_as_functions() -> None:
     spec, options, weights = made("in place: cache")
-    model = to_onnx(spec, weights, profile="ort-contrib", functions=True, **options)
+    model = to_onnx(spec, weights, profile="ort-contrib", operator=True, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 4])
     assert report.ok, report.table()
 

@@ -179,7 +179,7 @@ def test_the_operator_of_onnxruntime_is_known_in_its_profile() -> None:
 
 
 def test_our_own_functions_are_known() -> None:
-    made = model(CAUSAL, functions=True)
+    made = model(CAUSAL, operator=True)
     assert made.functions
     assert not failures(made, CAUSAL)
     made.graph.node.append(helper.make_node("Unknown", ["x"], ["unknown"], domain=made.functions[0].domain))

@@ -166,7 +166,7 @@ def test_blocks_are_stacked_by_onnx(profile: Any) -> None:
 def test_versions_as_old_as_the_opset_allows() -> None:
     versions = [export("causal", profile="portable", opset=opset).ir_version for opset in OPSETS]
     assert versions == [8, 9, 9, 10, 10, 10, 10]
-    assert export("causal", profile="portable", functions=True).ir_version == 10
+    assert export("causal", profile="portable", operator=True).ir_version == 10
 
 
 def stored(model: onnx.ModelProto, key: str) -> np.ndarray[Any, Any]:

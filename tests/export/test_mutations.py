@@ -25,8 +25,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "in place: cache": {},
     "in place: cache, zero, values, mask": {},
     "causal, values": {"chunk_size": 3},
-    "causal": {"functions": True},
-    "full, grouped": {"profile": "portable", "functions": True},
+    "causal": {"operator": True},
+    "full, grouped": {"profile": "portable", "operator": True},
     "causal, window": {"chunk_size": 5},
 }
 SCOPES = {"causal, values": "long/", "causal, window": "short/"}

@@ -112,8 +112,6 @@ def test_a_length_that_cuts_one_end_is_refused(form: str) -> None:
 def test_wrong_arguments_are_named() -> None:
     spec = BlockSpec(8, 2, Span.causal(8), causal=True)
     weights = init_weights(spec, seed=0)
-    with pytest.raises(ValueError, match=r"`operator=True` excludes `functions=True`"):
-        to_onnx(spec, weights, operator=True, functions=True)
     slopes = BlockSpec.alibi(8, 2)
     with pytest.raises(ValueError, match=r"excludes a bias by distance in half precision.* got dtype float16"):
         to_onnx(slopes, init_weights(slopes, seed=0), operator=True, dtype="float16")

@@ -92,8 +92,8 @@ def examples(draw: st.DrawFn) -> Example:
     dtype, runtime = draw(st.sampled_from(["float32", "float32", "float64", "float16"])), "onnxruntime"
     if dtype == "float32" and not in_place and draw(st.sampled_from([False] * 4 + [True])):
         runtime = "reference"
-    functions = draw(st.sampled_from([None, None, "functions", "operator"]))
-    if functions == "operator" and runtime != "reference" and draw(st.booleans()) and found_library() is not None:
+    operator = draw(st.sampled_from([False, False, True]))
+    if operator and runtime != "reference" and draw(st.booleans()) and found_library() is not None:
         runtime = "onnxruntime with the operator library"
     options = {
         "profile": "ort" if in_place else draw(st.sampled_from(PROFILES)),
@@ -104,8 +104,7 @@ def examples(draw: st.DrawFn) -> Example:
         "mask": draw(st.booleans()),
         "segments": not spec.cross and draw(st.booleans()),
         "projections": draw(st.booleans()),
-        "functions": functions == "functions",
-        "operator": functions == "operator",
+        "operator": operator,
         "chunk_size": None if in_place or spec.block_size else draw(st.none() | st.integers(1, 5)),
     }
     lengths = st.builds(

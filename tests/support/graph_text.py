@@ -28,15 +28,12 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "full-double": ("full, shared table", {"dtype": "float64"}),
     "full-portable": ("full, uneven table", PORTABLE),
     "short-trt": ("causal, short", TRT),
-    "cache-functions": ("cache, mask", {"functions": True}),
-    "functions-chunks": ("causal, window", CHUNKS | {"functions": True}),
     "window-core-chunks": ("core: window, mask", CHUNKS),
     "grouped-core-chunks": ("core: full, grouped", CHUNKS),
     "values-window": ("values alone, window", {}),
     "cross-clip-short": ("cross, clip, short", {}),
     "causal-contrib": ("causal", CONTRIB),
     "cache-core-contrib": ("core: cache, grouped, no bias", CONTRIB),
-    "core-functions": ("core: full, grouped", {"functions": True}),
     "cache-contrib": ("cache, grouped, no bias", CONTRIB),
     "in-place-contrib": ("in place: segments, cache", CONTRIB),
     "cache-mask-chunks-trt": ("cache, mask", CHUNKS | TRT),
@@ -69,7 +66,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "in-place-mask": ("in place: cache, mask", {}),
     "in-place-zero": ("in place: cache, zero, values, mask", {}),
     "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
-    "in-place-blocks-functions": ("in place: blocks, cache", {"functions": True}),
 }
 CHANGES: dict[str, dict[str, Any]] = {"cache-changed": {}, "cache-changed-contrib": {"contrib": True}}
 WRITTEN |= {name: ("cache, grouped, no bias", TRT | {"opset": 24}) for name in CHANGES}

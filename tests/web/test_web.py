@@ -84,7 +84,7 @@ def test_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, form: Any
     assert any(check.runtime.startswith("onnxruntime-web") for check in report.checks)
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 3}, {"functions": True}], ids=["chunks", "functions"])
+@pytest.mark.parametrize("options", [{"chunk_size": 3}, {"operator": True}], ids=["chunks", "operator"])
 def test_options_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setitem(runtimes.OPENERS, "web", web.open)
     spec, own, weights = made("cache, mask")
