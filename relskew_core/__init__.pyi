@@ -505,7 +505,7 @@ def sinusoidal_table(
     xp: Any,
     dtype: Any = None,
     order: Literal["halves", "interleaved"] = "halves",
-    direction: Literal["past", "future"] = "past",
+    direction: Literal["past", "future", "both"] = "past",
     base: float = 10000.0,
 ) -> Array: ...
 def skew(x: A) -> A: ...

@@ -41,7 +41,9 @@ def inputs(sizes: dict[str, Any]) -> dict[str, Any]:
     if not sizes:
         return {}
     rng, (n, m) = np.random.default_rng(1), (np.atleast_1d(sizes[name]) for name in "qk")
-    arrays = {name: rng.standard_normal((2, 3, *length, 8)) for name, length in (("q", n), ("k", m), ("v", m))}
+    arrays: dict[str, Any] = {
+        name: rng.standard_normal((2, 3, *length, 8)) for name, length in (("q", n), ("k", m), ("v", m))
+    }
     if "local" not in sizes:
         arrays["bias"] = np.triu(np.full((n[0], m[0]), -1e9), m[0] - n[0] + 1) if "hidden" in sizes else None
     return arrays

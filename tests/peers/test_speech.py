@@ -164,7 +164,7 @@ def test_zipformer(length: int) -> None:
     given: dict[str, Any] = {"ScaledFloat": float, "FloatLike": float, "ScheduledFloat": lambda *_: 0.0}
     given |= {"softmax": torch.softmax, "Identity": torch.nn.Identity, "_whitening_schedule": lambda *_, **__: None}
     given |= dict.fromkeys(["Whiten", "Balancer", "Dropout2"], lambda *_, **__: torch.nn.Identity())
-    given["ScaledLinear"] = lambda *sizes, bias, initial_scale: torch.nn.Linear(*sizes, bias=bias)
+    given["ScaledLinear"] = lambda n, m, bias, initial_scale: torch.nn.Linear(n, m, bias)
     encoding, weights, attention = definitions(
         "zipformer", "modules/zipformer.py", "CompactRelPositionalEncoding", "RelPositionMultiheadAttentionWeights",
         "SelfAttention", **given,

@@ -86,7 +86,7 @@ def test_2d(found: dict[str, np.ndarray]) -> None:
     flat = {key: x.reshape(2, 3, 12, 8) for key, x in qkv.items()}
     width, height = (table[:, 4 - count : 3 + count] for table, count in zip(tables, (4, 3), strict=True))
     grid: dict[str, Any] = {"q_grid": (3, 4), "k_grid": (3, 4)}
-    check(relative_attention_2d(*flat.values(), height, width, **grid), want.reshape(2, 3, 12, 8))
+    check(relative_attention_2d(flat["q"], flat["k"], flat["v"], height, width, **grid), want.reshape(2, 3, 12, 8))
     logits = flat["q"] @ flat["k"].swapaxes(-1, -2) + np.asarray(relative_logits_2d(flat["q"], height, width, **grid))
     weights = np.exp(8**-0.5 * logits)
     check(weights / weights.sum(-1, keepdims=True) @ flat["v"], want.reshape(2, 3, 12, 8))

@@ -52,12 +52,12 @@ class TableAttention(nn.Module):
         after_loading: Any = self.register_load_state_dict_post_hook
         after_loading(_reset_fixed)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any, **more: Any) -> None:
         """Make tensors of NumPy's arrays, such as those of an ONNX file, for the projections too."""
         for key, x in state_dict.items():
             if key.startswith(prefix) and type(x).__module__ == "numpy":
                 state_dict[key] = torch.from_numpy(x.copy())  # of negative strides, too
-        super()._load_from_state_dict(state_dict, prefix, *options)
+        super()._load_from_state_dict(state_dict, prefix, *options, **more)
 
     def reset_fixed(self) -> None:
         """Compute the buffers that are not learned.
