@@ -23,7 +23,7 @@ def exported(
     rel_scale: float | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend like ``relative_attention``, without any condition on lengths."""
@@ -33,6 +33,8 @@ def exported(
     rel_factor = factor if rel_scale is None else rel_scale
     n, m = q.shape[-2], k.shape[-2]
     span = Span(0, 0, "zero") if span is None else span
+    if isinstance(offset, Tensor):
+        positions, offset = _from(offset, n, m, q), 0
     places = _Columns(span, n, m, offset) if positions is None else _Pairs(span, *positions)
     terms = []
     if x.rel_k is not None:
@@ -44,8 +46,7 @@ def exported(
     left, right = (None, None) if window is None else window
     right = 0 if causal else right
     if left is not None or right is not None:
-        own, keys = (torch.arange(size, dtype=torch.int64, device=q.device) for size in (n, m))
-        terms.append(_seen(*((own + offset, keys) if positions is None else positions), left, right))
+        terms.append(_seen(*(_from(offset, n, m, q) if positions is None else positions), left, right))
     if x.mask is not None:
         terms.append(x.mask)
     if q.shape[-3] != k.shape[-3]:
@@ -53,6 +54,12 @@ def exported(
     weights = torch.softmax(functools.reduce(_plus, [q @ k.mT * factor, *terms]), -1)
     out: Tensor = weights @ v
     return out if x.rel_v is None else out + places.values(weights, x.rel_v)
+
+
+def _from(offset: int | Tensor, n: int, m: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of ``n`` queries from the offset on, and of ``m`` keys."""
+    own, keys = (torch.arange(size, dtype=torch.int64, device=q.device) for size in (n, m))
+    return own + offset, keys
 
 
 def _plus(x: Tensor, y: Tensor) -> Tensor:

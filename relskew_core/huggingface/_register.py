@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
 
     The bias is added to the positions of the model. To use it, call ``model.set_attn_implementation(name)``, or pass
     ``attn_implementation=name`` when you create a model. Caches, padding, sliding windows and grouped heads work as
-    before.
+    before. Attention to another sequence, as of a decoder to its encoder, gets no bias.
 
     Parameters
     ----------
@@ -48,7 +50,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     ------
     ValueError, TypeError
         If an argument does not fit, or transformers already uses ``name``. Later, in a model's ``forward``: if the
-        model passes arguments that are not supported (sinks, another bias, packed lengths).
+        model passes arguments that are not supported (sinks, another bias, packed lengths), if it supports no attention
+        but transformers' own, or if nothing says which keys are those of the queries.
 
     See Also
     --------
@@ -106,6 +109,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     known = transformers.AttentionInterface()
     if name in known and not isinstance(known[name], _Registered):
         raise ValueError(f"`name` must not be one of transformers' own, got {name!r}")
+    torch.compiler.assume_constant_result(_checked)
     transformers.AttentionInterface.register(name, _Registered(rel_bias, span))
     masking.AttentionMaskInterface.register(name, _masks(masking.sdpa_mask))
     return name
@@ -116,7 +120,6 @@ class _Registered:
 
     def __init__(self, rel_bias: Bias, span: Span | None) -> None:
         self.rel_bias, self.span = rel_bias, span
-        self._slopes: dict[Any, Tensor] = {}
 
     def __call__(
         self,
@@ -139,16 +142,20 @@ class _Registered:
                     f"`{name}` must be None, got {describe(others[name])}: relskew's attention does not support it"
                 )
         n, m = query.shape[-2], key.shape[-2]
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        # Without a mask, a single query is at the end, and several queries begin where the keys begin.
-        offset = m - n if attention_mask is not None or n == 1 else 0
-        offset = length(getattr(attention_mask, "relskew_offset", offset))
-        rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-        out = attend(
-            query, key, value, rel_bias=rel_bias, span=span, mask=attention_mask, scale=scaling, offset=offset,
-            causal=causal and attention_mask is None, dropout=dropout, **options,
-        )  # fmt: skip
+        if not _crosses(module):
+            alone = attention_mask is None
+            if alone and causal is None and n > 1:
+                raise ValueError(
+                    f"`attention_mask` must be a mask, got None: {type(module).__name__} has no `is_causal`, and "
+                    "may see the future or not"
+                )
+            offset = _offset(attention_mask, n, m, causal)
+            past = m if isinstance(offset, Tensor) else max(n + offset, 1)
+            rel_bias, span = self._bias(module, query, past, 1 if alone and causal else n)
+            options |= {"rel_bias": rel_bias, "span": span, "offset": offset, "causal": alone and bool(causal)}
+        out = attend(query, key, value, mask=attention_mask, scale=scaling, dropout=dropout, **options)
         return out.transpose(1, 2).contiguous(), None
 
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
@@ -157,12 +164,9 @@ class _Registered:
             # At least float32 before the product is rounded: half precision represents neither all distances nor all
             # slopes.
             wide = torch.promote_types(q.dtype, torch.float32)
-            where = (q.shape[-3], q.device, wide)
-            if where not in self._slopes:
-                slopes = torch.tensor(alibi_slopes(q.shape[-3]), dtype=wide, device=q.device)
-                self._slopes[where] = -slopes[:, None]
+            slopes = torch.tensor([[-slope] for slope in alibi_slopes(q.shape[-3])], dtype=wide, device=q.device)
             distances = torch.arange(1 - past, future, dtype=torch.int64, device=q.device).abs()
-            return (self._slopes[where] * distances).to(q.dtype), Span(past - 1, future - 1, "clip")
+            return (slopes * distances).to(q.dtype), Span(past - 1, future - 1, "clip")
         numbers = self.rel_bias if isinstance(self.rel_bias, Tensor) else self.rel_bias(module)
         span = self.span
         if span is None:
@@ -171,13 +175,108 @@ class _Registered:
         return numbers.to(q.dtype), span
 
 
-def _masks(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return boolean masks with the positions of their queries, which only caches of a fixed length have."""
+OTHER_KEYS = frozenset(
+    ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context_hidden_states", "context", "key",
+     "keys")
+)  # fmt: skip
+"""The arguments in which attention modules of transformers get another sequence for their keys."""
 
-    def masks(*given: Any, q_offset: Any = 0, kv_offset: Any = 0, **options: Any) -> Tensor | None:
-        mask = make(*given, q_offset=q_offset, kv_offset=kv_offset, **options)
+HIDDEN = -100.0
+"""The largest number of an additive mask that hides a key."""
+
+_may_cross: dict[type[Any], bool] = {}
+
+
+def _crosses(module: Any) -> bool:
+    """Whether the keys come from another sequence than the queries, so that no position relates them."""
+    kind, is_decoder = type(module), getattr(module, "is_decoder", None)
+    if not _checked(kind):
+        return False
+    if "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False):
+        return True
+    if is_decoder is None and not getattr(module, "is_causal", None):
+        raise ValueError(
+            f"`model` must have attention that says whether it attends to another sequence, got {kind.__name__}, which "
+            "can do both: only keys of the queries' sequence have positions relative to them"
+        )
+    return bool(is_decoder) and not module.is_causal
+
+
+def _checked(kind: type[Any]) -> bool:
+    """Return whether a class of attention can get other keys, if its models support attention without masks.
+
+    It may also be the class of a configuration, whose models are in another file.
+    """
+    if kind not in _may_cross:
+        files = {base.__module__.replace("configuration_", "modeling_") for base in kind.__mro__}
+        files -= {"transformers.modeling_utils"}  # which supports nothing by itself
+        models = [
+            model
+            for file in files & sys.modules.keys()
+            for model in vars(sys.modules[file]).values()
+            if hasattr(model, "_supports_sdpa") and model.__module__ == file
+        ]
+        if models and not any(model._supports_sdpa or model._supports_attention_backend for model in models):
+            raise ValueError(
+                "`model` must support attention functions of transformers' interface, `_supports_sdpa` or "
+                f"`_supports_attention_backend`, got {kind.__name__}: it would see the future"
+            )
+        arguments = inspect.signature(kind.forward).parameters if hasattr(kind, "forward") else ()
+        _may_cross[kind] = not OTHER_KEYS.isdisjoint(arguments)
+    return _may_cross[kind]
+
+
+def _offset(mask: Tensor | None, n: Any, m: Any, causal: bool | None) -> Any:
+    """Return the position of the first query among the keys.
+
+    Keys are more than queries if a cache has keys of the past, and, with a fixed length, room that is not filled yet.
+    The mask hides this room, and a query sees its own key.
+    """
+    stored = getattr(mask, "relskew_offset", None)  # lost in a copy
+    if stored is not None:
+        return stored if torch.compiler.is_compiling() else length(stored)
+    if n == m:
+        return 0
+    if mask is None and causal is not None and not causal:
+        raise ValueError(
+            f"`attention_mask` must be a mask where {n} queries attend to {m} keys and the future, got None: it says "
+            "which of the keys are those of the queries"
+        )
+    if mask is None:
+        return m - n
+    seen = (mask if mask.dtype == torch.bool else mask > HIDDEN).reshape(-1, *mask.shape[-2:]).any(0).expand(n, m)
+    queries, keys = (torch.arange(1, size + 1, dtype=torch.int64, device=mask.device) for size in (n, m))
+    ends = torch.where(seen, keys, 0).amax(-1)  # behind the last key that each query sees
+    end, latest = ends.amax(), (ends - queries).amax()
+    offset = (end - n).clamp(0)  # the earliest position of the first query
+    clear = (latest <= offset) | (end == m)
+    if torch.compiler.is_compiling():
+        torch._assert_async(clear)
+        return offset
+    if not clear:
+        raise ValueError(
+            f"`attention_mask` must show which {n} of {m} keys are those of the queries, got {describe(mask)}: "
+            "queries see keys after their own, or not their own; pass a mask of two axes, and pad on the left"
+        )
+    return int(offset)
+
+
+def _masks(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return boolean masks with the positions of their queries, and leave out only those that say nothing."""
+
+    def masks(
+        *, q_length: Any, kv_length: Any, q_offset: Any = 0, kv_offset: Any = 0, config: Any = None, **options: Any
+    ) -> Tensor | None:
+        offset = q_offset - kv_offset
+        _checked(type(config))
+        if not torch.compiler.is_exporting():  # exports always have masks
+            # Without a mask, the queries are the last keys.
+            last = q_length == kv_length or (not isinstance(offset, Tensor) and offset + q_length == kv_length)
+            for skip in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
+                options[skip] = options.get(skip, False) and last
+        mask = make(q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, **options)
         if mask is not None:
-            mask.relskew_offset = q_offset - kv_offset  # type: ignore[attr-defined]
+            mask.relskew_offset = offset  # type: ignore[attr-defined]
         return mask
 
     return masks

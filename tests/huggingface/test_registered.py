@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracles
 from relskew_core import Span, alibi_bias
@@ -33,8 +34,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def register(cls, name: str, function: Any) -> None:
             attention[name] = function
 
-    def sdpa_mask(*, q_offset: int, kv_offset: int, **options: Any) -> torch.Tensor:
-        queries, keys = torch.arange(N)[:, None] + q_offset, torch.arange(M) + kv_offset
+    def sdpa_mask(*, q_length: int, kv_length: int, q_offset: int, kv_offset: int, **options: Any) -> torch.Tensor:
+        queries, keys = torch.arange(q_length)[:, None] + q_offset, torch.arange(kv_length) + kv_offset
         return (keys <= queries)[None, None]
 
     package, masking = ModuleType("transformers"), ModuleType("transformers.masking_utils")
@@ -59,10 +60,10 @@ def test_alibi(registered: dict[str, Any], case: str) -> None:
     mask = None
     n, m, offset = {"alone": (M, M, 0), "both sides": (M, M, 0)}.get(case, (N, M, M - N))
     if case == "a past":
-        mask = registered["masks"][name](q_offset=offset, kv_offset=0)
+        mask = registered["masks"][name](q_length=N, kv_length=M, q_offset=offset, kv_offset=0)
     elif case == "a cache of a fixed length":  # its last place is not filled yet
         offset = 1
-        mask = registered["masks"][name](q_offset=torch.tensor(offset), kv_offset=0)
+        mask = registered["masks"][name](q_length=N, kv_length=M, q_offset=torch.tensor(offset), kv_offset=0)
     q, k, v = heads(1, n), heads(2, m), heads(3, m)
     module = SimpleNamespace(is_causal=case != "both sides")
     got, weights = registered["attention"][name](module, q, k, v, mask, scaling=0.5, dropout=0.0, position_ids=None)
@@ -96,6 +97,79 @@ def test_numbers_and_a_softcap(registered: dict[str, Any]) -> None:
         register_attention("ours", rel_bias=rel_bias)
         got, _ = registered["attention"]["ours"](module, q, k, v, None, softcap=2.0)
         assert oracles.relative_error(got.transpose(1, 2).numpy(), expected) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+def test_a_mask_shows_where_queries_are(registered: dict[str, Any], dtype: torch.dtype) -> None:
+    """A copy loses what was stored with it; the room behind the last key is hidden, and padding too."""
+    numbers = torch.randn(H, 3, dtype=torch.float64)
+    q, k, v = heads(1, N), heads(2, M + 4), heads(3, M + 4)
+    register_attention("ours", rel_bias=numbers)
+    attend, module = registered["attention"]["ours"], SimpleNamespace(is_causal=True)
+    want = oracles.relative_attention(
+        q.numpy(), k[..., :M, :].numpy(), v[..., :M, :].numpy(), None, Span(2, 0, "clip"), rel_bias=numbers.numpy(),
+        offset=M - N, causal=True,
+    ).out  # fmt: skip
+    seen = registered["masks"]["ours"](q_length=N, kv_length=M + 4, q_offset=M - N, kv_offset=0)
+    for shown in (seen, seen.clone(), torch.cat([seen, seen & (torch.arange(M + 4) < M - 1)])[:, :, :, :]):
+        mask = shown if dtype == torch.bool else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -1e4)
+        got, _ = attend(module, *(x.expand(len(mask), -1, -1, -1) for x in (q, k, v)), mask)
+        assert oracles.relative_error(got[:1].transpose(1, 2).numpy(), want) < 1e-12
+    together = seen | (torch.arange(M + 4) < M)
+    for unclear in (together.clone(), seen & (torch.arange(M + 4) < M - 1)):
+        with pytest.raises(ValueError, match="`attention_mask` must show which 3 of 9 keys are those of the queries"):
+            attend(module, q, k, v, unclear)
+    hidden, _ = attend(module, q, k, v, torch.zeros_like(seen))
+    assert not hidden.any()
+
+
+def test_keys_of_another_text_have_no_bias(registered: dict[str, Any]) -> None:
+    """Modules that attend to both say which: by their class, by their attributes, or they are refused."""
+    register_attention("ours", rel_bias=torch.full((H, 2 * M - 1), 1e3).cumsum(-1).double(), span=Span.full(M))
+    q, k, v = heads(1, M), heads(2, M), heads(3, M)
+
+    class StandIn(torch.nn.Module):
+        def forward(self, hidden_states: Any, encoder_hidden_states: Any = None) -> Any: ...
+
+    class StandInCross(StandIn): ...
+
+    def differs(kind: type[Any], **attributes: Any) -> bool:
+        module = kind()
+        vars(module).update(attributes)
+        got, _ = registered["attention"]["ours"](module, q, k, v, None)
+        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=bool(attributes.get("is_causal")))
+        return not torch.allclose(got.transpose(1, 2), plain)
+
+    assert not differs(StandInCross)
+    assert not differs(StandIn, is_cross_attention=True)
+    assert not differs(StandIn, is_decoder=True, is_causal=False)
+    assert differs(StandIn, is_decoder=False, is_causal=False)
+    assert differs(StandIn, is_decoder=True, is_causal=True)
+    assert differs(StandIn, is_causal=True)
+    assert differs(torch.nn.Module, is_causal=False)
+    with pytest.raises(
+        ValueError, match="`model` must have attention that says whether it attends to another sequence"
+    ):
+        differs(StandIn, is_causal=False)
+    with pytest.raises(ValueError, match="`attention_mask` must be a mask, got None: Module has no `is_causal`"):
+        differs(torch.nn.Module)
+    q = q[..., :N, :]
+    with pytest.raises(
+        ValueError, match="`attention_mask` must be a mask where 3 queries attend to 5 keys and the fut"
+    ):
+        differs(torch.nn.Module, is_causal=False)
+
+
+def test_nothing_of_a_traced_call_stays(registered: dict[str, Any]) -> None:
+    attend, module = registered["attention"][register_attention("ours")], SimpleNamespace(is_causal=True)
+    with FakeTensorMode():
+        attend(module, *(torch.zeros(1, H, M, D, dtype=torch.float64) for _ in range(3)), None)
+    q, k, v = heads(1, M), heads(2, M), heads(3, M)
+    got, _ = attend(module, q, k, v, None)
+    want = oracles.relative_attention(
+        q.numpy(), k.numpy(), v.numpy(), None, Span.full(M), rel_bias=bias_of(M), causal=True
+    ).out
+    assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
 def test_refusals(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peers.common import check, peer, randomised
 from peers.family import padded_on_the_left, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from relskew_core import Span
+from relskew_core import Span, t5_buckets
 from relskew_core.huggingface import register_attention, replace_rotary
 
 Tensor = torch.Tensor
+LENGTH, ROOM = 12, 16
 SLOPES = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+NUMBERS = torch.randn(4, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+SMALL = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 16, "vocab_size": 50,
+}  # fmt: skip
 
 
 def model(name: str = "Llama", **options: Any) -> Any:
-    config = peer(f"transformers.{name}Config")(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=16,
-        vocab_size=50, **options,
-    )  # fmt: skip
+    config = peer(f"transformers.{name}Config")(**SMALL | options)
     config._attn_implementation = "eager"
-    return randomised(peer(f"transformers.{name}ForCausalLM")(config))
+    return randomised(peer(f"transformers.{name.removesuffix('Text')}ForCausalLM")(config))
 
 
-def by_hand(of_distance: Any) -> str:
-    """Register attention whose masks, of transformers' own, have the bias added to them. Rows are positions' own."""
+def hybrid() -> Any:
+    """A model with layers of sliding windows, whose caches differ from the others'."""
+    kinds = ["sliding_attention", "full_attention"]
+    return model("Gemma3Text", head_dim=8, sliding_window=5, layer_types=kinds)
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
+
+def alibi(distance: Tensor) -> Tensor:
+    return -SLOPES[:, None, None] * distance.abs()
+
+
+def learned(distance: Tensor) -> Tensor:
+    return NUMBERS[:, distance.clamp(-5, 0) + 5]
+
+
+def two_sided(distance: Tensor) -> Tensor:
+    return NUMBERS[:, distance.clamp(-3, 2) + 3]
+
+
+FAR = Span.causal(20, "clip")
+BUCKETS = torch.tensor(t5_buckets(FAR, num_buckets=6, max_distance=16, bidirectional=False))
+
+
+def bucketed(distance: Tensor) -> Tensor:
+    return NUMBERS[:, BUCKETS[distance.clamp(-19, 0) + 19]]
+
+
+BIASES: dict[Callable[[Tensor], Tensor], dict[str, Any]] = {
+    alibi: {},
+    learned: {"rel_bias": NUMBERS},
+    two_sided: {"rel_bias": NUMBERS, "span": Span(3, 2, "clip")},
+    bucketed: {"rel_bias": NUMBERS[:, BUCKETS], "span": FAR},
+}
+
+
+def by_hand(of_distance: Callable[[Tensor], Tensor]) -> str:
+    """Register attention of whole sequences, without caches, with a dense bias, if the module is not `other`."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        # The position of a query is that of the last key that it sees.
-        own = torch.where(mask == 0, torch.arange(k.shape[2]), 0).amax(-1)
-        distance = torch.arange(k.shape[2]) - own[..., None]
-        logits = q @ k.mT * options["scaling"] + of_distance(distance) + mask
+        logits = q @ k.mT * options["scaling"]
+        if not getattr(module, "other", False):
+            assert q.shape[2] == k.shape[2]
+            own = torch.arange(k.shape[2])
+            logits = logits + of_distance(own - own[:, None])
+        if (cap := options.get("softcap")) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        logits = logits if mask is None else logits + mask
         return (logits.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
     peer("transformers.AttentionInterface").register("by_hand", attention)
@@ -50,19 +95,89 @@ def set_to(theirs: Any, name: str) -> Any:
     return ours
 
 
-def alibi(distance: Tensor) -> Tensor:
-    return -SLOPES[:, None, None] * distance.abs()
+def copies(module: Any, given: Any, options: dict[str, Any]) -> Any:
+    """Pass a module copies, as between devices."""
+    return given, {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
 
 
-@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
+def four_axes(present: Tensor, start: int, stop: int, room: int, dtype: torch.dtype) -> Tensor:
+    keys = torch.nn.functional.pad(present, (0, ROOM))[:, None, None, :room].bool()
+    seen = keys & (torch.arange(room) <= torch.arange(start, stop)[:, None])
+    return (
+        seen if dtype == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    )
+
+
+def in_pieces(ours: Any, ids: Tensor, present: Tensor, mask: str, cache: Any) -> Tensor:
+    """Return the logits of a text that a model reads in pieces."""
+    logits, start = [], 0
+    positions = (present.cumsum(-1) - 1).clamp(0)
+    for stop in (LENGTH,) if cache is None else (4, 5, 8, 9, 11, LENGTH):
+        given = {"input_ids": ids[:, start:stop], "position_ids": positions[:, start:stop]}
+        if mask == "2d":
+            given["attention_mask"] = present[:, :stop]
+        elif mask:
+            room = ROOM if cache is not None and cache.is_compileable else stop
+            given["attention_mask"] = four_axes(present, start, stop, room, getattr(torch, mask))
+        logits.append(ours(**given, **({"use_cache": False} if cache is None else {"cache": cache})).logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+PRESENT = {
+    "none": torch.ones(2, LENGTH, dtype=torch.int64),
+    "left": padded_on_the_left(LENGTH)["attention_mask"],
+    "right": tokens(LENGTH)["attention_mask"],
+}
+
+
+@pytest.mark.parametrize("mask", ["", "2d", "bool", "float64"])
+@pytest.mark.parametrize("cache", ["", "Dynamic", "Static"])
 @torch.no_grad()
-def test_alibi(name: str, options: dict[str, Any]) -> None:
-    theirs = model(name, **options)
-    want, ours = set_to(theirs, by_hand(alibi)), set_to(theirs, register_attention("test_alibi"))
-    for given in (tokens(1), tokens(12), padded_on_the_left(12), {"input_ids": tokens(12)["input_ids"]}):
-        present = given.get("attention_mask", torch.ones(1))[..., None]
-        check(ours(**given).logits * present, want(**given).logits * present)
-    assert (theirs(**given).logits - want(**given).logits).norm() > 1e-2  # a missing bias would show
+def test_caches_and_masks(cache: str, mask: str) -> None:
+    """What a query sees is the same in one pass over the text, whatever carries its position from call to call."""
+    ids = tokens(LENGTH)["input_ids"]
+    for build in (model, hybrid)[: 2 if mask in ("", "2d") else 1]:
+        theirs = build()
+        for number, (of_distance, bias) in enumerate(BIASES.items()):
+            want = set_to(theirs, by_hand(of_distance))
+            ours = set_to(theirs, register_attention("test_caches", **bias))
+            for padding in PRESENT if mask else ("none",):
+                present = PRESENT[padding]
+                once = in_pieces(want, ids, present, "2d", None)
+                for copied in (False, True):
+                    hooks = [
+                        part.self_attn.register_forward_pre_hook(copies, with_kwargs=True)
+                        for part in ours.model.layers[: 2 * copied]
+                    ]
+                    room = {"max_cache_len": ROOM} if cache == "Static" else {}
+                    kept = peer(f"transformers.{cache}Cache")(config=ours.config, **room) if cache else None
+                    got = in_pieces(ours, ids, present, mask, kept)
+                    for hook in hooks:
+                        hook.remove()
+                    check(got * present[..., None], once * present[..., None])
+            if number == 0:
+                bare = set_to(theirs, "eager")
+                assert (in_pieces(bare, ids, present, "2d", None) - once).norm() > 1e-2 * once.norm()
+
+
+@torch.no_grad()
+def test_masks_that_do_not_show_where_queries_are() -> None:
+    """In a cache with room, queries that see later keys may be anywhere: but masks of transformers say where."""
+    ids, name = tokens(LENGTH)["input_ids"], register_attention("test_unclear", rel_bias=NUMBERS)
+    theirs = model()
+    ours, cache = set_to(theirs, name), peer("transformers.StaticCache")
+    present = torch.ones(2, LENGTH, dtype=torch.int64)
+    together = four_axes(present, 0, LENGTH, ROOM, torch.bool).clone()
+    together[..., 2:7, 2:7] = True  # as the tokens of an image
+    given = {"input_ids": ids, "attention_mask": together}
+    with pytest.raises(ValueError, match=r"^`attention_mask` must show which 12 of 16 keys are those of the queries"):
+        ours(**given, cache=cache(config=ours.config, max_cache_len=ROOM))
+    padded = present.clone()
+    padded[:, 9:] = 0
+    want = set_to(theirs, by_hand(learned))(ids, attention_mask=padded, use_cache=False).logits[:, :9]
+    kept = cache(config=ours.config, max_cache_len=ROOM)
+    check(ours(ids, attention_mask=padded, cache=kept).logits[:, :9], want)
 
 
 @pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
@@ -77,10 +192,9 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
         if hasattr(part, "inv_freq"):
             part.inv_freq.zero_()
     whole = {"input_ids": tokens(12)["input_ids"]}
-    if name != "Gemma2":  # its eager attention would need its softcap
-        for given in (whole, padded_on_the_left(12)):
-            present = given.get("attention_mask", torch.ones(1))[..., None]
-            check(ours(**given).logits * present, want(**given).logits * present)
+    for given in (whole, padded_on_the_left(12)):
+        present = given.get("attention_mask", torch.ones(1))[..., None]
+        check(ours(**given).logits * present, want(**given).logits * present)
     once = ours(**whole).logits
     past = ours(input_ids=whole["input_ids"][:, :9], use_cache=True).past_key_values
     check(ours(input_ids=whole["input_ids"][:, 9:], past_key_values=past).logits, once[:, 9:])
@@ -105,27 +219,25 @@ def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("build", [model, hybrid])
 @torch.no_grad()
-def test_generation(options: dict[str, Any], learned: bool) -> None:
-    numbers = torch.randn(4, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-    def of_distance(distance: Tensor) -> Tensor:
-        return numbers[:, (distance.clamp(-5, 0) + 5)].transpose(0, 1).squeeze(2) if learned else alibi(distance)
-
-    theirs = model()
-    name = register_attention("test_generation", rel_bias=numbers if learned else "alibi")
-    options = {**options, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    options |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True}
-    want, got = (
-        set_to(theirs, each).generate(**padded_on_the_left(8), **options) for each in (by_hand(of_distance), name)
-    )
-    check(torch.stack(got.logits), torch.stack(want.logits), 1e-9)
+def test_generation(options: dict[str, Any], padded: bool, build: Callable[[], Any]) -> None:
+    theirs = build()
+    name = register_attention("test_generation", rel_bias=NUMBERS)
+    given = padded_on_the_left(8) if padded else {"input_ids": tokens(8)["input_ids"]}
+    given |= {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    given |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True}
+    beams = {"num_beams": options.get("num_beams", 1)}
+    want = set_to(theirs, by_hand(learned)).generate(**given, **beams, use_cache=False)
+    got = set_to(theirs, name).generate(**given, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    check(torch.stack(got.logits), torch.stack(want.logits), 1e-6)  # generate rounds logits to float32
 
 
 def test_a_learned_bias_gets_gradients() -> None:
-    numbers = torch.randn(4, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
-    hand = by_hand(lambda distance: numbers[:, distance.clamp(-5, 0) + 5].transpose(0, 1).squeeze(2))
+    numbers = NUMBERS.clone().requires_grad_()
+    hand = by_hand(lambda distance: numbers[:, distance.clamp(-5, 0) + 5])
     gradients = []
     for name in (hand, register_attention("test_learned", rel_bias=numbers)):
         set_to(model(), name).train()(tokens(12)["input_ids"]).logits.square().sum().backward()
@@ -135,6 +247,214 @@ def test_a_learned_bias_gets_gradients() -> None:
     want, got = gradients
     assert want.abs().min() > 0
     check(got, want, 1e-5)  # norms are float32
+
+
+ENCODER_DECODERS: dict[str, Any] = {
+    "WhisperForConditionalGeneration": {
+        "num_mel_bins": 8, "max_source_positions": 9, "max_target_positions": 20, "decoder_start_token_id": 1,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "BartForConditionalGeneration": {"max_position_embeddings": 64},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_head": 4, "n_layer": 2, "add_cross_attention": True, "n_positions": 64},
+    "BertLMHeadModel": {**SMALL, "is_decoder": True, "add_cross_attention": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@torch.no_grad()
+def test_attention_to_another_text_has_no_bias(name: str) -> None:
+    stem = name.removesuffix("ForConditionalGeneration").removesuffix("LMHeadModel")
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+             (("layers", 2), ("attention_heads", 4), ("ffn_dim", 16))}  # fmt: skip
+    own = {"d_model": 32, "vocab_size": 50, **sides} if "Conditional" in name else {"vocab_size": 50}
+    config = peer(f"transformers.{stem}Config")(**own | ENCODER_DECODERS[name])
+    config._attn_implementation = "eager"
+    theirs = randomised(peer(f"transformers.{name}")(config))
+    for path, part in theirs.named_modules():
+        part.other = any(cross in path for cross in ("encoder_attn", "crossattention"))
+    assert sum(part.other for part in theirs.modules()) > 2
+    ids = tokens(LENGTH)["input_ids"]
+    memory = torch.randn(2, LENGTH, 32, dtype=torch.float64)  # as many as tokens, so that lengths say nothing
+    given: dict[str, Any] = {"encoder_hidden_states": memory}
+    word = "input_ids"
+    if stem == "Whisper":
+        given, word = {"input_features": torch.randn(2, 8, 18, dtype=torch.float64)}, "decoder_input_ids"
+    elif stem == "Bart":
+        given, word = padded_on_the_left(7), "decoder_input_ids"
+    for of_distance, bias in BIASES.items():
+        ours = set_to(theirs, register_attention("test_another_text", **bias))
+        once = set_to(theirs, by_hand(of_distance))(**given, **{word: ids}, use_cache=False).logits
+        check(ours(**given, **{word: ids}, use_cache=False).logits, once)
+        steps: list[Tensor] = []
+        kept = None
+        for start, stop in ((0, 1), (1, 2), (2, 6), (6, 7), (7, LENGTH)):
+            out = ours(**given, **{word: ids[:, start:stop]}, cache=kept, use_cache=True)
+            steps, kept = [*steps, out.logits], out.cache
+        check(torch.cat(steps, 1), once)
+
+
+@torch.no_grad()
+def test_logits_of_the_last_tokens() -> None:
+    """The upper layers of Gemma 4 drop the queries whose logits are not asked for, and masks need not be given."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    theirs = model(
+        "Gemma4Text", head_dim=8, global_head_dim=8, sliding_window=5, layer_types=kinds, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=50, num_hidden_layers=4,
+    )  # fmt: skip
+    ids = tokens(LENGTH)["input_ids"]
+    want = set_to(theirs, by_hand(learned))(ids, use_cache=False).logits
+    ours = set_to(theirs, register_attention("test_last", rel_bias=NUMBERS))
+    for kept in (0, 1, 3):
+        check(ours(ids, logits_to_keep=kept).logits, want[:, -kept:])
+        cache = peer("transformers.StaticCache")(config=ours.config, max_cache_len=ROOM)
+        check(ours(ids, logits_to_keep=kept, cache=cache).logits, want[:, -kept:])
+
+
+@torch.no_grad()
+def test_a_compiled_decoder() -> None:
+    """One graph for all steps, whether it makes its masks or gets copies of them."""
+    theirs, ids = model(num_hidden_layers=1), tokens(LENGTH)["input_ids"]
+    want = set_to(theirs, by_hand(learned))(ids, use_cache=False).logits
+    ours = set_to(theirs, register_attention("test_compiled", rel_bias=NUMBERS))
+    present = torch.ones(2, LENGTH, dtype=torch.int64)
+    for with_mask in (False, True):
+        counter = peer("torch._dynamo.testing.CompileCounterWithBackend")("aot_eager")
+        compiled = torch.compile(ours, fullgraph=True, backend=counter)
+        cache = peer("transformers.StaticCache")(config=ours.config, max_cache_len=ROOM)
+        logits = [ours(ids[:, :4], cache=cache).logits]
+        for start in range(4, LENGTH):
+            mask = {"attention_mask": four_axes(present, start, start + 1, ROOM, torch.bool)} if with_mask else {}
+            logits.append(compiled(ids[:, start : start + 1], cache=cache, **mask).logits)
+        assert counter.frame_count == 1
+        check(torch.cat(logits, 1), want)
+
+
+@torch.no_grad()
+def test_an_exported_cache_of_a_fixed_length() -> None:
+    theirs, ids = model(), tokens(LENGTH)["input_ids"][:1]
+    ours = set_to(theirs, register_attention("test_exported", rel_bias=NUMBERS))
+    ours.generation_config.cache_implementation = "static"
+    held = peer("transformers.integrations.executorch.TorchExportableModuleWithStaticCache")(ours, 1, ROOM)
+    program = torch.export.export(held, (ids[:, :1], None, torch.tensor([0]))).module()
+    logits = [program(ids[:, i : i + 1], None, torch.tensor([i])) for i in range(LENGTH)]
+    check(torch.cat(logits, 1), set_to(theirs, by_hand(learned))(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_nothing_of_a_traced_call_stays() -> None:
+    theirs, ids = model(), tokens(LENGTH)["input_ids"]
+    want = set_to(theirs, by_hand(alibi))(ids, use_cache=False).logits
+
+    def call(x: Tensor) -> Tensor:
+        logits: Tensor = ours(x, use_cache=False).logits
+        return logits
+
+    for number, trace in enumerate(TRACES):
+        ours = set_to(theirs, register_attention(f"test_traced_{number}"))
+        trace(ours, call, ids)
+        check(call(ids), want)
+
+
+def with_fake_tensors(ours: Any, call: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(torch.ones(2, LENGTH, dtype=torch.int64))
+
+
+TRACES: list[Callable[[Any, Callable[[Tensor], Tensor], Tensor], Any]] = [
+    lambda ours, call, ids: torch.export.export(ours, (ids,), {"use_cache": False}),
+    lambda ours, call, ids: make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(ids),
+    lambda ours, call, ids: torch.func.functionalize(call)(ids),
+    with_fake_tensors,
+]
+
+
+def tiny(config: Any) -> None:
+    """Make a configuration of any family small, in place."""
+    for name in SIZES.keys() & vars(config).keys():
+        if type(getattr(config, name)) is int:
+            setattr(config, name, SIZES[name])
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            tiny(getattr(config, name))
+
+
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_key_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "attention_window", "block_size"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "kv_channels"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    "vocab_size": 50, "moe_intermediate_size": 16, "sliding_window": 5,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def decoder(family: str, name: str) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Return a small decoder of a family, and its logits of a text."""
+    config = peer("transformers.CONFIG_MAPPING")[family]()
+    tiny(config)
+    config.is_decoder = True
+    made = peer(f"transformers.{name}")
+    with torch.device("meta"):
+        assert sum(x.numel() for x in made(config).parameters()) < 5e6
+    theirs = made(config).eval()
+    for x in theirs.parameters():
+        torch.nn.init.normal_(x, std=0.2, generator=torch.Generator().manual_seed(x.numel()))
+    source = {"input_ids": tokens(7)["input_ids"]} if config.is_encoder_decoder else {}
+    word = "decoder_input_ids" if source else "input_ids"
+    return theirs, lambda ids: theirs(**source, **{word: ids}, use_cache=False).logits
+
+
+def change_of_the_past(logits: Callable[[Tensor], Tensor]) -> float:
+    """Return by how much the first logits change with the last tokens."""
+    ids = tokens(9)["input_ids"]
+    other = torch.cat([ids[:, :6], ids[:, 6:] % 40 + 5], 1)
+    return float((logits(ids)[:, :6] - logits(other)[:, :6]).abs().max())
+
+
+REFUSED = {
+    "nllb-moe": "NllbMoeForConditionalGeneration",
+    "bigbird_pegasus": "BigBirdPegasusForConditionalGeneration",
+    "pegasus_x": "PegasusXForConditionalGeneration",
+    "git": "GitForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@torch.no_grad()
+def test_decoders_without_causal_masks_are_refused(family: str) -> None:
+    theirs, logits = decoder(family, REFUSED[family])
+    assert change_of_the_past(logits) < 1e-4
+    theirs.set_attn_implementation(register_attention("test_refused"))
+    with pytest.raises(ValueError, match=r"^`model` must support attention functions of transformers' interface"):
+        logits(tokens(9)["input_ids"])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_no_decoder_sees_the_future() -> None:
+    """Every decoder of transformers that can be made small, unless it is refused."""
+    names = peer("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    names = names | peer("transformers.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+    tried = 0
+    for family, name in names.items():
+        try:
+            theirs, logits = decoder(family, name if isinstance(name, str) else name[0])
+            if change_of_the_past(logits) > 1e-4:
+                continue
+        except Exception:
+            continue  # sizes that do not fit together, or arguments of other kinds
+        theirs.set_attn_implementation(register_attention("test_future", rel_bias=NUMBERS))
+        with contextlib.suppress(ValueError):  # refused
+            assert change_of_the_past(logits) < 1e-4, family
+        tried += 1
+    assert tried > 100
 
 
 def test_a_bias_of_each_layer() -> None:
