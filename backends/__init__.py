@@ -7,6 +7,7 @@ The package of a library is imported at the first call with its arrays, and not 
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ def available() -> dict[str, list[str]]:
     Returns
     -------
     dict of str to list of str
-        ``{"numpy": ["portable"], …}``; nothing is imported to find out.
+        ``{"numpy": ["portable"], …}``; no library is imported to find out. Without compiled kernels, ``"native"`` needs
+        a CUDA device in torch, and is missing in NumPy.
 
     See Also
     --------
@@ -51,10 +53,21 @@ def available() -> dict[str, list[str]]:
     >>> backends.available()["numpy"]
     ['portable', 'native']
     """
+    from relskew_core.backends import _compiled
+
     libraries = ("numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict")
+    without = () if _compiled.kernels is not None else ("numpy",) if _has_fused() else ("numpy", "torch")
     return {
-        library: ["portable", *(["native"] if library in NATIVE else [])] for library in libraries if find_spec(library)
+        library: ["portable", *(["native"] if library in NATIVE and library not in without else [])]
+        for library in libraries
+        if find_spec(library)
     }
+
+
+def _has_fused() -> bool:
+    """Whether torch has the fused kernels: a CUDA device or, before torch is imported, Triton."""
+    torch = sys.modules.get("torch")
+    return find_spec("triton") is not None if torch is None else bool(torch.cuda.is_available())
 
 
 def path(function: str, call: Problem, impl: Impl) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import (
@@ -30,6 +31,7 @@ from relskew_core._kernel.call import (
     shape_of_out,
     shape_of_rows,
 )
+from relskew_core._kernel.chunk import keys_seen
 from relskew_core.backends._torch.untranslated import explain
 
 TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -110,6 +112,34 @@ PORTABLE = partial(portable_vjp, xp=xp)
 class TwoOperators:
     """``relskew::name`` and its gradient, ``relskew::name_vjp``."""
 
+    @property
+    def op(self) -> Any:
+        """The first."""
+        return self._offered(self._op)
+
+    @property
+    def vjp(self) -> Any:
+        """The second."""
+        return self._offered(self._vjp_op)
+
+    def _offered(self, operator: Any) -> Any:
+        """Return an operator, with its formula in the ``FlopCounterMode`` that counts, which copies torch's when made.
+
+        Its module is not imported: it imports Triton.
+        """
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+            for mode in _get_current_dispatch_mode_stack():
+                formulas = getattr(getattr(mode, "counter", None), "flop_registry", {})
+                formulas[operator._opoverload.overloadpacket] = partial(self._flops, operator is self._op)
+        return operator
+
+    def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
+        """Return the number of operations of a call, as torch counts its own attention: whole if it is causal.
+
+        The backward pass computes the logits again, and has two products for each of the forward pass.
+        """
+        raise NotImplementedError
+
     def register(self, name: str, given: str, cotangents: str, gradients: str, devices: str | None = None) -> None:
         """Register both; ``given`` are the arguments of the first, and of the second after its ``cotangents``."""
 
@@ -118,8 +148,8 @@ class TwoOperators:
             return library.custom_op(name, function, mutates_args=(), device_types=devices, schema=schema)
 
         own: Any = self
-        self.op = made(f"relskew::{name}", own._forward, f"({given}) -> (Tensor out, Tensor lse)")
-        self.vjp = made(f"relskew::{name}_vjp", own._vjp, f"({cotangents}, {given}) -> {gradients}")
+        self._op = made(f"relskew::{name}", own._forward, f"({given}) -> (Tensor out, Tensor lse)")
+        self._vjp_op = made(f"relskew::{name}_vjp", own._vjp, f"({cotangents}, {given}) -> {gradients}")
         self.op.register_fake(own._fake)
         self.vjp.register_fake(own._fake_vjp)
         self.op.register_autograd(own._backward, setup_context=own._setup)
@@ -173,6 +203,20 @@ class Operator(TwoOperators):
         given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
         found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, lse, " ".join(given), *args), strict=True))
         return Gradients(**{name: found[name] for name in given})
+
+    def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
+        x, options = self.parts(args if forward else args[-COUNT - len(PATHS) :])
+        low, high = options.positions()
+        local = options.visibility.left is not None or options.visibility.block_size is not None
+        queries = x.q.shape[:-1].numel()
+        pairs = queries * (keys_seen(options) if local else x.k.shape[-2])
+
+        def with_table(table: Tensor | None, rows: int) -> int:
+            return 0 if table is None else rows * min(table.shape[-2], high - low + 1) * table.shape[-1]
+
+        logits = pairs * x.q.shape[-1] + with_table(x.rel_k, queries) + with_table(x.key_table, x.k.shape[:-1].numel())
+        values = pairs * x.v.shape[-1] + with_table(x.rel_v, queries)
+        return 2 * (logits + values) if forward else 2 * (3 * logits + 2 * values)
 
     @staticmethod
     def parts(args: Sequence[Any]) -> tuple[Operands, Options]:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core import BlockSpec, Span, backends, relative_attention
 from relskew_core._array.extras import compile_line
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import availability
+from relskew_core.cli._info import gather
 
 LONG = (1, 1024, 1024, 256)
 """So many heads, queries, keys and numbers of each: as long as it has to be."""
@@ -112,3 +113,17 @@ def test_kernels_for_another_python_are_none(error: type[Exception], monkeypatch
     name = "relskew_core.backends._compiled._kernels"
     told = f"none: what was compiled at installation cannot be loaded: {name} does not fit; with a compiler, "
     assert availability.availability().startswith(told)
+
+
+def test_no_native_path_is_listed_for_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for torch without a CUDA device; JAX and dask have other paths."""
+    found = backends.available()
+    assert found["numpy"] == ["portable"]
+    with pytest.raises(ValueError, match="no native path"):
+        call(np, 1, 4, 4, 2, impl="native")
+    torch = pytest.importorskip("torch")
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert ("native" in backends.available()["torch"]) == there
+    listed = {each["name"]: each["implementations"] for each in gather()["libraries"]}
+    assert (listed["numpy"], listed["torch"]) == (["portable"], ["portable"])

@@ -8,8 +8,10 @@ from typing import Any
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from relskew_core._array.checks import describe
+from relskew_core._array.namespace import is_floating
 from relskew_core._array.typing import Impl
 from relskew_core._block.biases import with_bias
 from relskew_core._block.masks import check_padding, without_keys
@@ -32,6 +34,7 @@ class TableAttention(nn.Module):
     def __init__(
         self, spec: BlockSpec, *, dropout: float, impl: Impl, chunk_size: int | None, device: Any, dtype: Any
     ) -> None:
+        _check_placed(device, dtype)
         super().__init__()
         self.spec = spec
         settings = Settings.of(spec, dropout, impl, chunk_size)
@@ -148,6 +151,42 @@ class TableAttention(nn.Module):
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables of the heads of some queries, in their dtype."""
         return {name: x if x is None else _local_table(name, x, q, self.spec) for name, x in self.tables().items()}
+
+
+def fill(module: nn.Module, name: str, draw: Callable[[Tensor], Any]) -> None:
+    """Fill a parameter; a parametrised one is set, or what it is computed from is filled if that has no inverse.
+
+    A tensor that something else computes, as in quantised projections, would take no effect.
+    """
+    x = getattr(module, name, None)
+    if parametrize.is_parametrized(module, name):
+        computed: Any = module.parametrizations
+        if all(hasattr(part, "right_inverse") for part in computed[name]):
+            setattr(module, name, draw(torch.empty_like(x, requires_grad=False)))
+        else:
+            for original in computed[name].parameters(recurse=False):
+                draw(original)
+    elif isinstance(x, nn.Parameter):
+        draw(x)
+    else:
+        raise ValueError(f"`{name}` of {type(module).__name__} must be a parameter to be drawn anew, got {describe(x)}")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Refuse an input that is not a tensor of a floating dtype in which torch computes."""
+    if not isinstance(x, Tensor) or not is_floating(x, xp=xp):
+        raise TypeError(f"`{name}` must be a tensor of a real floating dtype, got {describe(x)}")
+
+
+def _check_placed(device: Any, dtype: Any) -> None:
+    """Refuse a device or dtype that parameters cannot have."""
+    known = dtype is None or isinstance(dtype, torch.dtype)
+    if not known or not is_floating(torch.empty(0, dtype=dtype, device="meta"), xp=xp):
+        raise TypeError(f"`dtype` must be a real floating dtype of torch, got {describe(dtype)}")
+    try:
+        torch.empty(0, dtype=torch.int64, device=device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"`device` must be a device of torch, got {describe(device)}: {error}") from None
 
 
 def _reset_fixed(module: TableAttention, _: Any) -> None:

@@ -16,6 +16,7 @@ from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.tables import DIRECTIONS, Direction, sinusoid_rates, sinusoids
 from relskew_core._positions.span import Span
+from relskew_core.layers.torch._attention import fill
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
@@ -139,6 +140,14 @@ class ConformerAttention(RelativeMultiheadAttention):
         return ", ".join(
             [super().extra_repr(), *([] if self.direction == "past" else [f"direction={self.direction!r}"])]
         )
+
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's generator, and set the biases to zero."""
+        super().reset_parameters()
+        if hasattr(self, "pos_proj"):  # it is not there when the other projections are made
+            fill(self.pos_proj, "weight", functools.partial(nn.init.kaiming_uniform_, a=5**0.5))
+            for name in "uw":
+                fill(self, name, nn.init.zeros_)
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Return ``u`` and ``w``, because there is no table."""

@@ -15,9 +15,9 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.masks import joint
 from relskew_core._array.typing import Impl
 from relskew_core._block.block import weights_alone
-from relskew_core._block.spec import CallSpec
+from relskew_core._block.spec import TABLES, CallSpec
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
 from relskew_core.layers.torch._masks import attention_mask, padding_mask
 from relskew_core.layers.torch._nested import by_item
 
@@ -219,10 +219,10 @@ class MultiheadAttention(TableAttention):
         """Draw the same weights as ``torch.nn.MultiheadAttention`` from the same seed; set the tables to zero."""
         for name in ("in_proj_weight", *SEPARATE):
             if getattr(self, name) is not None:
-                nn.init.xavier_uniform_(getattr(self, name))
-        for x in (self.in_proj_bias, self.out_proj.bias, *self.table_parameters()):
-            if x is not None:
-                nn.init.zeros_(x)
+                fill(self, name, nn.init.xavier_uniform_)
+        for owner, name in ((self.out_proj, "bias"), *((self, name) for name in ("in_proj_bias", *TABLES))):
+            if getattr(owner, name) is not None:
+                fill(owner, name, nn.init.zeros_)
         self.reset_fixed()
 
     @explains
@@ -264,7 +264,7 @@ class MultiheadAttention(TableAttention):
         weights : Tensor or None, shape (N, L, S), or (N, H, L, S) unless averaged
             ``None`` unless ``need_weights``. Inputs without the axis N give weights without it.
         """
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             if need_weights:
                 raise ValueError("`need_weights` must be False for nested tensors, got True")
 
@@ -278,6 +278,8 @@ class MultiheadAttention(TableAttention):
         projected = (x.transpose(0, 1) if turned else x for x in self._project(query, key, value))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in projected)
         self._check_future(k, hidden=check_bool("is_causal", is_causal) or attn_mask is not None, alone=query is key)
+        check_bool("need_weights", need_weights)
+        check_bool("average_attn_weights", average_attn_weights)
         options: dict[str, Any] = {
             "causal": is_causal,
             "window": self.spec.window,
@@ -305,6 +307,7 @@ class MultiheadAttention(TableAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
+            check_tensor(name, x)
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != width:
                 axes = "2 axes or 3" if name == "query" else f"the {query.ndim} axes of `query`"
                 raise ValueError(f"`{name}` must have {axes}, the last one {width} long, got {describe(x)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 import array_api_compat.torch as xp
@@ -20,7 +21,7 @@ from relskew_core._block.module import CalledBlock
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._nested import by_item
 
@@ -194,13 +195,16 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
         return module
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
-        for key, parameter in self.named_parameters():
-            if starts_at_zero(key):
-                nn.init.zeros_(parameter)
-            else:
-                bound = uniform_bound(self.spec, key)
-                nn.init.uniform_(parameter, -bound, bound)
+        """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`.
+
+        Parametrised weights are set to what was drawn, or their originals are drawn if that is not possible.
+        """
+        for key in sorted(self.spec.weight_shapes(), key=lambda key: "." in key):
+            path, _, name = key.rpartition(".")
+            owner = self.get_submodule(path)
+            bound = 0.0 if starts_at_zero(key) else uniform_bound(self.spec, key)
+            if getattr(owner, name, None) is not None or path:
+                fill(owner, name, partial(nn.init.uniform_, a=-bound, b=bound) if bound else nn.init.zeros_)
         self.reset_fixed()
 
     @explains(
@@ -270,6 +274,8 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
             refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
             return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
         check_inputs(x, memory, self.spec)
+        for name, given in (("x", x), ("memory", memory))[: 2 if self.spec.cross else 1]:
+            check_tensor(name, given)
         cache, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
         y, present = apply_block(x, self.spec, self._project, memory=memory, cache=cache, attend=attend, xp=xp)
         return y if present is None else (y, present)
