@@ -88,7 +88,8 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         With ``block_size``, the chunks of streaming Conformers instead: a query sees its whole block and this many
         blocks before it; with ``causal``, its own block only up to itself.
     mask : array, optional
-        Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
+        Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``. An
+        additive one of zeros and ones, which hides nothing, warns if its values can be read at no cost.
     segments : integer array, shape (..., L) or (L,), or a pair of them, optional
         Packed documents: a query sees the keys of the same segment. Pass a pair to give queries and keys separate
         segments. Keys of other segments cost nothing if the segments are contiguous and their values can be read (in

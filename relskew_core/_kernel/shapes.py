@@ -6,6 +6,7 @@ from typing import Any
 
 from relskew_core._array.checks import LAYOUT, describe, layout_hint
 from relskew_core._array.known import exported, holds, same_length
+from relskew_core._array.masks import warn_of_ones
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import settled
 from relskew_core._array.typing import Array, Namespace
@@ -145,4 +146,6 @@ def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
         by_item = q.ndim > 3 and tuple(mask.shape) == (*q.shape[:-3], *full[-2:])
         hint = "; one per item, query and key is mask[..., None, :, :]" if by_item else hint
         raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
+    if mask.dtype == q.dtype:
+        warn_of_ones(mask)
     return mask
