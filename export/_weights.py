@@ -159,7 +159,7 @@ def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
     """Return an array of any library as one of NumPy; errors name its key."""
-    check_plain(f"weights[{key!r}]", given)
+    check_plain(f"weights[{key!r}]", given, converted=True)
     array: np.ndarray = _host_copy(given) if hasattr(given, "dtype") else given
     if not hasattr(array, "dtype") or dtype_name(array.dtype) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")

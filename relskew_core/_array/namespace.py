@@ -47,9 +47,23 @@ PLAIN = (("numpy", "generic"), ("numpy", "memmap"), ("numpy", "ndarray"))
 """Modules and names of NumPy's classes whose numbers are all that there is; a file is only where they are."""
 
 
-def check_plain(name: str, x: Any) -> Any:
-    """Return a value; arrays with units, masks or labels, which a conversion or the kernels would drop, are refused."""
+def check_plain(name: str, x: Any, *, converted: bool = False) -> Any:
+    """Return a value; arrays with units, masks or labels, which a conversion or the kernels would drop, are refused.
+
+    Classes of tensors see every call of torch's functions and of operators: only a conversion drops what they add.
+    """
     if is_torch(x):
+        name_of_class = type(x).__name__
+        if name_of_class in ("Tensor", "Parameter"):
+            return x
+        kinds = [kind for kind in type(x).__mro__ if "__torch_function__" in vars(kind)] if converted else []
+        own = any(kind.__module__.partition(".")[0] != "torch" for kind in kinds)
+        if name_of_class == "MaskedTensor" or own:
+            plain = "get_data()` and `mask=x.get_mask()" if not own else "as_subclass(torch.Tensor)"
+            raise TypeError(
+                f"`{name}` must be a tensor of numbers alone, such as `x.{plain}`, because results would lose what "
+                f"its class adds, got {describe(x)}"
+            )
         return x
     if isinstance(x, (list, tuple)):
         for each in x:
@@ -130,6 +144,7 @@ def is_compiling() -> bool:
 
 
 def _namespace(name: str, array: Array) -> Namespace:
+    check_plain(name, array)
     if is_torch(array):
         from array_api_compat import torch as namespace  # a plain import would assign to a local name
 
@@ -140,7 +155,6 @@ def _namespace(name: str, array: Array) -> Namespace:
                 "of `relskew_core.layers.torch` do"
             )
         return namespace
-    check_plain(name, array)
     try:
         return _conforming(array)
     except TypeError:
