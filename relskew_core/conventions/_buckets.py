@@ -69,7 +69,7 @@ class T5:
         Parameters
         ----------
         table : array, shape (num_buckets, H)
-            ``relative_attention_bias.weight`` of the first layer.
+            ``relative_attention_bias.weight`` of the first layer. T5X's ``rel_embedding`` is its transpose.
 
         Returns
         -------

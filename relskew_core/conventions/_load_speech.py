@@ -131,6 +131,8 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     ``q_proj.weight``, ``u`` and ``w`` are SpeechBrain's, divided by the root of the number of heads. Its sinusoids need
     ``direction="both"``, unless its encoder was made with ``use_legacy_symmetric=False``.
 
+    WeNet and ESPnet's ``rel_pos_type="legacy"`` have the same names, and compute something else.
+
     Parameters
     ----------
     state : mapping of str to array

@@ -266,6 +266,33 @@ def test_deberta_v1(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", ["relative_key", "relative_key_query"])
+@torch.no_grad()
+def test_bert(kind: str, length: int) -> None:
+    """BERT's distances as in transformers until version 4; a query with a cache is the last position."""
+
+    def attend(_: Any, q: Any, k: Any, v: Any, bias: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2), None
+
+    file, given = "models/rnabert/modeling_rnabert.py", {"attention_forward": attend, "EncoderDecoderCache": tuple}
+    attention = definitions("multimolecule", file, "RnaBertSelfAttention", **given)
+    config = SimpleNamespace(
+        hidden_size=24, num_attention_heads=3, attention_dropout=0.0, max_position_embeddings=50, is_decoder=False,
+        position_embedding_type=kind, _attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(attention(config, layer_idx=0))
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
+    table, span = conventions.DISTANCE.load(theirs.distance_embedding.weight)
+    options: dict[str, Any] = {"span": span, "key_table": table if "query" in kind else None}
+    want, _ = theirs(x, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30))
+    check(join(relative_attention(q, k, v, table, mask=mask, **options)), want)
+    past = SimpleNamespace(update=lambda *_: (k, v))
+    want, _ = theirs(x[:, -1:], None, past)
+    check(join(relative_attention(q[:, :, -1:], k, v, table, offset=length - 1, **options)), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("past", [0, 4])
 def test_inkling(length: int, past: int) -> None:
     """Learned relative queries, zero beyond the extent, an offset."""
@@ -424,3 +451,15 @@ def test_flex_attention() -> None:
     mask = block_mask(lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i), None, None, 17, 17, device="cpu")
     want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16], block_mask=mask)
     check(relative_attention(q, k, v, rel_bias=numbers, span=Span.full(17), segments=documents, causal=True), want)
+
+
+@torch.no_grad()
+def test_pair_bias() -> None:
+    """AlphaFold's, which a linear layer makes of each pair, with a gate on the outputs."""
+    theirs = randomised(alone("boltz.model.layers.attentionv2.AttentionPairBias")(24, 10, 3))
+    x, pairs, mask = randn(2, 9, 24), randn(2, 9, 9, 10, seed=2), padding([9, 6], 9)
+    want = theirs(x, pairs, mask[:, 0, 0].double(), x)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.proj_q, theirs.proj_k, theirs.proj_v))
+    bias = theirs.proj_z(pairs).masked_fill(~mask, -torch.inf)
+    out: Any = relative_attention(q, k, v, mask=bias)
+    check(theirs.proj_o(theirs.proj_g(x).sigmoid() * join(out)), want, 1e-5)  # its logits are float32

@@ -89,11 +89,12 @@ INSTALLED = {
     "Swin v2": "swinv2", "timm": "timm", "bottleneck-transformer-pytorch": "bottleneck_transformer",
     "SAM": "modeling_sam", "ViTDet": "vitdet", "MViT": "mvit", "HaloNet": "halo_attn", "BEiT": "beit",
     "torchvision": "torchvision", "MONAI": "monai", "Swin": "modeling_swin",
+    "BERT": "RnaBert", "multimolecule": "multimolecule", "AlphaFold": "AttentionPairBias", "Boltz": "boltz.model",
 }  # fmt: skip
 """Code bases on the pages, and what the comparison with each has in its source."""
 
 ELSEWHERE = {
-    "CTranslate2", "HF BERT", "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "AlphaFold", "Evoformer",
+    "CTranslate2", "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "Evoformer",
     "Kerple", "Sandwich", "TUPE", "xPos", "flash-attention", "NATTEN",
 }  # fmt: skip
 """Code bases that no comparison runs: they cannot be installed with the others, or there is only a paper."""
@@ -182,6 +183,7 @@ def test_every_comparison_is_a_test() -> None:
         "test_families_",
         "test_adapters.",
         "test_keras.",
+        "test_units.",
         "test_export_varies.",
         "test_speech_page.",
         "test_decoders.",
