@@ -222,7 +222,8 @@ def test_grids_have_keys_outside_and_windows_without_bounds(options: dict[str, A
     tables = rng.standard_normal((5, 4)), rng.standard_normal((7, 4))
 
     def attend(*arrays: Any) -> Any:
-        return relative_attention_nd(*arrays[:3], arrays[3:], q_grid=(3, 4), k_grid=(3, 4), **options)
+        q, k, v, *tables = arrays
+        return relative_attention_nd(q, k, v, tables, q_grid=(3, 4), k_grid=(3, 4), **options)
 
     arrays = [ROW.asarray(x) for x in (q, k, v, *tables)]
     close((mx.compile(attend) if compiled else attend)(*arrays), ROW.asarray(attend(q, k, v, *tables)))

@@ -500,12 +500,13 @@ def test_factors_in_half_precision_are_as_precise_as_numbers(library: Library, d
     rng = np.random.default_rng(0)
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.standard_normal((2, 2, 2, 40, 8)))
     drawn = {"q": q, "k": k, "v": rng.standard_normal((2, 2, 40, 8)), "rel_k": rng.standard_normal((79, 8)) / 4}
-    numbers = {"scale": 100.0, "rel_scale": 9.0}
+    numbers: dict[str, Any] = {"scale": 100.0, "rel_scale": 9.0}
     half = {name: library.asarray(x, dtype) for name, x in {**drawn, "d_out": np.ones(drawn["v"].shape)}.items()}
     factors = {name: library.asarray(np.full(2, x), dtype) for name, x in numbers.items()}
     rounded = {name: library.to_numpy(half[name]).astype(np.float64) for name in drawn}
+    tensors: dict[str, Any] = {name: torch.tensor(x) for name, x in rounded.items()}
     expected = [
-        oracles.attention(*map(torch.tensor, rounded.values()), **numbers).out,
+        oracles.attention(**tensors, **numbers).out,
         *dense.vjp(np.ones(drawn["v"].shape), rounded, numbers).values(),
     ]
 

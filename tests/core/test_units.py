@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import dask.array
+import dask.array as da
 import numpy as np
 import pytest
 
@@ -44,17 +44,18 @@ class Wrapped:
         return len(self.x)
 
 
+in_dask: Any = da.from_array  # its functions have no types
 KINDS: dict[str, Callable[[Any], Any]] = {
     "unit": lambda x: x.view(Quantity),
     "labels": lambda x: x.view(Labelled),
     "wrapped": Wrapped,
     "mask": lambda x: np.ma.masked_array(x, np.zeros(x.shape, bool)),
-    "mask in dask": lambda x: dask.array.from_array(np.ma.masked_array(x, np.zeros(x.shape, bool)), asarray=False),
+    "mask in dask": lambda x: in_dask(np.ma.masked_array(x, np.zeros(x.shape, bool))),
 }
 
 RNG = np.random.default_rng(0)
 Q, TABLE, BIAS = (RNG.standard_normal(shape) for shape in ((1, 2, 5, 4), (9, 4), (2, 9)))
-GRID = {"q_grid": (2, 2), "k_grid": (2, 2)}
+GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}
 CELLS = {name: RNG.standard_normal((1, 2, 4, 4)) for name in "qkv"}
 ALL = {
     "q": Q, "k": Q, "v": Q, "rel_k": TABLE, "rel_v": TABLE, "rel_bias": BIAS, "rel_q": Q, "key_table": TABLE,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from layers.jax_frameworks import EQUINOX, FLAX, mapping
 from layers.modules import SPECS, made
+
+mx: Any = pytest.importorskip("mlx.core")
 
 CAUSAL = SPECS["causal"]
 MODULES = ("torch", "flax", "equinox", "mlx")
@@ -22,11 +27,9 @@ def of(name: str) -> tuple[Any, Any]:
     if name == "torch":
         return made(CAUSAL), torch.tensor
     if name == "mlx":
-        mx: Any = pytest.importorskip("mlx.core")
         layers: Any = pytest.importorskip("relskew_core.layers.mlx")
         module, array = layers.RelativeMultiheadAttention, mx.array
     else:
-        jnp: Any = pytest.importorskip("jax.numpy")
         module, array = (FLAX if name == "flax" else EQUINOX).module, jnp.asarray
     return module.from_weights(mapping(CAUSAL), CAUSAL), array
 
@@ -80,9 +83,8 @@ def test_a_prompt_that_is_longer_than_the_room_is_refused(name: str) -> None:
 
     cache = module.empty_cache(2, length=4)
     x = array(X, dtype=cache.keys.dtype)
-    wrap = {"torch": torch.compile(backend="eager"), "mlx": lambda step: __import__("mlx.core").core.compile(step)}
-    compiled = wrap.get(name, lambda step: __import__("jax").jit(step))(step)
-    for function in (step, compiled):
+    wraps: dict[str, Any] = {"torch": partial(torch.compile, backend="eager"), "mlx": mx.compile}
+    for function in (step, wraps.get(name, jax.jit)(step)):
         with pytest.raises((ValueError, RuntimeError), match=r"`past` must have room for 6 more positions, got .* 4"):
             function(x, cache)
 
@@ -90,7 +92,6 @@ def test_a_prompt_that_is_longer_than_the_room_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["flax", "equinox"])
 def test_a_jitted_function_closes_over_a_cache(name: str) -> None:
     module, array = of(name)
-    jax: Any = pytest.importorskip("jax")
     whole = module(array(X))
     _, cache = module(array(X[:, :4]), past=module.empty_cache(2, length=12))
     for length in (cache.length, array([4, 4]), 4, np.array([4, 4])):

@@ -41,7 +41,7 @@ def add(package: Path) -> None:
 def check(row: Any, attend: Any, pull_back: Any) -> None:
     """Compare a library's calls with NumPy's, whose queries are multiplied."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 24, 8)).astype(np.float32)
-    tilt = np.float32([[[0.5]], [[2.0]]])
+    tilt = np.asarray([[[0.5]], [[2.0]]], np.float32)
     arrays = {name: row.asarray(x) for name, x in {"q": q, "k": k, "v": v, "tilt": tilt}.items()}
     plain = {name: arrays[name] for name in "qkv"}
 
