@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.graphs import BARE, BARE_CONTRIB, CONTRIB, bare_bytes, forms, whole_bytes
+from benchmarks.graphs import BARE, bare_bytes, forms, whole_bytes
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import init_weights
@@ -33,8 +33,6 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "relskew `ort`": {"chunk_size": None},  # the window by Slice
     "relskew `portable`": {"profile": "portable"},  # by Gather
     CHUNKS: {},
-    BARE_CONTRIB: {"profile": "ort-contrib"},
-    CONTRIB: {"profile": "ort-contrib"},
 }
 
 
@@ -53,11 +51,8 @@ class GPUGraphs(Benchmark):
             yield case | {"provider": "CUDAExecutionProvider", "rounds": 30}
 
     def contenders(self, case: Case) -> Iterable[str]:
-        causal, usual = case["form"] == "causal", case["kernels"] == "usual"
-        return [
-            name for name, options in GRAPHS.items()
-            if (causal or "contrib" not in str(options)) and (name != CHUNKS or (usual and case["length"] == 1024))
-        ]  # fmt: skip
+        chunks = case["kernels"] == "usual" and case["length"] == 1024
+        return [name for name in GRAPHS if name != CHUNKS or chunks]
 
     def prepare(self, case: Case, contender: str) -> Call:
         def call() -> Case:
@@ -94,7 +89,7 @@ def run(case: Case, label: str) -> Case:
     dtype, length, provider = case["dtype"], case["length"], case["provider"]
     spec = forms(length)[case["form"]].spec
     weights = init_weights(spec, seed=0, dtype=dtype)
-    make = bare_bytes if label in (BARE, BARE_CONTRIB) else whole_bytes
+    make = bare_bytes if label == BARE else whole_bytes
     model = make(spec, weights, **GRAPHS[label])()
     device = "cuda" if provider.startswith("CUDA") else "cpu"
     x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)

@@ -17,9 +17,7 @@ from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 
 BARE = "no positions"
-BARE_CONTRIB = "no positions, `GroupQueryAttention`"
-CONTRIB = "relskew `ort-contrib`"
-IN_PLACE = "relskew `ort-contrib`, in place"
+IN_PLACE = "relskew `ort`, in place"
 CHUNK = 128
 CHUNKED = f"relskew `ort`, chunks of {CHUNK}"
 """The graph for CPUs."""
@@ -27,8 +25,6 @@ BLOCK = 128
 GATHER = "gather of the products, as DeBERTa in transformers"
 EXAMPLE = 64
 """The length of the example for torch's exporter."""
-BIASES = {"Attention": 3, "GroupQueryAttention": 10}
-"""The index of an operator's input that adds to its logits."""
 
 
 Relative = Callable[[Tensor, Tensor, Span], Tensor]
@@ -124,9 +120,6 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
     made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": relskew(chunk_size=None)}
     if form.spec.block_size is None:
         made[CHUNKED] = relskew(chunk_size=CHUNK)
-        if form.spec.causal:
-            made[BARE_CONTRIB] = bare_bytes(form.spec, weights, profile="ort-contrib")
-            made[CONTRIB] = relskew(profile="ort-contrib")
     made["relskew `portable`"] = relskew(profile="portable")
     for label, relative in form.textbooks.items():
         made[f"torch: {label}"] = textbook(relative, dynamo=True)
@@ -137,13 +130,10 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
 def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph with a cache: growing, or in place."""
     relskew = partial(whole_bytes, spec, weights, past=True)
-    in_place: dict[str, Any] = {"past": True, "in_place": True}
     return {
         BARE: bare_bytes(spec, weights, past=True),
-        f"{BARE_CONTRIB}, in place": bare_bytes(spec, weights, profile="ort-contrib", **in_place),
         "relskew `ort`, a cache that grows": relskew(),
-        "relskew `ort`, in place": relskew(in_place=True),
-        IN_PLACE: relskew(in_place=True, profile="ort-contrib"),
+        IN_PLACE: relskew(in_place=True),
     }
 
 
@@ -177,8 +167,8 @@ def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
 def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> onnx.ModelProto:
     """Return the block's graph without relative terms: projections and a bare attention operator."""
     model = to_onnx(spec, weights, chunk_size=None, **options)
-    (attention,) = (node for node in model.graph.node if node.op_type in BIASES)
-    attention.input[BIASES[attention.op_type]] = ""
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    attention.input[3] = ""  # the mask that is added
     while not attention.input[-1]:
         del attention.input[-1]
     made = {output: node for node in model.graph.node for output in node.output}

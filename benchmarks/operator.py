@@ -30,7 +30,6 @@ BARE = "`Attention` without positions"
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "a growing cache": {},
     "in place": {"in_place": True},
-    "in place, `GroupQueryAttention`": {"in_place": True, "contrib": True},
     OPERATOR: {"in_place": True, "operator": True},
     IN_INT8: {"in_place": True, "operator": True, "cache_dtype": "int8"},
 }

@@ -9,17 +9,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from relskew_core._array.checks import check_bool, check_choice, describe
+from relskew_core._array.checks import check_choice, describe
 from relskew_core.export._graph.attention_nodes import (
     FilledAttentions,
-    GroupedAttentions,
     JoinedCache,
     shared,
     store,
 )
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._graph.functions import refill
-from relskew_core.export._graph.grouped import DOMAIN
 from relskew_core.export._graph.in_place_node import SCALE, attending, with_caches
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET
@@ -36,13 +34,13 @@ def caches_in_place(
     *,
     past: str = "past_key_values.",
     present: str = "present.",
-    contrib: bool = False,
     cache_dtype: str | None = None,
 ) -> onnx.ModelProto:
     """Replace the growing caches of a decoder by caches of fixed length, which it updates in place.
 
     A growing cache is copied at every step, and its shape changes. A cache of fixed length is one buffer, bound as
-    input and output, of which ``past_length`` positions are filled; attention reads only these.
+    input and output, of which ``past_length`` positions are filled; attention copies these, or reads the whole cache if
+    most of it is filled.
 
     Parameters
     ----------
@@ -52,11 +50,6 @@ def caches_in_place(
         its past and the new keys or values; not modified.
     past, present : str
         Prefixes of the names of these inputs and outputs; the rest of the names is the same.
-    contrib : bool, default False
-        Use onnxruntime's ``GroupQueryAttention``, which reads a cache in place; otherwise its filled part is copied, or
-        the whole is read if most of it is filled.
-        Every layer must use one ``Attention`` whose mask hides the future, with a head dimension that is a multiple of
-        8. Several tokens after a past are supported for a batch of one.
     cache_dtype : {"int8"}, optional
         Store keys and values in int8, each row with a scale: the decoder gets inputs ``past_key_values.N.key_scale``
         and ``past_key_values.N.value_scale (batch, heads, cache_length)`` of float32, and outputs
@@ -100,7 +93,6 @@ def caches_in_place(
     """
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"`model` must be an onnx.ModelProto, got {describe(model)}")
-    check_bool("contrib", contrib)
     if cache_dtype is not None:
         check_choice("cache_dtype", cache_dtype, (INT8,))
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
@@ -109,11 +101,9 @@ def caches_in_place(
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     caches = _caches(changed.graph, past, present)
-    refill(changed.graph.node, _Writer(changed, caches, contrib, cache_dtype).nodes())
+    refill(changed.graph.node, _Writer(changed, caches, cache_dtype).nodes())
     _declare(changed, caches, cache_dtype)
     read_side_by_side(changed)
-    if contrib:
-        changed.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return changed
 
 
@@ -159,10 +149,8 @@ def _declare(model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str
 class _Writer:
     """Rewrites the nodes of a decoder: joins become writes, and readers of a cache read its filled part."""
 
-    def __init__(
-        self, model: onnx.ModelProto, caches: list[JoinedCache], contrib: bool, cache_dtype: str | None
-    ) -> None:
-        self._graph, self._caches, self._contrib = model.graph, caches, contrib
+    def __init__(self, model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str | None) -> None:
+        self._graph, self._caches = model.graph, caches
         self._joins = {cache.present: cache for cache in caches}
         self._pasts = {cache.past: cache for cache in caches}
         self._model, self._operators = model, attending(model.graph, self._joins)
@@ -174,7 +162,7 @@ class _Writer:
                 "`cache_dtype='int8'` requires that only a node relskew::RelativeAttention, whose queries continue a "
                 f"cache, reads it, but {others[0]} is read by other nodes or at other positions"
             )
-        self._calls = GroupedAttentions(model, caches) if contrib else FilledAttentions(model.graph, caches)
+        self._calls = FilledAttentions(model.graph, caches)
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
         """Yield the nodes in order."""
@@ -186,7 +174,7 @@ class _Writer:
                 if not started:
                     yield from self._lengths(cache)
                     started = True
-                if not self._contrib and cache.present not in self._served:
+                if cache.present not in self._served:
                     yield from self._written(cache)
             elif node.output[0] in self._operators:
                 keys, values = (self._joins[name] for name in node.input[1:3])
@@ -205,28 +193,6 @@ class _Writer:
         yield _node("Expand", [PAST_LENGTH, shared("batch")], "starts")
         if self._calls.nodes:
             yield _node("Shape", [first.past], "cache_length", start=2, end=3)
-        if not self._contrib:
-            return
-        # GroupQueryAttention lets a cache grow if its buffer is not shared; TensorScatter fails if one is full.
-        store(self._graph, "none", np.zeros(1, np.uint8))
-        store(self._graph, "one", np.ones(1, np.int64))
-        store(self._graph, "scalar", np.zeros(0, np.int64))
-        for name, length in (("room", "cache_length"), ("fresh", "new_length")):
-            yield _node("Concat", [shared("batch"), shared(length)], f"{name}_shape", axis=0)
-            yield _node("Expand", [shared("none"), shared(f"{name}_shape")], name)
-        yield _node("TensorScatter", [shared("room"), shared("fresh"), shared("starts")], "written", axis=1)
-        # Equal symbolic shapes let onnxruntime write into the cache's buffer; otherwise it copies it, and warns at
-        # every step.
-        (rows,) = (value.type.tensor_type.shape.dim[0] for value in self._graph.input if value.name == first.past)
-        for name in ("room", "written"):
-            shape = (rows.dim_param or rows.dim_value or None, CACHE_LENGTH)
-            self._graph.value_info.append(helper.make_tensor_value_info(shared(name), TensorProto.UINT8, shape))
-        yield _node("Shape", [shared("written")], "rows", start=0, end=1)
-        yield _node("Sub", [shared("total_length"), shared("one")], "last")
-        yield _node("Expand", [shared("last"), shared("rows")], "lasts")
-        yield _node("Cast", [shared("lasts")], "lasts_in_32_bits", to=TensorProto.INT32)
-        yield _node("Reshape", [shared("total_length"), shared("scalar")], "total")
-        yield _node("Cast", [shared("total")], "total_in_32_bits", to=TensorProto.INT32)
 
     def _written(self, cache: JoinedCache) -> Iterator[onnx.NodeProto]:
         """Yield the node that writes new keys or values into a cache, and the one that reads its filled part."""
@@ -251,7 +217,7 @@ class _Writer:
                 length = shared("total_length") if name == cache.present else PAST_LENGTH
                 yield helper.make_node("Identity", [length], list(node.output), name=node.name)
                 return
-            if name == cache.past or self._contrib:
+            if name == cache.past:
                 raise ValueError(f"`model` must read {name} by its Concat and by attention alone, got {node.name}")
             changed.input[index] = cache.filled
         yield changed

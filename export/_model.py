@@ -60,11 +60,9 @@ def to_onnx(
     weights : mapping of str to array
         Exactly the keys and shapes of ``spec.weight_shapes()``, arrays of any library on any device; not modified.
         Without ``projections``, only those of the tables.
-    profile : {"ort", "portable", "trt", "ort-contrib"}, default "ort"
+    profile : {"ort", "portable", "trt"}, default "ort"
         ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
-        ``"ort-contrib"``: onnxruntime's own ``GroupQueryAttention``, for causal self-attention, which is fastest in
-        onnxruntime.
     opset : int, optional
         Version of the standard operators, from the default of the profile to 28; the defaults are 23, 18, 23 and 21.
     dtype : str or dtype, optional
@@ -91,7 +89,7 @@ def to_onnx(
     in_place : bool, default False
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
         shape, of which ``past_lengths (batch,)`` positions are filled, for each row of the batch separately. Opset 24,
-        profiles ``"ort"`` and ``"ort-contrib"``; caches start as zeros.
+        profile ``"ort"``; caches start as zeros.
     segments : bool, default False
         Take ``segments (batch, query_length)`` of int64: a query sees the keys of its segment, a document of a packed
         batch. With ``past``, segments of all keys so far, ``(batch, total_length)``; with ``in_place``, of every

@@ -12,7 +12,7 @@ from relskew_core._block.checks import ENDLESS
 from relskew_core._block.spec import BlockSpec
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
-from relskew_core.export._plan_checks import check_contrib, check_in_place, check_past
+from relskew_core.export._plan_checks import check_in_place, check_past
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
 LONGEST = 2**31
@@ -189,8 +189,6 @@ def make_plan(
         raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are not one sequence, got cross=True")
     if check_bool("past", past):
         check_past(spec)
-    if form.contrib:
-        check_contrib(spec, dtype, mask, chunk_size)
     chunk_size = checked_chunk(chunk_size)
     branches = chunk_size is not None
     if chunk_size not in (None, "auto") and spec.block_size is not None:

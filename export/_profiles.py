@@ -7,7 +7,7 @@ from typing import Literal
 
 from relskew_core._array.checks import check_int
 
-ProfileName = Literal["ort", "ort-contrib", "portable", "trt"]
+ProfileName = Literal["ort", "portable", "trt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,6 @@ class Profile:
     cache_inputs: bool = False  # Attention's past_key and past_value; else Concat
     branches: bool = False  # an If between inputs of one chunk and longer ones; else a loop even for one chunk
     by_head: bool = False  # chunks of one key head at a time; else of all heads at once
-    contrib: bool = False  # onnxruntime's GroupQueryAttention
 
 
 PROFILES = {
@@ -35,15 +34,6 @@ PROFILES = {
         cache_inputs=True,
         branches=True,
         by_head=True,
-    ),
-    "ort-contrib": Profile(
-        "ort-contrib",
-        21,
-        fused=True,
-        slice_window=True,
-        causal_attribute=True,
-        cache_inputs=True,
-        contrib=True,
     ),
     "portable": Profile("portable", 18),
     "trt": Profile("trt", 23, fused=True),

@@ -8,7 +8,6 @@ from relskew_core.export._graph.by_head import attend_by_head
 from relskew_core.export._graph.chunks import attend_chunks, chunks_of
 from relskew_core.export._graph.emitter import BOOL, Emitter, Value
 from relskew_core.export._graph.fused import attend_fused, without_dead_rows
-from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import (
     AttentionInputs,
@@ -37,7 +36,7 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
         bias = relative_logits(g, plan, queries, window, inputs.lengths)
         condition = _condition(g, plan, inputs)
         bias = hide(g, plan, bias, condition)
-        heads, present = (_grouped if plan.profile.contrib else attend_fused)(g, plan, inputs, queries, bias)
+        heads, present = attend_fused(g, plan, inputs, queries, bias)
         return without_dead_rows(g, plan, heads, condition), present
     condition = _condition(g, plan, inputs)
     keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
@@ -80,16 +79,3 @@ def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | 
     if inputs.condition is not None:
         return inputs.condition
     return visible(g, plan, inputs.lengths, inputs.mask, inputs.segments)
-
-
-def _grouped(
-    g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
-) -> tuple[Value, Present | None]:
-    """Attention by onnxruntime's operator; all rows of the batch have the same length."""
-    batch = g.dim(g.length(queries, 0, "batch"))
-    totals = g.index("Expand", [g.dim(inputs.lengths.keys), batch], "attention/totals", (queries.shape[0],))
-    lasts = g.index("Sub", [totals, g.constant([1])], "attention/lasts", totals.shape)
-    # The operator divides by the batch size, and ends the process if it is 0: this Gather of the first item fails
-    # before it.
-    total = g.index("Gather", [totals, g.constant(0)], "attention/total", (), axis=0)
-    return attend_grouped(g, plan, inputs.projected, bias, inputs.past, lasts, total)

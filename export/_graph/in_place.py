@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.filled import CACHE_LENGTH, attend_filled
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
-from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.parts import (
     Present,
     Projected,
@@ -53,11 +52,6 @@ def attend_in_place(
         condition = seen
     if plan.fused:
         bias = hide(g, plan, bias, condition)
-    if plan.profile.contrib:
-        total = g.scalar(rows.total, "attention/total")
-        heads, present = attend_grouped(g, plan, projected, bias, past, rows.last_positions(), total)
-        assert present is not None
-        return heads, present
     present = (Value("present_key", past[0].shape, g.dtype), Value("present_value", past[1].shape, g.dtype))
     named = ((projected.k, "k"), (projected.v, "v"))
     new = [split_heads(g, x, spec.num_kv_heads, spec.head_dim, name) for x, name in named]
@@ -93,11 +87,9 @@ class _Rows:
     ) -> None:
         self._g, self._plan, self._past = g, plan, given["past_lengths"]
         self._n = n = g.length(queries, 2, "query_length")
-        first, pasts = g.constant([0]), self._past
-        if not plan.profile.contrib:
-            # For an empty batch the longest past is 0. The maximum of nothing is the lowest number, with which the
-            # check of the columns fails and GroupQueryAttention would end the process.
-            pasts = g.index("Concat", [first, pasts], "cache/pasts_and_0", ("batch_and_1",), axis=0)
+        first = g.constant([0])
+        # For an empty batch the longest past is 0: the maximum of nothing is the lowest number.
+        pasts = g.index("Concat", [first, self._past], "cache/pasts_and_0", ("batch_and_1",), axis=0)
         self._longest = longest = g.index("ReduceMax", [pasts, first], "cache/longest_past", keepdims=1)
         self.total = g.plus(longest, n, "cache/total")
         self._room = given["past_key"]
@@ -115,9 +107,7 @@ class _Rows:
         if whole.shape[0] == 1:
             sizes = g.dims("relative/rows_shape", batch, 1, 1, 1)
             whole = g.compute("Expand", [whole, sizes], "relative/rows", ("batch", *whole.shape[1:]))
-        # Wide enough for every row of the skew; GroupQueryAttention hides the future itself.
-        other = g.plus(self._longest, 1, "relative/longest_and_1") if plan.profile.contrib else self.total
-        width = g.plus(self.total, other, "relative/width")
+        width = g.plus(self.total, self.total, "relative/width")  # wide enough for every row of the skew
         placed = self._placed(whole, width, self._past, plan.masked_value, "relative")
         keys = g.minus(width, 1, "relative/width_less_1")
         skewed = skew(g, placed, Lengths(n, keys, 0, "query_length", "placed_keys"), one_sided=True, columns=width)
@@ -135,12 +125,6 @@ class _Rows:
         by_position = g.cut(moved, 3, 0, self._columns, "window", "unskew/by_position")
         shape = (*weights.shape[:3], self._plan.spec.head_dim)
         return g.compute("MatMul", [by_position, self._window.rows()], "relative/values", shape)
-
-    def last_positions(self) -> Value:
-        """Return the position of each row's last query, ``(batch,)``."""
-        g = self._g
-        less = g.minus(self._n, 1, "cache/queries_less_1")
-        return g.index("Add", [self._past, g.dim(less)], "cache/last_positions", self._past.shape)
 
     def that_fit(self, new: Value, name: str) -> Value:
         """Return the new rows of a cache, ``(batch, Hkv, queries, D)``; fail if the longest row has no room for them.
@@ -160,15 +144,9 @@ class _Rows:
         return self._g.cut(x, axis, 0, self.total, symbol, name)
 
     def _checked(self, x: Value) -> Value:
-        """Give the number of columns a name in errors; rows too long for the table, or for their cache, fail here.
-
-        TensorScatter sees to the cache's length by itself.
-        """
+        """Give the number of columns a name in errors; rows too long for the table fail here."""
         g, plan, count = self._g, self._plan, self._columns
-        if plan.profile.contrib:
-            room = g.plus(g.length(self._room, 2, "cache_length"), 1, "cache/room_and_1")
-            count = g.index("Min", [g.dim(count), g.dim(room)], "cache/columns_in_room")
-        elif plan.left.past_edge != "limited":
+        if plan.left.past_edge != "limited":
             return x
         # onnxruntime removes a reshape between equal symbolic shapes, and treats a single unknown length as -1.
         shape = (*x.shape[:3], "total_and_1")

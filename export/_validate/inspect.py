@@ -15,7 +15,6 @@ from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._description import Metadata, inputs_of, read_metadata
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import all_graphs, readers_of
-from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
 from relskew_core.export._graph.operator import DOMAIN
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import PROFILES, Profile
@@ -97,11 +96,11 @@ def _unread(model: onnx.ModelProto) -> str:
 def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
     """Return a description of operators that only some runtimes support."""
     own = {function.name for function in model.functions if function.domain == DOMAIN}
-    domains = {"", "ai.onnx", *([DOMAIN] if own else []), *([CONTRIB] if profile.contrib else [])}
+    domains = {"", "ai.onnx", *([DOMAIN] if own else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
     problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
-    known = {(DOMAIN, name) for name in own} | ({(CONTRIB, "GroupQueryAttention")} if profile.contrib else set())
+    known = {(DOMAIN, name) for name in own}
     foreign = [node for node in nodes if node.domain and (node.domain, node.op_type) not in known]
     problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
     return "; ".join(problems)

@@ -68,8 +68,6 @@ class Questions:
             compared, main = np.asarray(result), name == self._subject.outputs[0]
             if main and compared.ndim == wanted.ndim and compared.shape[-2] == trial.queries:
                 compared = compared[..., rows, :]
-            if not main:
-                compared, wanted = self._filled(compared, feeds), self._filled(wanted, feeds)
             self._compare(name, str(trial), compared, wanted, tolerance if main else self._tolerance)
         if self._runner.unoptimised is not None:
             self._optimiser(trial, feeds, results, tolerance)
@@ -95,10 +93,8 @@ class Questions:
         except Exception as error:
             self._failed("optimiser off", trial, error)
             return
-        for name, *pair in zip(self._subject.outputs, results, plain, strict=True):
-            if name != self._subject.outputs[0]:
-                pair = [self._filled(np.asarray(array), feeds) for array in pair]
-            self._compare("optimiser off", str(trial), pair[0], pair[1], tolerance)
+        for pair in zip(results, plain, strict=True):
+            self._compare("optimiser off", str(trial), *map(np.asarray, pair), tolerance)
 
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
         """Report an exception, which is right if the runtime does not support an empty batch in an operator."""
@@ -106,20 +102,10 @@ class Questions:
         detail = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
         self._add(name, str(trial), bool(operator), detail)
 
-    def _filled(self, cache: np.ndarray, feeds: Feeds) -> np.ndarray:
-        """Return a cache with zeros after its rows' ends, unless its writer needs more than them."""
-        plan = self._subject.plan
-        if not (plan.profile.contrib and plan.in_place) or cache.ndim != 4:
-            return cache
-        ends = feeds["past_lengths"] + feeds["x" if plan.projections else "q"].shape[-2]
-        there = np.arange(cache.shape[2], dtype=np.int64) < ends[:, None]
-        return np.where(there[:, None, :, None], cache, np.zeros((), cache.dtype))
-
     def decoding(self, length: int) -> None:
         """Check that an input in pieces, each with the presents of the last, gives the result of the whole input."""
         plan = self._subject.plan
-        batch = 1 if plan.profile.contrib else 2
-        trial = Trial(batch, length, length, 0, True, length + 1 if plan.in_place else None)
+        trial = Trial(2, length, length, 0, True, length + 1 if plan.in_place else None)
         feeds = make_inputs(plan, trial, seed=0)
         label = f"{trial}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
@@ -146,8 +132,7 @@ class Questions:
             return
         self._compare("decoding", label, np.concatenate(pieces, axis=-2), np.asarray(whole[0]), tolerance)
         for pair in zip((keys, values), whole[1:], strict=True):
-            cache, wanted = (self._filled(np.asarray(array), feeds) for array in pair)
-            self._compare("decoding", label, cache, wanted, tolerance)
+            self._compare("decoding", label, *map(np.asarray, pair), tolerance)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
         if result.shape != wanted.shape:

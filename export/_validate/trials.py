@@ -60,10 +60,7 @@ def make_trials(
     if plan.dtype.itemsize >= 4:  # half precision rounds large logits too coarsely to compare
         short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
         short.sort(key=lambda trial: (-trial.keys, trial.batch))
-        large = dict.fromkeys(
-            replace(trial, batch=_batch(plan, short[0].batch, trial.queries, trial.past), large_logits=True)
-            for trial in short
-        )
+        large = dict.fromkeys(replace(trial, batch=short[0].batch, large_logits=True) for trial in short)
         seeds |= {trial: len(seeds) + index for index, trial in enumerate(list(large)[:LARGE])}
     if lengths is None:
         drawn = _drawn(plan, batches, np.random.default_rng(seed))
@@ -94,14 +91,7 @@ def _trial(plan: GraphPlan, batch: int, queries: int, keys: int, past: int = 0) 
     queries_end, keys_end = longest(plan)
     fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
     # Every third cache is filled to its end.
-    return Trial(
-        _batch(plan, batch, queries, past), queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None
-    )
-
-
-def _batch(plan: GraphPlan, batch: int, queries: int, past: int) -> int:
-    """Return the batch to try: GroupQueryAttention supports several queries after a past only for one item."""
-    return 1 if plan.profile.contrib and past and queries > 1 else batch
+    return Trial(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
 
 
 def _sweep_of_memories(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:

@@ -44,7 +44,6 @@ def decoder_to_onnx(
     past: Callable[[int], Any] | None = None,
     in_place: bool = False,
     length: int | None = None,
-    contrib: bool = False,
     cache_dtype: Literal["int8"] | None = None,
     genai: Literal[False] | Mapping[str, Any] = False,
     tolerance: float | None = None,
@@ -99,10 +98,6 @@ def decoder_to_onnx(
     length : int, optional
         With ``in_place``, the number of positions of the caches, at most what the tables reach; by default the runtime
         accepts any ``cache_length``.
-    contrib : bool, default False
-        With ``in_place``, use onnxruntime's ``GroupQueryAttention``, which copies nothing even if little of a cache is
-        filled; no other runtime runs the file. It supports head widths that are multiples of 8, attention without
-        relative values, and several tokens after a past only for a batch of one.
     cache_dtype : {"int8"}, optional
         With ``in_place`` and ``operator``, store keys and values in int8, rounded when they are written, with a scale
         in float32 for each row: a quarter of the memory of float32, and a token after a long past takes less time.
@@ -118,8 +113,8 @@ def decoder_to_onnx(
         Largest relative L2 error of the check; by default 1e-4 for float32, and 5e-2 with caches in int8.
     operator : bool, default False
         Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
-        :func:`to_onnx` does; with ``in_place`` they write the caches themselves. Not with ``contrib``. The check runs
-        the graph with the operator library and without it; :func:`generate` registers the library automatically.
+        :func:`to_onnx` does; with ``in_place`` they write the caches themselves. The check runs the
+        graph with the operator library and without it; :func:`generate` registers the library automatically.
     check : bool, default True
         Compare logits and caches with torch in onnxruntime, for single tokens, whole prompts, prompts in pieces, other
         batches and long pasts; and check that the graph fails past the tables and when a cache is full.
@@ -205,11 +200,9 @@ def decoder_to_onnx(
     model = checked_model(model)
     check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
     wanted = torch_dtype(dtype)
-    if operator and contrib:
-        raise ValueError("`operator=True` excludes `contrib=True`: only one of them can compute attention")
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
-    opset = _opset(opset, in_place, length, contrib, genai)
+    opset = _opset(opset, in_place, length, genai)
     _check_cache_dtype(cache_dtype, in_place, operator)
     target = target_path(path)
     targets = [target] if memory is None else [target, memory_path(target)]
@@ -250,7 +243,7 @@ def decoder_to_onnx(
     if seen:
         graphs = list(reversed(split_off(converted.model, seen_names)))
     if in_place:
-        graphs[0] = _in_place(graphs[0], reach, length, contrib, cache_dtype)
+        graphs[0] = _in_place(graphs[0], reach, length, cache_dtype)
     graph = graphs[0]
     read = [*input_names[: 1 + count], *(value.name for value in graphs[-1].graph.output if seen)]
     lengths = [shape[1] if isinstance(shape[1], int) else None for shape in converted.shapes[1 + count :]]
@@ -269,7 +262,7 @@ def decoder_to_onnx(
                 run = after(files[1], run, seen_names, operator=library)
             with evaluating(flat):
                 check_decoder(
-                    flat, run, output_names, draw, reach=length or reach, grouped=contrib, checks=checks,
+                    flat, run, output_names, draw, reach=length or reach, checks=checks,
                     tolerance=OF_INT8 if tolerance is None and cache_dtype is not None else tolerance,
                 )  # fmt: skip
                 if in_place and length is None:  # with a length, check_decoder has filled it
@@ -298,14 +291,12 @@ def _why(length: int | None, name: str, axis: int) -> str:
     return {1: "the heads of the layer", 2: f"`length` is {length}", 3: "the width of a head"}[axis]
 
 
-def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, genai: Any) -> int:
+def _opset(opset: int | None, in_place: bool, length: int | None, genai: Any) -> int:
     """Return the opset, if the arguments for caches in place fit together."""
     check_bool("in_place", in_place)
-    check_bool("contrib", contrib)
     if not in_place:
-        for name, value, unset in (("length", length, None), ("contrib", contrib, False)):
-            if value != unset:
-                raise ValueError(f"`{name}` requires `in_place=True`: caches that grow have none, got {name}={value!r}")
+        if length is not None:
+            raise ValueError(f"`length` requires `in_place=True`: caches that grow have none, got length={length!r}")
         return 23 if opset is None else opset
     if genai is not False:
         raise ValueError(
@@ -332,12 +323,12 @@ def _check_cache_dtype(cache_dtype: Any, in_place: bool, operator: bool) -> None
 
 
 def _in_place(
-    growing: onnx.ModelProto, reach: int | None, length: int | None, contrib: bool, cache_dtype: str | None
+    growing: onnx.ModelProto, reach: int | None, length: int | None, cache_dtype: str | None
 ) -> onnx.ModelProto:
     """Return a decoder with caches in place, of ``length`` if given."""
     if length is not None and reach is not None and length > reach:
         raise ValueError(f"`length` must be at most {reach}, the positions that the model's tables reach, got {length}")
-    fixed = caches_in_place(growing, contrib=contrib, cache_dtype=cache_dtype)
+    fixed = caches_in_place(growing, cache_dtype=cache_dtype)
     for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if length is not None and size.dim_param == CACHE_LENGTH:

@@ -31,12 +31,11 @@ def check_decoder(
     *,
     reach: int | None,
     tolerance: float | None,
-    grouped: bool,
     checks: list[Check],
 ) -> None:
     """Raise unless a graph gives torch's logits and caches, its outputs ``names``.
 
-    ``reach`` is where its tables or its caches end. ``grouped`` graphs take several tokens behind a past for one row.
+    ``reach`` is where its tables or its caches end.
     """
     tokens, *rest = flat.inputs()
     shown = rest[: len(names) - 1]
@@ -73,11 +72,8 @@ def check_decoder(
     length = prompt[0].shape[1]
     same(prompt, wanted, f"a prompt of {length}")
     pieces = {0, length // 2, min(length // 2 + 1, length), length}
-    tried = [(3, pieces)] if not grouped else [(1, pieces), (3, {0, *range(max(length - 2, 0), length + 1)})]
-    for rows, cuts in tried:
-        whole = _in_pieces(run, [tensor[:rows] for tensor in prompt], len(shown), cuts)
-        right = [tensor[:rows] for tensor in wanted]
-        check_equal(names, whole, right, f"a prompt of {length} in pieces", tolerance, checks)
+    whole = _in_pieces(run, prompt, len(shown), pieces)
+    check_equal(names, whole, wanted, f"a prompt of {length} in pieces", tolerance, checks)
     far = FAR if reach is None else reach - 1
     if 2 * (far + 1) * sum(like[0, :, 0].nbytes for like in shown) > LARGEST:
         return

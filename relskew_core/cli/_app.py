@@ -139,9 +139,7 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[
-        str, typer.Option(help="Runtimes that the graph is for: ort, ort-contrib, portable or trt.")
-    ] = "ort",
+    profile: Annotated[str, typer.Option(help="Runtimes that the graph is for: ort, portable or trt.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; by default that of the profile.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float16, bfloat16, float32 or float64; by default that of the weights.")

@@ -33,21 +33,18 @@ def empty(length: int, batch: int = 1) -> dict[str, Any]:
     return {f"past_{name}": np.zeros((batch, 2, length, 8), np.float32) for name in ("key", "value")}
 
 
-@pytest.mark.parametrize("contrib", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_same_tokens(contrib: bool, batch: int) -> None:
+def test_the_same_tokens(batch: int) -> None:
     model = growing()
     before = model.SerializeToString()
-    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    changed = caches_in_place(model, **NAMES)
     assert model.SerializeToString() == before
     onnx.checker.check_model(changed, full_check=True)
     kinds = [node.op_type for node in changed.graph.node]
-    assert kinds.count("GroupQueryAttention") == contrib
-    assert kinds.count("TensorScatter") == (1 if contrib else 2)
+    assert kinds.count("TensorScatter") == 2
     x = np.random.default_rng(0).standard_normal((batch, ROOM, 32)).astype(np.float32)
     grows, fixed, start = empty(0, batch), empty(ROOM, batch), 0
-    # GroupQueryAttention supports several tokens after a past only for a single item.
-    for size in (4, 1, 3, 4) if batch == 1 or not contrib else (9, 1, 1, 1):
+    for size in (4, 1, 3, 4):
         piece = {"x": x[:, start : start + size]}
         wanted = run(model, {**piece, **grows})
         found = run(changed, {**piece, **fixed, "past_length": np.array([start])})
@@ -63,10 +60,9 @@ def test_the_same_tokens(contrib: bool, batch: int) -> None:
         run(changed, {"x": x[:, :2], **fixed, "past_length": np.array([ROOM - 1])})
 
 
-@pytest.mark.parametrize("contrib", [False, True])
-def test_one_buffer(contrib: bool) -> None:
+def test_one_buffer() -> None:
     """onnxruntime writes into the given cache, and reads nothing after its filled part."""
-    session = opened(caches_in_place(growing(), contrib=contrib, **NAMES))
+    session = opened(caches_in_place(growing(), **NAMES))
     x = np.random.default_rng(1).standard_normal((1, 5, 32)).astype(np.float32)
     filling = {name: np.full_like(array, 1e3) for name, array in empty(ROOM).items()}
     buffers = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in filling.items()}
@@ -87,18 +83,6 @@ def test_one_buffer(contrib: bool) -> None:
     assert (buffers["past_key"].numpy()[:, :, 5:] == 1e3).all()
 
 
-@pytest.mark.parametrize("batch", ["batch", 1])
-def test_nothing_is_copied(batch: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """onnxruntime says so at every step where it copies."""
-    model = growing()
-    for value in (*model.graph.input, *model.graph.output):
-        first = value.type.tensor_type.shape.dim[0]
-        first.CopyFrom(onnx.TensorShapeProto.Dimension(**{"dim_value" if batch == 1 else "dim_param": batch}))
-    session = opened(caches_in_place(model, contrib=True, **NAMES), log_severity_level=2)
-    session.run(None, {"x": np.ones((1, 1, 32), np.float32), **empty(ROOM), "past_length": np.array([0])})
-    assert "copying" not in capfd.readouterr().err
-
-
 def test_the_interface_and_the_metadata() -> None:
     model = growing()
     helper.set_model_props(model, {"relskew.decoder": "growing"})
@@ -111,7 +95,6 @@ def test_the_interface_and_the_metadata() -> None:
     assert shapes["past_key"] == shapes["present_value"] == ["batch", 2, "cache_length", 8]
     assert shapes["past_length"] == [1]
     assert changed.metadata_props[0].value == "in_place"
-    assert "GroupQueryAttention" not in {node.op_type for node in changed.graph.node}
 
 
 def test_outputs_that_are_no_caches_stay() -> None:
@@ -131,8 +114,7 @@ def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
     return node
 
 
-@pytest.mark.parametrize("contrib", [False, True])
-def test_what_else_an_attention_may_say(contrib: bool) -> None:
+def test_what_else_an_attention_may_say() -> None:
     """A softcap; an axis counted from the end; the standard's operators under their other name."""
     model = growing()
     (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
@@ -141,7 +123,7 @@ def test_what_else_an_attention_may_say(contrib: bool) -> None:
         (axis,) = node_of(model, name).attribute
         axis.i = -2
     model.opset_import[0].domain = "ai.onnx"
-    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    changed = caches_in_place(model, **NAMES)
     x = np.random.default_rng(2).standard_normal((1, 6, 32)).astype(np.float32)
     (plain, *_), (wanted, *_) = (run(each, {"x": x, **empty(0)}) for each in (growing(), model))
     assert np.abs(plain - wanted).max() > 0.1
@@ -149,7 +131,6 @@ def test_what_else_an_attention_may_say(contrib: bool) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("contrib", [False, True])
 @pytest.mark.parametrize(
     ("name", "bounds", "wanted"),
     [
@@ -162,25 +143,14 @@ def test_what_else_an_attention_may_say(contrib: bool) -> None:
     ],
     ids=str,
 )
-def test_who_asks_for_a_length_is_told_how_much_is_filled(
-    name: str, bounds: dict[str, Any], wanted: list[int], contrib: bool
-) -> None:
+def test_who_asks_for_a_length_is_told_how_much_is_filled(name: str, bounds: dict[str, Any], wanted: list[int]) -> None:
     model = growing()
     model.graph.node.append(helper.make_node("Shape", [name], ["asked"], name="asked", **bounds))
     model.graph.output.append(helper.make_tensor_value_info("asked", onnx.TensorProto.INT64, [len(wanted)]))
     x = np.zeros((1, 2, 32), np.float32)
     assert run(model, {"x": x, **empty(3)})[-1].tolist() == wanted
-    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    changed = caches_in_place(model, **NAMES)
     assert run(changed, {"x": x, **empty(ROOM), "past_length": np.array([3])})[-1].tolist() == wanted
-
-
-def primitives() -> onnx.ModelProto:
-    return to_onnx(SPEC, random_weights(SPEC), past=True, profile="portable", opset=24)
-
-
-def narrow() -> onnx.ModelProto:
-    spec = BlockSpec(8, 2, Span.causal(9), causal=True)
-    return to_onnx(spec, random_weights(spec), past=True, profile="trt", opset=24)
 
 
 def reads_the_past() -> onnx.ModelProto:
@@ -212,43 +182,9 @@ def joined(axis: int = 2, *, backwards: bool = False) -> onnx.ModelProto:
     return model
 
 
-def with_hidden_shapes() -> onnx.ModelProto:
-    """Return a decoder whose queries come from an operator with unknown shapes."""
-    model = growing()
-    (place,) = (place for place, node in enumerate(model.graph.node) if node.op_type == "Attention")
-    attention = model.graph.node[place]
-    turned = helper.make_node("Turn", [attention.input[0]], ["turned"], name="turn", domain="other")
-    attention.input[0] = "turned"
-    model.graph.node.insert(place, turned)
-    model.opset_import.append(helper.make_opsetid("other", 1))
-    return model
-
-
-def without_a_mask() -> onnx.ModelProto:
-    model = growing()
-    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
-    del attention.input[3:]
-    return model
-
-
-def gives_more() -> onnx.ModelProto:
-    model = growing()
-    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
-    attention.output.append("more")
-    return model
-
-
 def without_operators() -> onnx.ModelProto:
     model = growing()
     model.opset_import[0].domain = "other"
-    return model
-
-
-def attends_twice() -> onnx.ModelProto:
-    model = growing()
-    (again,) = (node for node in model.graph.node if node.op_type == "Attention")
-    model.graph.node.append(again)
-    model.graph.node[-1].output[0] = "more"
     return model
 
 
@@ -258,13 +194,6 @@ def attends_twice() -> onnx.ModelProto:
         (lambda: growing(opset=23), NAMES, "must have opset 24, which brought TensorScatter, got 23"),
         (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… with the same endings"),
         (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
-        (primitives, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
-        (attends_twice, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
-        (
-            narrow,
-            {**NAMES, "contrib": True},
-            "queries .batch, heads, length, D. for contrib=True, with D a multiple of 8",
-        ),
         (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
         (asks_for_much_of_a_shape, NAMES, "must read only axis 2 of a cache's shape, got more"),
         (lambda: asks_for_much_of_a_shape(start=2), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
@@ -272,9 +201,6 @@ def attends_twice() -> onnx.ModelProto:
         (gives_what_it_takes, NAMES, "must make present_more by a Concat of past_more and new values on axis 2"),
         (lambda: joined(axis=3), NAMES, "must make present_value by a Concat of past_value .* on axis 2"),
         (lambda: joined(backwards=True), NAMES, "must make present_value by a Concat of past_value and new values"),
-        (with_hidden_shapes, {**NAMES, "contrib": True}, "queries .batch, heads, length, D. for contrib=True"),
-        (without_a_mask, {**NAMES, "contrib": True}, "must hide the future by a mask in .* for contrib=True"),
-        (gives_more, {**NAMES, "contrib": True}, "must use only the first output of .* for contrib=True"),
         (without_operators, NAMES, "must have opset 24, which brought TensorScatter, got 0"),
     ],
 )
@@ -283,5 +209,3 @@ def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
         caches_in_place(make(), **options)
     with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
         caches_in_place("decoder.onnx")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`contrib` must be a bool"):
-        caches_in_place(growing(), contrib=1, **NAMES)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import pytest
 
-from export_forms import FORMS, IN_PLACE, PROFILES, made, random_weights
+from export_forms import FORMS, IN_PLACE, PROFILES, made
 from onnx_sessions import BROADCASTS_EMPTY, opened
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.export import caches_in_place, quantize, to_onnx, validate
+from relskew_core.export import quantize, to_onnx, validate
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._validate.runtimes import Source, open_reference, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs, make_trials
@@ -63,29 +63,6 @@ def test_quantised_products_refuse_an_empty_batch_too(kind: Any, blocks: dict[st
     (empty,) = {check.detail.split(" of ")[0] for check in report.checks if "batch 0" in check.case}
     products = ("refused by MatMulIntegerToFloat", "refused by QLinearMatMul")
     assert empty in (("refused by Attention",) if BROADCASTS_EMPTY else products)
-
-
-@pytest.mark.parametrize("changes", [{}, {"shared_table": True}, {"rel_keys": False, "rel_bias": True}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"past": True}, {"past": True, "in_place": True}], ids=str)
-def test_grouped_attention_is_kept_from_an_empty_batch(options: dict[str, Any], changes: dict[str, Any]) -> None:
-    """It divides by the batch: the process would end."""
-    spec = replace(BlockSpec(16, 2, Span.causal(9), causal=True), **changes)
-    run = opened(to_onnx(spec, random_weights(spec), profile="ort-contrib", **options)).run
-    plan = make_plan(spec, np.dtype(np.float32), profile="ort-contrib", **options)
-    past = 3 if plan.past else 0
-    for queries in (1, 2):
-        trial = Trial(0, queries, past + queries, past, True, 8 if plan.in_place else None)
-        with pytest.raises(Exception, match=r"relskew/(shape/attention/total|compute/relative/(logits|named))"):
-            run(None, make_inputs(plan, trial, 0))
-
-
-def test_grouped_attention_of_changed_caches_is_kept_from_an_empty_batch() -> None:
-    spec = BlockSpec(16, 2, Span.causal(9), causal=True, shared_table=True)
-    growing = to_onnx(spec, random_weights(spec), profile="trt", opset=24, past=True)
-    run = opened(caches_in_place(growing, past="past_", present="present_", contrib=True)).run
-    cache, past = np.zeros((0, 2, 8, 8), np.float32), np.array([3])
-    with pytest.raises(Exception, match="side_by_side"):
-        run(None, {"x": np.zeros((0, 1, 16), np.float32), "past_key": cache, "past_value": cache, "past_length": past})
 
 
 @pytest.mark.no_cover

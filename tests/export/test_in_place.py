@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, made, random_weights
@@ -115,3 +117,41 @@ def test_refused() -> None:
             to_onnx(spec, weights, in_place=True, **options)
     with pytest.raises(TypeError, match="`in_place` must be a bool"):
         to_onnx(spec, weights, in_place=1)  # type: ignore[arg-type]
+
+
+def test_rows_of_different_lengths_in_one_buffer() -> None:
+    """Each row continues where its prompt ended, as if alone; onnxruntime writes into the given buffers.
+
+    The padding of shorter prompts is written after their ends, and overwritten later.
+    """
+    spec, options = IN_PLACE["in place: cache"]
+    spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
+    weights = random_weights(spec)
+    session = opened(to_onnx(spec, weights, **options))
+    x = np.random.default_rng(0).standard_normal((3, 9, spec.embed_dim)).astype(np.float32)
+    lengths, shape = np.array([4, 1, 6]), (3, spec.num_kv_heads, 9, 8)
+    caches = [onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for _ in range(2)]
+
+    def step(piece: np.ndarray[Any, Any], past: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        binding = session.io_binding()
+        binding.bind_cpu_input("x", np.ascontiguousarray(piece))
+        binding.bind_cpu_input("past_lengths", past)
+        for cache, name in zip(caches, ("key", "value"), strict=True):
+            binding.bind_ortvalue_input(f"past_{name}", cache)
+            binding.bind_ortvalue_output(f"present_{name}", cache)
+        binding.bind_output("y")
+        session.run_with_iobinding(binding)
+        return binding.get_outputs()[2].numpy()
+
+    whole: Any = attention_block(x, weights, spec)
+    y = step(x[:, :6], np.zeros(3, np.int64))
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(y[row, :length], whole[row, :length], atol=1e-5)
+    for _ in range(3):
+        y = step(np.stack([x[row, length][None] for row, length in enumerate(lengths)]), lengths)
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(y[row, 0], whole[row, length], atol=1e-5)
+        lengths = lengths + 1
+    # Row 1 was padded to 6 positions, and the others have their own.
+    filled = caches[0].numpy()[:, 0].any(-1).sum(-1)
+    assert filled.tolist() == [max(6, length) for length in lengths]

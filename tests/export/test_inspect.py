@@ -164,20 +164,6 @@ def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytes
     assert checks[-1].detail == "rel_k differs by up to nan"
 
 
-def test_the_operator_of_onnxruntime_is_known_in_its_profile() -> None:
-    spec = BlockSpec(16, 2, Span.causal(9), causal=True)
-    made = model(spec, profile="ort-contrib", past=True)
-    assert not failures(made, spec)
-    (node,) = (node for node in made.graph.node if node.op_type == "GroupQueryAttention")
-    node.op_type = "MultiHeadAttention"
-    assert failures(made, spec) == {"standard": "MultiHeadAttention of domain com.microsoft"}
-    node.op_type = "GroupQueryAttention"
-    props = {entry.key: entry.value for entry in made.metadata_props}
-    helper.set_model_props(made, props | {"relskew.profile": "portable"})
-    told = "domain com.microsoft; GroupQueryAttention of domain com.microsoft"
-    assert failures(made, spec) == {"standard": told}
-
-
 def test_our_own_functions_are_known() -> None:
     made = model(CAUSAL, operator=True)
     assert made.functions

@@ -204,7 +204,7 @@ def test_max_length_trims_the_stored_rows() -> None:
         (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
         (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
         (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),
-        (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'ort-contrib', 'portable', 'trt'"),
+        (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'portable', 'trt'"),
         (CAUSAL, {"opset": 22}, "`opset` must be 23 … 28 for profile='ort', got 22"),
         (CAUSAL, {"opset": 17, "profile": "portable"}, "`opset` must be 18"),
         (CAUSAL, {"opset": 99}, "`opset` must be"),

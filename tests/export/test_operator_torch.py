@@ -325,8 +325,6 @@ def test_caches_in_int8_need_the_operator(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`operator=True` excludes `contrib=True`"):
-        decoder_to_onnx(Decoder(), tmp_path / "m.onnx", operator=True, in_place=True, contrib=True)
     with pytest.raises(TypeError, match="`operator` must be"):
         torch_to_onnx(Fitted(), torch.randn(1, 4, 6, 8), operator=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`program` must be what torch"):

@@ -66,14 +66,6 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
         "3/4+1<6 4<6 1/4+3<6",
         "2/8+6<7 1/5+4<9 4/5+1<9 5<9",
     ),
-    "cache of GroupQueryAttention": (  # it supports several queries after a past only for a single item
-        BlockSpec(16, 2, Span.causal(3), causal=True),
-        CACHE | {"profile": "ort-contrib"},
-        (3, 3),
-        "1×3 1/2+1×3 2×3 2/3+1 3×3 1/3+2",
-        "2/3+1 3 1/3+2",
-        "1/4+3 3/4+1 4",
-    ),
     "soft edges": (
         BlockSpec(8, 2, Span(9, 1, "clip")),
         {},

@@ -208,16 +208,6 @@ def test_an_empty_batch_that_a_graph_refuses() -> None:
     assert {check.runtime.split()[0] for check in report.failures} == {"onnxruntime", "onnx"}
 
 
-@pytest.mark.parametrize("past", [False, True])
-def test_an_empty_batch_is_no_question_to_grouped_attention(past: bool) -> None:
-    """Without a guard it ends the process."""
-    spec, steps = BlockSpec(16, 2, Span.causal(9), causal=True), list[str]()
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights, profile="ort-contrib", past=past)
-    assert validate(model, spec, weights, lengths=[3], progress=steps.append).ok
-    assert not any("batch 0" in step for step in steps)
-
-
 def weaker_mask(model: onnx.ModelProto) -> None:
     """Hide by -60, which large logits overcome."""
     hidden = [tensor.name for tensor in model.graph.initializer if np.any(numpy_helper.to_array(tensor) == HIDDEN)]
@@ -410,7 +400,7 @@ def test_a_model_runs_elsewhere_on_request() -> None:
         ("spec", "{", "JSONDecodeError: "),
         ("spec", "[]", ""),
         ("spec", "{}", ""),
-        ("profile", "web", "ValueError: must be one of ort, ort-contrib, portable, trt)"),
+        ("profile", "web", "ValueError: must be one of ort, portable, trt)"),
         ("max_length", "-1", "ValueError: must be at least 1)"),
         ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
     ],

@@ -133,9 +133,9 @@ def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> N
     assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
 
 
-@pytest.fixture(scope="module", params=[{"length": 18}, {"contrib": True}], ids=str)
+@pytest.fixture(scope="module", params=[{"length": 18}, {}], ids=str)
 def fixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Decoder, Path, int]:
-    """Caches in place, and how many positions they or the tables take: heads are of 8, as `contrib` wants them."""
+    """Caches in place, and how many positions they or the tables take."""
     model = Decoder(heads=2)
     path = tmp_path_factory.mktemp("fixed") / "decoder.onnx"
     decoder_to_onnx(model, path, in_place=True, **request.param)
@@ -163,7 +163,6 @@ def test_caches_in_place_give_the_tokens_of_torch(
         generate(session, [1] * (end + 1), 1)
     size = "cache_length" if end == REACH else end
     graph = onnx.load(path).graph
-    assert ("GroupQueryAttention" in {node.op_type for node in graph.node}) == (end == REACH)
     interface = shapes((*graph.input, *graph.output))
     assert interface.pop("past_length") == [1]
     assert {tuple(shape) for name, shape in interface.items() if "." in name} == {("batch", 1, size, 8)}
@@ -440,12 +439,10 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
         (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
         (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
         (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
-        (Bare(), {"contrib": 1}, TypeError, "`contrib` must be"),
         (Bare(), {"dtype": "int8"}, ValueError, "`dtype` must be one of 'float16', .* got 'int8'"),
         (Bare(), {"check": 1}, TypeError, "`check` must be"),
         (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
         (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
-        (Bare(), {"contrib": True}, ValueError, "`contrib` requires `in_place=True`: .* got contrib=True"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",  # addresses would differ between workers
 )

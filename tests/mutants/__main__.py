@@ -43,11 +43,11 @@ SUITES = {
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
         (f"{EXPORT}validate",),
-        _tests("contrib in_place inspect opening quantise questions trials validate"),
+        _tests("in_place inspect opening quantise questions trials validate"),
     ),
     "graphs": (
         (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
-        _tests("chunks contrib functions graphs in_place local model reach windows"),
+        _tests("chunks functions graphs in_place local model reach windows"),
     ),
     "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
     "models": ((f"{EXPORT}whole",), _tests("convert decoder_check fixed generate names whole")),

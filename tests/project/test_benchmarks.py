@@ -185,7 +185,7 @@ def tiny(name: str) -> list[str]:
 
 
 FEW = {
-    "export": (graphs.BARE, graphs.CHUNKED, graphs.IN_PLACE, "relskew `ort`", "relskew `ort`, in place"),
+    "export": (graphs.BARE, graphs.CHUNKED, graphs.IN_PLACE, "relskew `ort`"),
     "gpu_graphs": (graphs.BARE, "relskew `portable`"),
 }
 """Of contenders that each take torch's exporter seconds, or a process."""
@@ -505,18 +505,16 @@ def test_torch_exports_the_textbook(tmp_path: Path) -> None:
     assert all(row.ratio for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "profile"), [("causal", "ort"), ("full", "ort"), ("clip", "ort"), ("causal", "ort-contrib")]
-)
-def test_the_bare_block_is_the_block_with_empty_tables(name: str, profile: str) -> None:
+@pytest.mark.parametrize("name", ["causal", "full", "clip"])
+def test_the_bare_block_is_the_block_with_empty_tables(name: str) -> None:
     from benchmarks.export import open_session
 
     spec = FORMS[name].spec
     weights = init_weights(spec, seed=0)
     weights["rel_k"] = weights["rel_k"] * 0
-    model = graphs.without_positions(spec, init_weights(spec, seed=0), profile=profile)
+    model = graphs.without_positions(spec, init_weights(spec, seed=0))
     assert "rel_k" not in {tensor.name for tensor in model.graph.initializer}
-    assert len(model.graph.node) == (9 if profile == "ort" else 18)
+    assert len(model.graph.node) == 9
     x = np.random.default_rng(0).standard_normal((1, 7, 16)).astype(np.float32)
     (y,) = open_session(model.SerializeToString()).run(None, {"x": x})
     np.testing.assert_allclose(y, np.asarray(attention_block(x, weights, spec)), atol=1e-5)

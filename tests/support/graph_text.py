@@ -20,7 +20,7 @@ from relskew_core.export import caches_in_place, to_onnx
 from relskew_core.export._plan import GraphPlan, make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
-CHUNKS, TRT, PORTABLE, CONTRIB = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable", "ort-contrib"))
+CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable"))
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("causal", {}),
     "full-half": ("full, mask", {"dtype": "float16"}),
@@ -32,10 +32,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped-core-chunks": ("core: full, grouped", CHUNKS),
     "values-window": ("values alone, window", {}),
     "cross-clip-short": ("cross, clip, short", {}),
-    "causal-contrib": ("causal", CONTRIB),
-    "cache-core-contrib": ("core: cache, grouped, no bias", CONTRIB),
-    "cache-contrib": ("cache, grouped, no bias", CONTRIB),
-    "in-place-contrib": ("in place: segments, cache", CONTRIB),
     "cache-mask-chunks-trt": ("cache, mask", CHUNKS | TRT),
     "cache-window-chunks-portable": ("cache, window, mask", CHUNKS | PORTABLE),
     "cross-window-portable": ("cross, window, mask", PORTABLE),
@@ -67,8 +63,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "in-place-zero": ("in place: cache, zero, values, mask", {}),
     "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
 }
-CHANGES: dict[str, dict[str, Any]] = {"cache-changed": {}, "cache-changed-contrib": {"contrib": True}}
-WRITTEN |= {name: ("cache, grouped, no bias", TRT | {"opset": 24}) for name in CHANGES}
+CHANGED = "cache-changed"
+WRITTEN[CHANGED] = "cache, grouped, no bias", TRT | {"opset": 24}
 """What each file of the folder shows: a form, and how it is exported. Between them they come to every line."""
 
 
@@ -76,11 +72,10 @@ def model_of(name: str) -> onnx.ModelProto:
     """Export a form that is written down, with weights that no generator of random numbers has a part in."""
     form, options = WRITTEN[name]
     spec, own = (FORMS | IN_PLACE)[form]
-    changes = CHANGES.get(name)
-    if options == CONTRIB or changes is not None:  # its heads have a width that is a multiple of 8
+    if name == CHANGED:  # its heads have a width of 8
         spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
     model = to_onnx(spec, _weights(spec, **own), **own, **options)
-    return model if changes is None else caches_in_place(model, past="past_", present="present_", **changes)
+    return caches_in_place(model, past="past_", present="present_") if name == CHANGED else model
 
 
 def _weights(spec: BlockSpec, *, projections: bool = True, **others: Any) -> dict[str, np.ndarray[Any, Any]]:
