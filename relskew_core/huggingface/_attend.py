@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.buckets import t5_buckets
 from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 from relskew_core.backends._torch.untranslated import must_decompose
 from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
 from relskew_core.huggingface._masks import register_masks
+from relskew_core.layers.torch._constants import buckets
 
 
 class DropIn(nn.Module):
@@ -90,18 +90,10 @@ class DropIn(nn.Module):
             options["window"] = self.window
         return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
 
-    def keep_buckets(self, span: Span, count: int, name: str = "buckets") -> None:
-        """Store T5's bucket of each position of a span, at whose ends the positions beyond share one."""
-        buckets = t5_buckets(span, num_buckets=count, max_distance=span.left, bidirectional=span.right > 0)
-        self.keep_rows(name, buckets)
 
-    def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
-        """Store the row of a table for each position, on the device of the module's weights.
-
-        Linear layers that torch has quantised have no parameters: those are on the CPU.
-        """
-        device = next((x.device for x in (*self.parameters(), *self.buffers())), torch.device("cpu"))
-        self.register_buffer(name, torch.tensor(rows, dtype=torch.int64, device=device), persistent=False)
+def t5_rows(span: Span, count: int, x: Tensor) -> Tensor:
+    """Return T5's bucket of each position of a span, at whose ends the positions beyond share one, next to an input."""
+    return buckets(span.left, span.right, count, span.left, span.right > 0, x.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights
+from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights, t5_rows
 from relskew_core.huggingface._t5 import T5RelativeAttention
 
 
@@ -32,8 +32,6 @@ class LayoutLMv3RelativeEncoder(DropIn):
         self.far = {"rel_pos_bias": original.max_rel_pos}
         if original.has_spatial_attention_bias:
             self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), original.max_rel_2d_pos)
-        for name, far in self.far.items():
-            self.keep_buckets(Span.clipped(far), getattr(original, name).in_features, f"{name}_rows")
 
     def forward(
         self,
@@ -56,8 +54,8 @@ class LayoutLMv3RelativeEncoder(DropIn):
 
     def _by_pair(self, name: str, places: Tensor) -> Tensor:
         """Return the bias of each pair of positions, ``(batch, heads, length, length)``."""
-        far = self.far[name]
-        layer, rows = getattr(self, name), getattr(self, f"{name}_rows")
+        far, layer = self.far[name], getattr(self, name)
+        rows = t5_rows(Span.clipped(far), layer.in_features, places)
         dtype = next(self.layer[0].parameters()).dtype
         table = layer(one_hot(rows, layer.in_features).to(dtype)).mT
         relative = places[..., None, :] - places[..., :, None]

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from relskew_core._functions.buckets import deberta_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights, split
+from relskew_core.layers.torch._constants import kept
+
+
+@torch.compiler.assume_constant_result
+@kept(64)
+def _deberta_rows(left: int, right: int, size: int, furthest: int | None, device: torch.device) -> Tensor:
+    """Return the row of each relative position of a span."""
+    rows = deberta_buckets(Span(left, right), position_buckets=size, max_distance=furthest)
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 class DebertaV2RelativeAttention(DropIn):
@@ -19,17 +28,15 @@ class DebertaV2RelativeAttention(DropIn):
     projections = ("query_proj", "key_proj", "value_proj", "")
     heads = "num_attention_heads"
 
-    rows: Tensor
-
     @classmethod
     def serves(cls, original: Any) -> bool:
         return bool(original.relative_attention and original.pos_att_type and hasattr(original, "query_proj"))
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
-        self.size, furthest = self._reach(original)
-        self.span = Span(self.size - 1, self.size, "clip") if furthest is None else Span(furthest, furthest, "clip")
-        self.keep_rows("rows", deberta_buckets(self.span, position_buckets=self.size, max_distance=furthest))
+        self.size, self.furthest = self._reach(original)
+        ends = (self.size - 1, self.size) if self.furthest is None else (self.furthest, self.furthest)
+        self.span = Span(*ends, "clip")
 
     def forward(
         self,
@@ -46,7 +53,7 @@ class DebertaV2RelativeAttention(DropIn):
         """
         refuse_weights(output_attentions)
         q, k, v = self._heads(hidden_states, query_states)
-        rows, span = self._rows(k.shape[-2])
+        rows, span = self._rows(k)
         table = self.pos_dropout(rel_embeddings)[: 2 * self.size]
         # then only these rows are projected; otherwise all, some of which serve many positions
         few = len(rows) < len(table)
@@ -80,12 +87,13 @@ class DebertaV2RelativeAttention(DropIn):
             return self.key_proj if which == "c2p" else self.query_proj
         return self.pos_key_proj if which == "c2p" else self.pos_query_proj
 
-    def _rows(self, length: int) -> tuple[Tensor, Span]:
+    def _rows(self, k: Tensor) -> tuple[Tensor, Span]:
         """Return the rows for the positions that occur: taken once, and as few as possible."""
-        left, right = self.span.left, self.span.right
+        left, right, length = self.span.left, self.span.right, k.shape[-2]
+        rows = _deberta_rows(left, right, self.size, self.furthest, k.device)
         if torch.compiler.is_exporting() or length > min(left, right):
-            return self.rows, self.span
-        return self.rows[left - length + 1 : left + length], Span(length - 1, length - 1)
+            return rows, self.span
+        return rows[left - length + 1 : left + length], Span(length - 1, length - 1)
 
 
 class DebertaRelativeAttention(DebertaV2RelativeAttention):

@@ -11,10 +11,23 @@ from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split
 
 
+class InklingRelativeProfiles(DropIn):
+    """``InklingRelativeLogits``."""
+
+    replaces = ("InklingRelativeLogits",)
+    needs = "InklingAttention"
+
+    def forward(self) -> Tensor:
+        """Return the table of profiles, by ascending relative position."""
+        table: Tensor = self.proj.mT.flip(0)
+        return table
+
+
 class InklingRelativeAttention(DropIn):
     """``InklingAttention``, global or in a sliding window, with grouped heads."""
 
     replaces = ("InklingAttention",)
+    needs = "InklingRelativeLogits"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     drops = "attention_dropout"
 
@@ -42,7 +55,7 @@ class InklingRelativeAttention(DropIn):
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
         out = self.attend(
-            q, k, v, rel_k=self.rel_logits_proj.proj.mT.flip(0), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
+            q, k, v, rel_k=self.rel_logits_proj(), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
             scale=self.scaling, rel_scale=1.0, causal=True, offset=first - length(key), mask=attention_mask,
             window=(self.sliding_window - 1, None) if self.is_sliding else None,
         )  # fmt: skip

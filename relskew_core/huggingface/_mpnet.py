@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, refuse_weights
+from relskew_core.huggingface._attend import DropIn, refuse_weights, t5_rows
 
 SPAN = Span.clipped(128)
 
@@ -20,11 +20,6 @@ class MPNetRelativeEncoder(DropIn):
     local = True
 
     relative_attention_bias: nn.Embedding
-    buckets: Tensor
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.keep_buckets(SPAN, 32)  # whichever number its configuration has
 
     def attends_to_itself(self) -> bool:
         return False  # its layers add them
@@ -35,7 +30,8 @@ class MPNetRelativeEncoder(DropIn):
 
     def compute_position_bias(self, x: Tensor) -> Tensor:
         """Return the bias of each relative position."""
-        bias: Tensor = self.relative_attention_bias(self.buckets).mT.contiguous()
+        rows = t5_rows(SPAN, 32, x)  # whichever number its configuration has
+        bias: Tensor = self.relative_attention_bias(rows).mT.contiguous()
         return bias
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, cache_given, refuse_weights
+from relskew_core.huggingface._attend import DropIn, cache_given, refuse_weights, t5_rows
 
 
 class ProphetNetRelativeAttention(DropIn):
@@ -23,12 +23,9 @@ class ProphetNetRelativeAttention(DropIn):
     heads = "num_attn_heads"
     drops = "attention_dropout"
 
-    buckets: Tensor
-
     def __init__(self, original: Any) -> None:
         super().__init__(original)
         self.span = Span(original.relative_max_distance, 0, "clip")
-        self.keep_buckets(self.span, original.num_buckets)
 
     def forward(
         self,
@@ -50,9 +47,8 @@ class ProphetNetRelativeAttention(DropIn):
         if cache is not None:
             cache = getattr(cache, "self_attention_cache", cache)
             main_k, main_v = cache.update(main_k, main_v, self.layer_idx)
-        options: dict[str, Any] = {
-            "rel_k": one_hot(self.buckets, self.num_buckets).to(q.dtype), "span": self.span, "rel_scale": 1.0,
-        }  # fmt: skip
+        table = one_hot(t5_rows(self.span, self.num_buckets, q), self.num_buckets).to(q.dtype)
+        options: dict[str, Any] = {"rel_k": table, "span": self.span, "rel_scale": 1.0}
         n, m = q.shape[-2], main_k.shape[-2]
         main = self.attend(q[:, 0], main_k, main_v, rel_q=rel_q[:, 0], mask=attention_mask, offset=m - n, **options)
         keys = torch.arange(m, dtype=torch.int64, device=q.device)

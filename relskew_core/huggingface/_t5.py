@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split, t5_rows
 
 
 class T5RelativeAttention(DropIn):
@@ -22,15 +22,12 @@ class T5RelativeAttention(DropIn):
     masks: ClassVar[tuple[str, ...]] = ("T5Stack", "MT5Stack", "UMT5Stack", "Pop2PianoStack", "SwitchTransformersStack")
 
     relative_attention_bias: nn.Embedding
-    buckets: Tensor
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
         far = original.relative_attention_max_distance
         # From there on all positions share a bucket, and in a decoder the whole future does.
         self.span = Span(far, 0 if self.is_decoder else far, "clip")
-        if original.has_relative_attention_bias:
-            self.keep_buckets(self.span, original.relative_attention_num_buckets)
 
     def attends_to_itself(self) -> bool:
         return not self.is_decoder
@@ -54,7 +51,8 @@ class T5RelativeAttention(DropIn):
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, cache, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.relative_attention_bias(self.buckets).mT.contiguous()
+            rows = t5_rows(self.span, self.relative_attention_num_buckets, hidden_states)
+            position_bias = self.relative_attention_bias(rows).mT.contiguous()
         options: dict[str, Any] = {"mask": mask}
         if self.is_decoder or cache is not None:
             options |= {"causal": causal, "offset": offset}

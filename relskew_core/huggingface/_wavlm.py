@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, refuse_weights, split, t5_rows
 
 
 class WavLMRelativeAttention(DropIn):
@@ -18,13 +18,10 @@ class WavLMRelativeAttention(DropIn):
     local = True
 
     rel_attn_embed: nn.Embedding
-    buckets: Tensor
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
         self.span = Span.clipped(original.max_distance)
-        if hasattr(original, "rel_attn_embed"):
-            self.keep_buckets(self.span, original.num_buckets)
 
     def forward(
         self,
@@ -37,7 +34,9 @@ class WavLMRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself; the mask is 1 at visible keys, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
-        bias = self.rel_attn_embed(self.buckets).mT.contiguous() if position_bias is None else position_bias
+        bias = position_bias
+        if bias is None:
+            bias = self.rel_attn_embed(t5_rows(self.span, self.num_buckets, hidden_states)).mT.contiguous()
         gate = self._gate(hidden_states)
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
         # The gate is a query of width 1, and the bias is its table.

@@ -19,6 +19,7 @@ class SwinRelativeAttention(DropIn):
     """``SwinAttention``."""
 
     replaces = ("SwinAttention",)
+    needs = "SwinRelativePositionBias"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     heads = "num_attention_heads"
     drops = "attention_dropout"
@@ -28,10 +29,19 @@ class SwinRelativeAttention(DropIn):
     ) -> tuple[Tensor, None]:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
         refuse_weights(kwargs.get("output_attentions"))
-        positions = self.relative_position_bias
-        bias = by_cell(positions.relative_position_bias_table, positions.window_size)
-        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
+        mask = _of_windows(self.relative_position_bias(), attention_mask, hidden_states.shape[0])
         return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
+
+
+class SwinRelativeBias(DropIn):
+    """``SwinRelativePositionBias``."""
+
+    replaces = ("SwinRelativePositionBias",)
+    needs = "SwinAttention"
+
+    def forward(self) -> Tensor:
+        """Return the bias of all pairs of cells."""
+        return by_cell(self.relative_position_bias_table, self.window_size)
 
 
 class SwinSelfRelativeAttention(DropIn):

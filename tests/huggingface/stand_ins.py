@@ -143,7 +143,7 @@ class Convolution(nn.Module):
 
 
 def inkling(*, sliding: bool) -> Any:
-    config = type("Config", (), {"log_scaling_n_floor": 4, "log_scaling_alpha": 0.1})()
+    config = SimpleNamespace(log_scaling_n_floor=4, log_scaling_alpha=0.1)
     return module(
         "InklingAttention", "q_proj", "k_proj", "v_proj", "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
         num_key_value_heads=HEADS, attention_dropout=0.25, scaling=1 / D, is_sliding=sliding, sliding_window=4,
@@ -152,18 +152,20 @@ def inkling(*, sliding: bool) -> Any:
     )  # fmt: skip
 
 
+class MPNetEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relative_attention_bias = nn.Embedding(32, HEADS)
+        self.layer = module(
+            "MPNetSelfAttention", "q", "k", "v", "o", num_attention_heads=HEADS, dropout=nn.Dropout(0.25)
+        )
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.layer(states, mask, self.compute_position_bias(states))[0]  # type: ignore[operator]
+        return out
+
+
 def mpnet() -> Any:
-    attention = module("MPNetSelfAttention", "q", "k", "v", "o", num_attention_heads=HEADS, dropout=nn.Dropout(0.25))
-
-    class MPNetEncoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.relative_attention_bias, self.layer = nn.Embedding(32, HEADS), attention
-
-        def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-            out: Tensor = self.layer(states, mask, self.compute_position_bias(states))[0]  # type: ignore[operator]
-            return out
-
     return nn.ModuleDict({"encoder": MPNetEncoder().double()})
 
 
@@ -193,9 +195,13 @@ def cosines() -> dict[str, Any]:
     return {"cpb_mlp": nn.Linear(2, HEADS), "logit_scale": numbers(HEADS, 1, 1), "relative_coords_table": coordinates}
 
 
+def in_all_columns(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.to(dtype)[..., None] * torch.ones(E, dtype=dtype)
+
+
 def gemma() -> Any:
     positions = module("Positions", "pos_proj")
-    positions._get_timing_signal_1d_pos = lambda rows, dtype: rows.to(dtype)[..., None] * torch.ones(E, dtype=dtype)
+    positions._get_timing_signal_1d_pos = in_all_columns
     return module(
         "Gemma3nAudioAttention", "q_proj", "k_proj", "v_proj", num_heads=HEADS, max_past_horizon=3,
         max_future_horizon=1, per_dim_scale=numbers(D), q_scale=0.5, attention_logits_soft_cap=5.0,

@@ -40,10 +40,11 @@ def main(store: str, processes: int, rank: int) -> None:
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     mesh, ways = init_device_mesh("cpu", (processes,)), 0
-    for shared in (False, True):
+    options: dict[str, Any] = {"causal": True, "num_kv_heads": 2}
+    more = {"rel_values": True, "rel_bias": True, **options}
+    tables = [BlockSpec(8, 4, Span.causal(16), shared_table=shared, **more) for shared in (False, True)]
+    for spec in (*tables, BlockSpec.alibi(8, 4, **options)):
         torch.manual_seed(0)
-        options = {"num_kv_heads": 2, "rel_values": True, "rel_bias": True, "shared_table": shared}
-        spec = BlockSpec(8, 4, Span.causal(16), causal=True, **options)  # type: ignore[arg-type]
         whole = nn.Sequential(RelativeMultiheadAttention(spec, dtype=torch.float64))
         x = torch.randn(2, 6, 8, dtype=torch.float64)
         y = whole(x)

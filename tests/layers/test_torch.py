@@ -97,22 +97,12 @@ def test_alibi_reaches_as_far_as_a_call_looks() -> None:
         torch.testing.assert_close(module.attention_weights(x, memory, offset=offset), want, rtol=0, atol=1e-12)
 
 
-def test_what_is_fixed_is_neither_saved_nor_learned() -> None:
-    for spec, name in ((SPECS["alibi"], "slopes"), (SPECS["t5"], "buckets")):
-        module = RelativeMultiheadAttention(spec, device="meta").to_empty(device="cpu")
-        module.reset_parameters()
-        assert name not in module.state_dict()
-        assert name not in dict(module.named_parameters())
-        made = RelativeMultiheadAttention(spec)
-        torch.testing.assert_close(getattr(module, name), getattr(made, name))
-        for assign in (False, True):  # a model that is made without memory and loads its weights
-            model = torch.nn.Sequential(RelativeMultiheadAttention(spec, device="meta"))
-            if not assign:
-                model.to_empty(device="cpu")
-                getattr(model[0], name).zero_()
-            model.load_state_dict(torch.nn.Sequential(made).state_dict(), assign=assign)
-            x = torch.randn(2, 5, spec.embed_dim)
-            torch.testing.assert_close(model(x), made(x), rtol=0, atol=0)
+def test_what_is_fixed_is_not_stored() -> None:
+    """Nothing but parameters: a state, an average or a cast could not keep it right."""
+    for name, spec in SPECS.items():
+        module = RelativeMultiheadAttention(spec)
+        assert not list(module.buffers()), name
+        assert module.state_dict().keys() == spec.weight_shapes().keys(), name
     assert RelativeMultiheadAttention(SPECS["alibi"]).table_parameters() == []
     halved = RelativeMultiheadAttention(SPECS["alibi, causal, grouped"], dtype=torch.bfloat16)
     assert halved.empty_cache(1).keys.dtype == torch.bfloat16

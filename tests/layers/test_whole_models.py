@@ -234,7 +234,7 @@ def test_tensor_parallelism_and_fsdp_in_two_processes(tmp_path: Path) -> None:
     ]
     told = [process.communicate(timeout=120)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
-    assert [without_notices(out) for out in told] == ["8 ways agree\n"] * 2
+    assert [without_notices(out) for out in told] == ["12 ways agree\n"] * 2
 
 
 def test_heads_without_their_tables_are_named() -> None:

@@ -61,7 +61,7 @@ def test_outputs(family: Family) -> None:
         want, got = (tensors(model(**copy.deepcopy(inputs))) for model in (theirs, ours))
         assert len(got) == len(want) > 0
         for x, y in zip(got, want, strict=True):
-            check(_present(x, mask), _present(y, mask), family.gate)
+            check(present(x, mask), present(y, mask), family.gate)
 
 
 @pytest.mark.parametrize("name", ["T5 sdpa", "WavLM", "DeBERTa-v2", "BEiT", "Swinv2", "Parakeet", "MPT"])
@@ -127,7 +127,7 @@ def test_gradients(family: Family) -> None:
         inputs = given(family, length, model)
         out = model.train()(**inputs)
         mask = getattr(out, "attention_mask", inputs.get("attention_mask"))
-        torch.stack([_present(x, mask).square().sum() for x in tensors(out)]).sum().backward()
+        torch.stack([present(x, mask).square().sum() for x in tensors(out)]).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     theirs, ours = gradients
     largest = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)
@@ -163,7 +163,7 @@ def test_dropout(family: Family) -> None:
         assert (x - y).norm() > 1e-3 * still.norm()
 
 
-def _present(x: Tensor, mask: Tensor | None) -> Tensor:
+def present(x: Tensor, mask: Tensor | None) -> Tensor:
     """Leave out padding: some fill its logits, so that nothing flows back, where adding to them lets it flow."""
     return x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x
 

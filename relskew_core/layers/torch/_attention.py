@@ -18,7 +18,7 @@ from relskew_core._block.masks import check_padding, without_keys
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.distance import alibi_slopes
+from relskew_core.layers.torch._constants import buckets, slopes
 
 
 class TableAttention(nn.Module):
@@ -28,8 +28,11 @@ class TableAttention(nn.Module):
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
     sinks: nn.Parameter | None
-    slopes: Tensor | None  # ALiBi's, which are neither learned nor saved
-    buckets: Tensor | None  # T5's
+
+    processes = 1
+    """The number of processes that share the heads, which ``TableParallel`` sets."""
+    rank = 0
+    """The number of this process among them."""
 
     def __init__(
         self, spec: BlockSpec, *, dropout: float, impl: Impl, chunk_size: int | None, device: Any, dtype: Any
@@ -44,16 +47,6 @@ class TableAttention(nn.Module):
         for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
-        here = {
-            "slopes": (spec.num_heads, dtype) if spec.rel_bias == "alibi" else None,
-            "buckets": (spec.span.rows, torch.int64) if spec.rel_bias == "t5" else None,
-        }
-        for name, made in here.items():
-            empty = None if made is None else torch.empty(made[0], device=device, dtype=made[1])
-            self.register_buffer(name, empty, persistent=False)
-        self.reset_fixed()
-        after_loading: Any = self.register_load_state_dict_post_hook
-        after_loading(_reset_fixed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any, **more: Any) -> None:
         """Make tensors of NumPy's arrays, such as those of an ONNX file, for the projections too."""
@@ -61,21 +54,6 @@ class TableAttention(nn.Module):
             if key.startswith(prefix) and type(x).__module__ == "numpy":
                 state_dict[key] = torch.from_numpy(x.copy())  # of negative strides, too
         super()._load_from_state_dict(state_dict, prefix, *options, **more)
-
-    def reset_fixed(self) -> None:
-        """Compute the buffers that are not learned.
-
-        Loading a state does so, too. Repeat this if a module leaves the device "meta" otherwise.
-        """
-        where = next((x.device for x in self.parameters()), None)
-        for name in ("slopes", "buckets"):
-            fixed = getattr(self, name)
-            if fixed is not None and fixed.is_meta and where is not None:  # of a state that took the parameters' place
-                setattr(self, name, torch.empty_like(fixed, device=where))
-        if self.slopes is not None:
-            self.slopes.copy_(torch.tensor(alibi_slopes(self.spec.num_heads), dtype=torch.float64, device="cpu"))
-        if self.buckets is not None:
-            self.buckets.copy_(torch.tensor(self.spec.buckets(), dtype=torch.int64, device="cpu"))
 
     def extra_repr(self) -> str:
         """Return the arguments that differ from the defaults."""
@@ -140,13 +118,19 @@ class TableAttention(nn.Module):
 
     def with_bias(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables of a call, its bias, and their span."""
-        tables = self.tables_of(q)
-        slopes = tables.pop("slopes")
-        return with_bias(tables, self.spec, q, k, options, slopes=slopes, buckets=self.buckets, xp=xp)
+        spec, fixed = self.spec, {}
+        if spec.rel_bias == "t5":
+            reach = (spec.span.left, spec.span.right)
+            fixed["buckets"] = buckets(*reach, spec.num_buckets, spec.max_distance, not spec.causal, q.device)
+        elif spec.rel_bias == "alibi":
+            here = spec.num_heads // self.processes
+            fixed["slopes"] = slopes(spec.num_heads, self.rank * here, here, q.dtype, q.device)
+            _check_heads("slopes", fixed["slopes"], q, here)
+        return with_bias(self.tables_of(q), spec, q, k, options, **fixed, xp=xp)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return a dictionary of the tables, sinks and slopes, read as attributes because torch may replace them."""
-        return {name: getattr(self, name) for name in (*ATTENDED, "slopes")}
+        """Return a dictionary of the tables and sinks, read as attributes because torch may replace them."""
+        return {name: getattr(self, name) for name in ATTENDED}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables of the heads of some queries, in their dtype."""
@@ -189,11 +173,6 @@ def _check_placed(device: Any, dtype: Any) -> None:
         raise TypeError(f"`device` must be a device of torch, got {describe(device)}: {error}") from None
 
 
-def _reset_fixed(module: TableAttention, _: Any) -> None:
-    """Compute the buffers of a module that has loaded a state, which does not contain them."""
-    module.reset_fixed()
-
-
 def _local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
     """Return a table for the queries of this process, with their heads and dtype; gradients reach the original."""
     if hasattr(table, "placements"):  # a DTensor, whose import is slow
@@ -202,9 +181,14 @@ def _local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
         # A shared table serves different heads in each process, so its local gradient is a partial sum.
         placements = [Partial() if placement.is_replicate() else placement for placement in table.placements]
         table = table.to_local(grad_placements=placements)
-    elif q.ndim > 2 and q.shape[-3] != spec.num_heads:
+    else:
+        _check_heads(name, table, q, spec.num_heads)
+    return table if table.dtype == q.dtype else table.to(q.dtype)
+
+
+def _check_heads(name: str, table: Any, q: Tensor, heads: int) -> None:
+    if q.ndim > 2 and q.shape[-3] != heads:
         raise ValueError(
-            f"`{name}` must be sharded like the heads, of which {q.shape[-3]} of {spec.num_heads} are here: give "
+            f"`{name}` must be sharded like the heads, of which {q.shape[-3]} of {heads} are here: give "
             f"the module itself relskew_core.layers.torch.parallel.TableParallel() in its plan, got {describe(table)}"
         )
-    return table if table.dtype == q.dtype else table.to(q.dtype)

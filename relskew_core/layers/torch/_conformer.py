@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any, NamedTuple
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +13,11 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl
 from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec
-from relskew_core._functions.tables import DIRECTIONS, Direction, sinusoid_rates, sinusoids
+from relskew_core._functions.tables import DIRECTIONS, Direction
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import fill
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+from relskew_core.layers.torch._constants import rows_of_sinusoids
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
 
@@ -145,7 +145,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         """Draw new weights from torch's generator, and set the biases to zero."""
         super().reset_parameters()
         if hasattr(self, "pos_proj"):  # it is not there when the other projections are made
-            fill(self.pos_proj, "weight", functools.partial(nn.init.kaiming_uniform_, a=5**0.5))
+            fill(self.pos_proj, "weight", partial(nn.init.kaiming_uniform_, a=5**0.5))
             for name in "uw":
                 fill(self, name, nn.init.zeros_)
 
@@ -198,25 +198,8 @@ class ConformerAttention(RelativeMultiheadAttention):
         if not {"offset", "positions"} & options.keys() and not torch.compiler.is_exporting():
             furthest = max(k.shape[-2] - 1, 0)
             span = Span(min(span.left, furthest), min(span.right, furthest), span.beyond)
-        rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.direction, self.u))
+        rows = self.pos_proj(rows_of_sinusoids(span, self.spec.embed_dim, self.direction, self.u.dtype, q.device))
         rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
         u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))
         computed = {"rel_k": rel_k.to(q.dtype), "span": span, "rel_q": q + w}
         return super().attend(q + u, k, v, computed=computed, **options)
-
-
-def _rows(span: Span, dim: int, direction: Direction, like: Tensor) -> Tensor:
-    """Return the sinusoids of a span, computed once for all layers."""
-    make = _sinusoids if torch.compiler.is_compiling() else _cached
-    return make(span, dim, direction, like.dtype, like.device)
-
-
-def _sinusoids(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
-    rates = sinusoid_rates(dim, base=10000.0)
-    return sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
-
-
-@functools.lru_cache(maxsize=4)
-def _cached(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        return _sinusoids(span, dim, direction, dtype, device)

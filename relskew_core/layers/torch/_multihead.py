@@ -223,7 +223,6 @@ class MultiheadAttention(TableAttention):
         for owner, name in ((self.out_proj, "bias"), *((self, name) for name in ("in_proj_bias", *TABLES))):
             if getattr(owner, name) is not None:
                 fill(owner, name, nn.init.zeros_)
-        self.reset_fixed()
 
     @explains
     def forward(

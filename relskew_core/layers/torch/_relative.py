@@ -97,9 +97,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     xp: ClassVar[Namespace] = xp
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
 
-    processes = 1
-    """The number of processes that share the heads, which ``TableParallel`` sets."""
-
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -205,7 +202,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
             bound = 0.0 if starts_at_zero(key) else uniform_bound(self.spec, key)
             if getattr(owner, name, None) is not None or path:
                 fill(owner, name, partial(nn.init.uniform_, a=-bound, b=bound) if bound else nn.init.zeros_)
-        self.reset_fixed()
 
     @explains(
         hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "
@@ -282,8 +278,9 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
 
     def _room(self, shape: tuple[int, ...], dtype: Any) -> tuple[Tensor, Tensor, Tensor]:
         weight = getattr(self.k_proj, "weight", None)  # in quantised projections it is a method, or integers
-        weights = (weight, *self.table_parameters(), *self.parameters(), self.slopes)
-        like = next(x for x in weights if isinstance(x, Tensor) and x.is_floating_point())
+        weights = (weight, *self.table_parameters(), *self.parameters())
+        quantised = torch.empty(0, dtype=torch.float32, device="cpu")  # without parameters
+        like = next((x for x in weights if isinstance(x, Tensor) and x.is_floating_point()), quantised)
         new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
         new = autocast({"new": new})["new"]
         *lead, heads, length, width = shape

@@ -61,9 +61,6 @@ class TableParallel(ParallelStyle):
                 shared = module.spec.shared_table and name in TABLES and not by_bucket
                 placement = Replicate() if shared else Shard(1 if by_bucket else 0)
                 own = distribute_tensor(table, device_mesh, [placement])
-                if name == "slopes":
-                    module.register_buffer(name, own, persistent=False)
-                else:
-                    module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
-        module.processes = device_mesh.size()
+                module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
+        module.processes, module.rank = device_mesh.size(), device_mesh.get_local_rank()
         return module

@@ -1,0 +1,229 @@
+"""What happens to a torch module between two calls: steps that change no result, except by rounding its weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+@dataclass
+class Life:
+    """A module, a call of it, and the buffers of its original, which its maker provides anew."""
+
+    module: Any
+    call: Callable[[Any], Any]
+    provided: dict[str, Tensor] = field(default_factory=dict)
+    ends: list[Callable[[], Any]] = field(default_factory=list)  # of what lasts until the next step
+
+    def __call__(self) -> Any:
+        """Call the module."""
+        return self.call(self.module)
+
+    def go(self, step: str) -> None:
+        """Take a step."""
+        while self.ends:
+            self.ends.pop()()
+        STEPS[step](self)
+
+
+def _load(life: Life, state: dict[str, Any], *, assign: bool) -> None:
+    life.module.load_state_dict(state, assign=assign)
+    _provide(life)
+
+
+def _provide(life: Life) -> None:
+    for name, x in life.provided.items():
+        owner, _, last = name.rpartition(".")
+        life.module.get_submodule(owner)._buffers[last] = x.clone()
+
+
+def _state(life: Life) -> dict[str, Any]:
+    return copy.deepcopy(life.module.state_dict())
+
+
+def on_meta(life: Life) -> None:
+    """Make it without memory, and let a state take the place of its parameters."""
+    state = _state(life)
+    life.module.to("meta")
+    _load(life, state, assign=True)
+
+
+def emptied(life: Life) -> None:
+    """Give it memory that contains anything, and load a state."""
+    state = _state(life)
+    life.module.to("meta").to_empty(device="cpu")
+    for x in (*life.module.parameters(), *life.module.buffers()):
+        x.data.fill_(float("nan") if x.is_floating_point() else 2**20)
+    _load(life, state, assign=False)
+
+
+def copied(life: Life) -> None:
+    """Copy it."""
+    life.module = copy.deepcopy(life.module)
+
+
+def pickled(life: Life) -> None:
+    """Send it to another process."""
+    life.module = pickle.loads(pickle.dumps(life.module))
+
+
+def saved(life: Life) -> None:
+    """Save and load it whole."""
+    file = io.BytesIO()
+    torch.save(life.module, file)
+    file.seek(0)
+    life.module = torch.load(file, weights_only=False)
+
+
+def averaged(life: Life, **how: Any) -> None:
+    """Average it over steps that do not change it, as SWA does, with its buffers."""
+    average = AveragedModel(life.module, use_buffers=True, **how)
+    for _ in range(3):
+        average.update_parameters(life.module)
+    life.module = average.module
+    _provide(life)
+
+
+def averaged_exponentially(life: Life) -> None:
+    """Average it as EMA does."""
+    averaged(life, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def _cast(life: Life, dtype: torch.dtype) -> None:
+    before = next(x.dtype for x in life.module.parameters() if x.is_floating_point())
+    life.module.to(dtype).to(before)
+
+
+def rounded(life: Life) -> None:
+    """Cast it to half precision and back."""
+    _cast(life, torch.bfloat16)
+
+
+def widened(life: Life) -> None:
+    """Cast it to double precision and back."""
+    _cast(life, torch.float64)
+
+
+def hooked(life: Life) -> None:
+    """Let hooks see every module."""
+    for part in life.module.modules():
+        handles = [part.register_forward_pre_hook(_nothing), part.register_forward_hook(_nothing)]
+        life.ends += [handle.remove for handle in handles]
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def parametrised(life: Life) -> None:
+    """Compute every weight from another one."""
+    for part in list(life.module.modules()):
+        if isinstance(part, (nn.Linear, nn.Embedding)) and not parametrize.is_parametrized(part):
+            parametrize.register_parametrization(part, "weight", nn.Identity())
+            life.ends.append(lambda part=part: parametrize.remove_parametrizations(part, "weight"))
+
+
+def offloaded(life: Life) -> None:
+    """Keep the parameters of every module elsewhere between its calls, and nothing in their place."""
+    for part in life.module.modules():
+        held = {name: x for name, x in part._parameters.items() if x is not None}
+        if held:
+            life.ends += _Offloaded(held).enter(part)
+
+
+@dataclass
+class _Offloaded:
+    held: dict[str, Any]
+
+    def enter(self, part: nn.Module) -> list[Callable[[], Any]]:
+        def bring(*_: Any) -> None:
+            part._parameters.update(self.held)
+
+        def take(*_: Any) -> None:
+            part._parameters.update({name: nn.Parameter(x.to("meta"), False) for name, x in self.held.items()})
+
+        take()
+        return [bring, part.register_forward_pre_hook(bring).remove, part.register_forward_hook(take).remove]
+
+
+def _weights(life: Life) -> dict[str, Tensor]:
+    return {f"inner.{name}": x.detach() for name, x in life.module.named_parameters()}
+
+
+def _called(life: Life) -> Callable[[dict[str, Tensor]], Any]:
+    # torch leaves the weights of the call in a module that is registered twice, if it ties them
+    return lambda weights: torch.func.functional_call(_Whole(life), weights, (torch.zeros(1),), tie_weights=False)
+
+
+def faked(life: Life) -> None:
+    """Call it without numbers."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        life()
+
+
+def traced(life: Life) -> None:
+    """Trace its operators, with fake tensors."""
+    make_fx(_called(life), tracing_mode="fake", _allow_non_fake_inputs=True)(_weights(life))
+
+
+def functional(life: Life) -> None:
+    """Call it where torch makes mutations functional."""
+    torch.func.functionalize(_called(life))(_weights(life))
+
+
+def mapped(life: Life) -> None:
+    """Call it inside of ``vmap``."""
+    torch.vmap(lambda x: (life(), x)[1], randomness="same")(torch.zeros(1))
+
+
+def exported(life: Life) -> None:
+    """Export it."""
+    torch.export.export(_Whole(life), (torch.zeros(1),))
+
+
+def compiled(life: Life) -> None:
+    """Compile it, without generating code."""
+    torch.compile(_Whole(life), backend="eager")(torch.zeros(1))
+
+
+class _Whole(nn.Module):
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.inner, self.call = life.module, life.call
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.call(self.inner)
+        return (found[0] if isinstance(found, (tuple, list)) else found) + 0 * x
+
+
+def lost_by(step: str, model: nn.Module) -> nn.Module:
+    """Return a copy of a model that nothing has happened to, with weights as a step leaves them."""
+    other = copy.deepcopy(model)
+    if step == "rounded":
+        for x in other.parameters():
+            x.data = x.data.to(torch.bfloat16).to(x.dtype)
+    return other
+
+
+LASTING = (
+    on_meta, emptied, copied, pickled, saved, averaged, averaged_exponentially, rounded, widened, hooked, parametrised,
+    offloaded,
+)  # fmt: skip
+TRACES = (faked, traced, functional, mapped, exported, compiled)
+TRACED = {step.__name__ for step in TRACES}
+STEPS: dict[str, Callable[[Life], None]] = {step.__name__: step for step in (*LASTING, *TRACES)}
+
+
+def cases(names: Iterable[str], *fixed: str) -> list[tuple[str, str]]:
+    """Return all modules with each lasting step, and with traces those that have numbers that follow from sizes."""
+    return [(name, step) for name in names for step in STEPS if step not in TRACED or name in fixed]
