@@ -182,7 +182,7 @@ class Checked:
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
         """Return these facts for a checked call, ``None`` if the kernels do not support it."""
-        if given.impl != "auto" or given.seed is not None:
+        if given.impl not in ("auto", "native") or given.seed is not None:
             return None
         kernels, x = backends.prepared(type(call.given.q)), call.given
         if kernels is None:  # JAX is tracing, and a heads axis was added

@@ -438,6 +438,17 @@ def test_what_is_not_known_goes_the_usual_way(library: Callable[..., Any], known
     assert not known
 
 
+@libraries
+def test_native_calls_are_known_as_well(
+    library: Callable[..., Any], known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = [library(each) for each in drawn(3, 9)]
+    first = attend(*x, impl="native")
+    assert len(known) == 1
+    monkeypatch.setattr("relskew_core._functions.attention.problem", None)  # checks nothing again
+    close(first, attend(*x, impl="native"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_to_be_differentiated_again_are_those_of_a_querys_own_place(dtype: torch.dtype) -> None:
     """All single queries are one kind of call, at any position."""

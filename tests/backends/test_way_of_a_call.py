@@ -113,11 +113,12 @@ def test_no_tensor_is_widened_twice_where_autograd_decides_who_serves(copies: li
 @pytest.mark.no_cover
 @LIBRARIES
 @pytest.mark.parametrize("length", [1, 64, 600])
-def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., Any], length: int) -> None:
+@pytest.mark.parametrize("impl", ["auto", "native"])
+def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., Any], length: int, impl: Any) -> None:
     rng = np.random.default_rng(0)
     shapes = ((1, 2, length, 8), (1, 2, length, 8), (1, 2, length, 8), (length, 8))
     q, k, v, table = (library(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
-    assert 0 < python_calls(lambda: relative_attention(q, k, v, table, causal=True)) <= MOST
+    assert 0 < python_calls(lambda: relative_attention(q, k, v, table, causal=True, impl=impl)) <= MOST
 
 
 FIRST = """

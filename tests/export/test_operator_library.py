@@ -289,7 +289,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"rel_k": random(4, 41, 16)},
         {"left": 40},
-        r"reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0",
+        r"`rel_k` reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0",
     ),
     ({"rel_k": random(3, 64, 16)}, {}, "`rel_k` has a different size"),
     ({"k": random(2, 3, 50, 16)}, {}, "`v` has a different size|must be a multiple"),
@@ -323,6 +323,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_wrong_nodes_are_refused_by_name(arrays: dict[str, Any], attributes: dict[str, Any], match: str) -> None:
     with pytest.raises(Exception, match=match):
         run({**call(), **arrays}, **{**CAUSAL, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("rel_k", (4, 41, 16)), ("rel_v", (4, 41, 16)), ("rel_bias", (4, 41)), ("key_table", (4, 41, 16))],
+)
+def test_the_table_that_is_too_short_is_named(name: str, shape: tuple[int, ...]) -> None:
+    arrays = {key: x for key, x in call().items() if key != "rel_k"}
+    with pytest.raises(Exception, match=f"`{name}` reaches relative positions -40"):
+        run({**arrays, name: random(*shape)}, **{**CAUSAL, "left": 40})
 
 
 def test_a_full_cache_says_how_full() -> None:

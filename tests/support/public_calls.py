@@ -161,6 +161,7 @@ OTHERWISE: dict[str, dict[str, Made]] = {
     "attention_weights": {"chunk_size": lambda n: {"chunk_size": 4}},
     "paged_attention": {
         "causal": lambda n: {"causal": False},
+        "impl": lambda n: {"impl": "portable"},
         "span": OPTIONS["rel_k"],
     },
     "relative_attention_2d": OF_GRIDS | AXES["_2d"],

@@ -188,14 +188,18 @@ bool seen_positions(const Sizes &x, const Labels &labels, bool causal, Index &lo
 }
 
 bool reached(const relskew_call &call, const Sizes &x, const Labels &labels, bool causal, Text &error) {
-    const bool tables = call.rel_k.data || call.rel_v.data || call.rel_bias.data || call.key_table.data;
+    const char *const first = call.rel_k.data       ? "rel_k"
+                              : call.rel_v.data     ? "rel_v"
+                              : call.rel_bias.data  ? "rel_bias"
+                              : call.key_table.data ? "key_table"
+                                                    : nullptr;
     Index low = 0, high = 0;
-    if (!tables || call.beyond != RELSKEW_ERROR || !seen_positions(x, labels, causal, low, high)) return true;
+    if (!first || call.beyond != RELSKEW_ERROR || !seen_positions(x, labels, causal, low, high)) return true;
     if (-low <= call.left && high <= call.right) return true;
     return error.refuse(
-        "the table reaches relative positions %lld ... %lld, but this call needs %lld ... %lld: use a longer table, or "
+        "`%s` reaches relative positions %lld ... %lld, but this call needs %lld ... %lld: use a longer table, or "
         "set beyond to \"clip\" or \"zero\"",
-        static_cast<long long>(-call.left), static_cast<long long>(call.right), static_cast<long long>(low),
+        first, static_cast<long long>(-call.left), static_cast<long long>(call.right), static_cast<long long>(low),
         static_cast<long long>(high));
 }
 
