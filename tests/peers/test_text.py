@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from relskew_core import (
     Span,
@@ -354,6 +356,42 @@ def test_opennmt_with_a_cache() -> None:
         q, k, v = split(theirs.linear_query(token), 3), split(theirs.linear_keys(seen), 3), theirs.linear_values(seen)
         out: Any = relative_attention(q, k, split(v, 3), table, span, rel_v=table, causal=True, offset=stop - 1)
         check(theirs.final_linear(join(out)), want, 1e-6)
+
+
+def test_ctranslate2(tmp_path: Path) -> None:
+    """An encoder of one layer whose feed-forward network adds nothing; queries, keys and values are packed."""
+    specs = "ctranslate2.specs.transformer_spec"
+    encoder = peer(f"{specs}.TransformerEncoderSpec")(1, 3, relative_position=True)
+    layer = encoder.layer[0]
+
+    def drawn(*shape: int) -> Any:
+        return randn(*shape, seed=sum(shape)).float().numpy() / 2
+
+    for norm in (encoder.layer_norm, layer.self_attention.layer_norm, layer.ffn.layer_norm):
+        norm.gamma, norm.beta = np.ones(24, np.float32), np.zeros(24, np.float32)
+    packed, last = layer.self_attention.linear
+    packed.weight, packed.bias, last.weight, last.bias = given = drawn(72, 24), drawn(72), drawn(24, 24), drawn(24)
+    for part, shape in ((layer.ffn.linear_0, (4, 24)), (layer.ffn.linear_1, (24, 4))):
+        part.weight, part.bias = np.zeros(shape, np.float32), np.zeros(shape[0], np.float32)
+    keys, values = drawn(9, 8), drawn(9, 8)[::-1].copy()
+    layer.self_attention.relative_position_keys = keys
+    layer.self_attention.relative_position_values = values
+    embedded = encoder.embeddings[0].weight = drawn(11, 24)
+    encoder.scale_embeddings = False
+    spec = peer(f"{specs}.TransformerEncoderModelSpec")(encoder)
+    spec.register_vocabulary([str(token) for token in range(11)])
+    spec.config.unk_token, spec.config.layer_norm_epsilon = "0", 1e-5
+    spec.validate()
+    spec.save(str(tmp_path))
+    tokens = [1, 4, 2, 7, 3, 9, 5, 5, 8, 1, 2, 6, 10]
+    found = peer("ctranslate2.Encoder")(str(tmp_path), compute_type="float32").forward_batch([tokens])
+    x = torch.tensor(embedded[tokens]).double()
+    weights = [torch.tensor(y).double() for y in given]
+    q, k, v = (split(y, 3) for y in linear(layer_norm(x, (24,)), *weights[:2]).chunk(3, -1))
+    (rel_k, span), (rel_v, _) = (conventions.SHAW.load(torch.tensor(table).double()) for table in (keys, values))
+    out: Any = relative_attention(q, k, v, rel_k, span, rel_v=rel_v)
+    y = layer_norm(x + linear(join(out), *weights[2:]), (24,))
+    check(y, torch.tensor(np.array(found.last_hidden_state))[0], 1e-6)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

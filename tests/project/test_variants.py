@@ -89,12 +89,13 @@ INSTALLED = {
     "Swin v2": "swinv2", "timm": "timm", "bottleneck-transformer-pytorch": "bottleneck_transformer",
     "SAM": "modeling_sam", "ViTDet": "vitdet", "MViT": "mvit", "HaloNet": "halo_attn", "BEiT": "beit",
     "torchvision": "torchvision", "MONAI": "monai", "Swin": "modeling_swin",
-    "BERT": "RnaBert", "multimolecule": "multimolecule", "AlphaFold": "AttentionPairBias", "Boltz": "boltz.model",
+    "BERT": "RnaBert", "CTranslate2": "ctranslate2", "multimolecule": "multimolecule",
+    "AlphaFold": "AttentionPairBias", "Boltz": "boltz.model",
 }  # fmt: skip
 """Code bases on the pages, and what the comparison with each has in its source."""
 
 ELSEWHERE = {
-    "CTranslate2", "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "Evoformer",
+    "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "Evoformer",
     "Kerple", "Sandwich", "TUPE", "xPos", "flash-attention", "NATTEN",
 }  # fmt: skip
 """Code bases that no comparison runs: they cannot be installed with the others, or there is only a paper."""
