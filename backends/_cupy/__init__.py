@@ -1,4 +1,4 @@
-"""CuPy: torch's fused kernels on CuPy's memory if torch is installed, else cuBLAS and one custom kernel.
+"""CuPy: torch's fused kernels on CuPy's memory, if torch is installed; else the portable code.
 
 Arrays go to torch and back through DLPack, without a copy, and torch works on CuPy's current stream.
 """
@@ -13,19 +13,13 @@ from typing import Any
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.problem import Problem
-from relskew_core.backends._cupy import blas
-from relskew_core.backends._cupy.device import Cuda
-from relskew_core.backends._path import COMMON, PORTABLE, Path
+from relskew_core.backends._path import COMMON, Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that support a call, or why there are none."""
     reason = torch_refusal(call.operands(half=True), call.options)
-    if reason is None:  # pragma: gpu only
-        return FUSED
-    if function == "attention":
-        return CUBLAS
-    return f"CuPy has no gradients of its own, and through torch: {reason}"
+    return FUSED if reason is None else f"CuPy's fused kernels are those of torch, and {reason}"
 
 
 def torch_refusal(operands: Operands, options: Options) -> str | None:
@@ -61,14 +55,7 @@ def _fused_vjp(  # pragma: gpu only
         return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
 
 
-def _by_cublas(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:  # pragma: gpu only
-    with operands.q.device:
-        out, lse = blas.attention(operands, options, device=Cuda(xp))
-    return out, lse if options.return_lse else None
-
-
 FUSED = Path(_fused, _fused_vjp, supports=COMMON | {"softcap"}, half=True)
-CUBLAS = Path(_by_cublas, PORTABLE.attention_vjp, supports=COMMON | {"softcap"})
 
 
 @contextmanager

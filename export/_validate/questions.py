@@ -93,8 +93,8 @@ class Questions:
         except Exception as error:
             self._failed("optimiser off", trial, error)
             return
-        for pair in zip(results, plain, strict=True):
-            self._compare("optimiser off", str(trial), *map(np.asarray, pair), tolerance)
+        for result, other in zip(results, plain, strict=True):
+            self._compare("optimiser off", str(trial), np.asarray(result), np.asarray(other), tolerance)
 
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
         """Report an exception, which is right if the runtime does not support an empty batch in an operator."""
@@ -131,8 +131,8 @@ class Questions:
             self._add("decoding", label, False, reason(error))
             return
         self._compare("decoding", label, np.concatenate(pieces, axis=-2), np.asarray(whole[0]), tolerance)
-        for pair in zip((keys, values), whole[1:], strict=True):
-            self._compare("decoding", label, *map(np.asarray, pair), tolerance)
+        for cache, wanted in zip((keys, values), whole[1:], strict=True):
+            self._compare("decoding", label, np.asarray(cache), np.asarray(wanted), tolerance)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
         if result.shape != wanted.shape:
