@@ -16,15 +16,15 @@ N, M, D, WIDE, ROWS = 40, 56, 8, 6, 11
 CLIP = Span.clipped(5)
 Q, K, V = torch.randn(2, 4, N, D), torch.randn(2, 2, M, D), torch.randn(2, 2, M, WIDE)
 TABLE = torch.randn(ROWS, D)
-WHOLE = {"offset": 0}
+WHOLE: dict[str, Any] = {"offset": 0}
 
 
 def counted(options: dict[str, Any]) -> tuple[int, int]:
     """Return the operations of both passes."""
-    arrays = [x.clone().requires_grad_() for x in (Q, K, V)]
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
     found = []
     with FlopCounterMode(display=False) as counter:
-        out = relative_attention(*arrays, **options)
+        out = relative_attention(q, k, v, **options)
         found.append(counter.get_total_flops())
         out.sum().backward()
         found.append(counter.get_total_flops() - found[0])

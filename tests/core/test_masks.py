@@ -65,7 +65,7 @@ def test_every_function_with_a_mask_warns() -> None:
     torch = pytest.importorskip("torch")
     layers = pytest.importorskip("relskew_core.layers.torch")
     q, mask, x = np.ones((1, N, 4)), FUTURE, torch.ones(2, N, 8)
-    grids = {"q_grid": (3, 2), "k_grid": (3, 2)}
+    grids: dict[str, Any] = {"q_grid": (3, 2), "k_grid": (3, 2)}
     module = layers.RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(3)))
     other = layers.MultiheadAttention(8, 2, Span.clipped(3), batch_first=True)
     own = torch.as_tensor(FUTURE, dtype=torch.float32)
@@ -81,7 +81,7 @@ def test_every_function_with_a_mask_warns() -> None:
 
 def test_biases_that_become_masks_do_not_warn() -> None:
     q, bias = np.ones((1, N, 4)), np.eye(5, 3)
-    grids = {"q_grid": (3, 2), "k_grid": (3, 2)}
+    grids: dict[str, Any] = {"q_grid": (3, 2), "k_grid": (3, 2)}
     for _ in range(2):
         assert not warned(lambda: relative_attention_2d(q, q, q, rel_bias=bias, **grids))
         assert not warned(lambda: relative_attention_2d(q, q, q, rel_bias=bias, **grids, window=((1, 1), (1, 1))))

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from relskew_core import (  # noqa: E402 - torch may be missing
+from relskew_core import (
     BlockSpec,
     Span,
     attention_block,
@@ -21,7 +20,7 @@ from relskew_core import (  # noqa: E402 - torch may be missing
     relative_attention_vjp,
     skew,
 )
-from relskew_core.export import to_onnx  # noqa: E402
+from relskew_core.export import to_onnx
 
 X, MASK = torch.ones(2, 6, 4), torch.ones(6, 6)
 SPEC = BlockSpec(4, 2, Span.clipped(5))

@@ -26,7 +26,7 @@ MADE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Modules, what they are made of, and their inputs."""
 
-UNFIT = (
+UNFIT: tuple[Any, ...] = (
     object(), "nonsense", -1.5, [], torch.float8_e4m3fn, torch.int64, torch.ones(2, 3), None, True, 3,
     X.to(torch.float8_e4m3fn), X.to(torch.int64),
 )  # fmt: skip
@@ -72,10 +72,11 @@ def test_float8_is_no_dtype_to_compute_in() -> None:
 @pytest.mark.parametrize("value", [True, torch.tensor(True), torch.tensor([True, False])])
 def test_a_boolean_is_no_offset(value: Any) -> None:
     q = torch.ones(2, 1, 3, 2)
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: relskew_core.relative_attention(q, q, q, offset=value, causal=True),
         lambda: relskew_core.relative_logits(q, torch.ones(9, 2), n_keys=3, offset=value),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(TypeError, match=r"^`offset` must be "):
             call()
 

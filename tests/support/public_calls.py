@@ -18,8 +18,8 @@ Made = Callable[[int], Given]
 CLIP = Span.clipped(5)
 SPEC = BlockSpec(8, 2, CLIP)
 WEIGHTS = init_weights(SPEC, seed=0, xp=torch)
-PAST = {"causal": True, "span": Span.causal(99)}
-CACHED = BlockSpec(8, 2, **PAST), init_weights(BlockSpec(8, 2, **PAST), seed=0, xp=torch)
+CAUSAL = BlockSpec(8, 2, Span.causal(99), causal=True)
+OF_CAUSAL = init_weights(CAUSAL, seed=0, xp=torch)
 CROSS = BlockSpec(8, 2, CLIP, cross=True)
 
 
@@ -156,7 +156,11 @@ OTHERWISE: dict[str, dict[str, Made]] = {
     "attention_block": {
         "mask": lambda n: {"mask": randn(n, n) > -1},
         "memory": lambda n: {"memory": randn(3, n + 7, 8), "spec": CROSS},
-        "past": lambda n: {"past": (rows(n), rows(n)), "spec": CACHED[0], "weights": CACHED[1]},
+        "past": lambda n: {
+            "past": (rows(n), rows(n)),
+            "spec": CAUSAL,
+            "weights": init_weights(CAUSAL, seed=0, xp=torch),
+        },
     },
     "attention_weights": {"chunk_size": lambda n: {"chunk_size": 4}},
     "paged_attention": {

@@ -142,7 +142,7 @@ def fill(module: nn.Module, name: str, draw: Callable[[Tensor], Any]) -> None:
 
     A tensor that something else computes, as in quantised projections, would take no effect.
     """
-    x = getattr(module, name, None)
+    x: Any = getattr(module, name, None)
     if parametrize.is_parametrized(module, name):
         computed: Any = module.parametrizations
         if all(hasattr(part, "right_inverse") for part in computed[name]):
