@@ -35,7 +35,9 @@ class MptRelativeAttention(_AlibiAttention):
 
     replaces = ("MptAttention",)
     projections = ("", "", "", "out_proj")
+    heads = "n_heads"
     drops = "attn_dropout_p"
+    reads = "Wqkv clip_qkv softmax_scale layer_idx"
 
     def forward(
         self,
@@ -77,6 +79,7 @@ class BloomRelativeAttention(_AlibiAttention):
     replaces = ("BloomAttention",)
     projections = ("", "", "", "dense")
     drops = "attention_dropout"
+    reads = "query_key_value inv_norm_factor hidden_dropout layer_idx"
 
     def forward(
         self,
@@ -109,11 +112,12 @@ class FalconRelativeAttention(DropIn):
     replaces = ("FalconAttention",)
     projections = ("", "", "", "dense")
     drops = "attention_dropout"
+    reads = "query_key_value inv_norm_factor layer_idx _split_heads config.alibi"
     key_masks = ("FalconModel",)
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.config.alibi)
+        return super().serves(original) and bool(original.config.alibi)
 
     def forward(
         self,

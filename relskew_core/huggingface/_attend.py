@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,6 +19,17 @@ from relskew_core.huggingface._exported import exported
 from relskew_core.huggingface._masks import register_masks
 from relskew_core.layers.torch._constants import buckets
 
+AROUND = ("Parametrized", "FSDP", "Replicate")
+"""How the names of the classes begin that torch makes around the class of a module."""
+
+
+def kind_of(module: Any) -> type[Any]:
+    """Return the class of a module, without those that torch has made around it."""
+    kind: type[Any] = type(module)
+    while kind.__name__ in {prefix + kind.__bases__[-1].__name__ for prefix in AROUND}:
+        kind = kind.__bases__[-1]
+    return kind
+
 
 class DropIn(nn.Module):
     """A module with all attributes of another one, and a new ``forward``.
@@ -28,9 +42,10 @@ class DropIn(nn.Module):
 
     replaces: ClassVar[tuple[str, ...]]
     needs: ClassVar[str | None] = None  # a class that the model must also contain
-    projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     heads: ClassVar[str] = "num_heads"
     drops: ClassVar[str] = "dropout"
+    reads: ClassVar[str] = ""  # everything else that ``forward`` always reads
     local: ClassVar[bool] = False  # whether `replace_attention` accepts a window for it
     masks: ClassVar[tuple[str, ...]] = ()  # the modules that make a mask of all pairs for it
     key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that pass it a mask of keys alone
@@ -38,14 +53,27 @@ class DropIn(nn.Module):
     window: tuple[int, int] | None = None
 
     def __init_subclass__(cls) -> None:
-        for name in getattr(cls, "replaces", ()):
+        for name in vars(cls).get("replaces", ()):
             DropIn.known.setdefault(name, []).append(cls)
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         for name, value in vars(original).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
-        self.kind: Any = type(original)  # the original class, whose other methods may be called
+        self.kind: Any = kind_of(original)  # the original class, whose other methods may be called
+
+    def take_the_place_of(self, original: Any) -> None:
+        """Turn the original into this module, so that all hooks, handles and compiled functions stay valid."""
+        for name, value in vars(self).items():
+            before = vars(original).get(name)
+            if isinstance(before, (dict, set)):
+                before.update(value)
+            else:
+                vars(original)[name] = value
+        for name, value in vars(original).items():
+            if _is_forward(value, original):  # where accelerate keeps it
+                vars(original)[name] = MethodType(type(self).forward, original)
+        original.__class__ = _around(type(original), self.kind, type(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -58,8 +86,19 @@ class DropIn(nn.Module):
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        """Whether a module of a supported class has relative positions at all."""
-        return True
+        """Whether a module has relative positions, and is not of another class with the same name.
+
+        It has what the drop-in reads, and its ``forward`` demands no other arguments.
+        """
+        try:
+            for path in (*cls.projections, cls.heads, cls.drops, *cls.reads.split()):
+                if path and not hasattr(cls, path):
+                    attribute(original, path)
+        except AttributeError:
+            return False
+        accepted = inspect.signature(cls.forward).parameters.values()
+        names = {x.name for x in inspect.signature(kind_of(original).forward).parameters.values() if demanded(x)}
+        return any(x.kind is x.VAR_POSITIONAL for x in accepted) or names <= {x.name for x in accepted}
 
     def attends_to_itself(self) -> bool:
         """Whether a window has a meaning here: not in the decoder of a model with an encoder."""
@@ -68,7 +107,7 @@ class DropIn(nn.Module):
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads of queries of ``x``, and of keys and values of ``source``, which is ``x`` by default."""
         source = x if source is None else source
-        heads = getattr(self, self.heads)
+        heads = attribute(self, self.heads)
         q, k, v = (getattr(self, name) for name in self.projections[:3])
         return split(q(x), heads), split(k(source), heads), split(v(source), heads)
 
@@ -94,6 +133,52 @@ class DropIn(nn.Module):
 def t5_rows(span: Span, count: int, x: Tensor) -> Tensor:
     """Return T5's bucket of each position of a span, at whose ends the positions beyond share one, next to an input."""
     return buckets(span.left, span.right, count, span.left, span.right > 0, x.device)
+
+
+def check_forward(original: Any, name: str, drop_in: type[DropIn]) -> None:
+    """Refuse a module whose attributes hide what the drop-in's class defines, except by accelerate's hooks."""
+    kind, own = kind_of(original), vars(original)
+    hooked = "_hf_hook" in own and _is_forward(own.get("_old_forward"), original)
+    for hidden, value in own.items():
+        if _is_forward(value, original) or not any(_defines(owner, hidden) for owner in (kind, drop_in)):
+            continue
+        if not (hooked and isinstance(value, functools.partial) and value.args[:1] == (original,)):
+            raise ValueError(
+                f"`model` must have modules without a `{hidden}` of their own, except for accelerate's hooks, got "
+                f"{name or 'a model'!r} ({kind.__name__}) with one: call `replace_attention` before it is set"
+            )
+
+
+def _defines(kind: type[Any], name: str) -> bool:
+    """Whether a class has a method of this name that not all modules have."""
+    method = getattr(kind, name, None)
+    return callable(method) and method is not getattr(nn.Module, name, None)
+
+
+def demanded(x: inspect.Parameter) -> bool:
+    """Whether a call must have the parameter."""
+    return x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD
+
+
+def attribute(module: Any, path: str) -> Any:
+    """Return an attribute of a module, or of one of its attributes: ``"config.num_heads"``."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _is_forward(value: Any, module: Any) -> bool:
+    """Whether an attribute is the ``forward`` of the module's class."""
+    return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is kind_of(module).forward
+
+
+def _around(kind: type[Any], inner: type[Any], new: type[Any]) -> type[Any]:
+    """Return the class that torch has made around another one, around a new one."""
+    if kind is inner:
+        return new
+    names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    bases = (*kind.__bases__[:-1], _around(kind.__bases__[-1], inner, new))
+    return type(kind.__name__.removesuffix(inner.__name__) + new.__name__, bases, names)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:

@@ -17,12 +17,14 @@ class Gemma3nRelativeAttention(DropIn):
     """``Gemma3nAudioAttention``: blocks of queries and the keys around them become a window, without dropout."""
 
     replaces = ("Gemma3nAudioAttention",)
+    projections = ("q_proj", "k_proj", "v_proj")
+    reads = (
+        "max_past_horizon max_future_horizon per_dim_scale q_scale attention_logits_soft_cap "
+        "relative_position_embedding.pos_proj relative_position_embedding._get_timing_signal_1d_pos"
+    )
+    dropout = 0.0
 
     per_dim_scale: nn.Parameter
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:
         """Attend from ``(batch, length, width)`` to itself; the mask is True at padding, ``(batch, length)``."""
@@ -56,6 +58,8 @@ class Phi4RelativeBias(DropIn):
 
     replaces = ("Phi4MultimodalAudioRelativeAttentionBias",)
     needs = "Phi4MultimodalAudioAttention"
+    projections, heads, drops = (), "", ""
+    reads = "bias_values max_distance symmetric"
 
     bias_values: nn.Embedding
 
@@ -73,11 +77,8 @@ class Phi4RelativeAttention(DropIn):
     replaces = ("Phi4MultimodalAudioAttention",)
     needs = "Phi4MultimodalAudioRelativeAttentionBias"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    heads = "config.num_attention_heads"
     drops = "attention_dropout"
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.num_heads = original.config.num_attention_heads
 
     def forward(self, hidden_states: Tensor, attention_mask: PositionBias, **kwargs: Any) -> Tensor:
         """Attend from ``(batch, length, width)`` to itself."""

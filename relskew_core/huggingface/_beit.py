@@ -49,6 +49,8 @@ class BeitRelativeBias(DropIn):
 
     replaces = ("BeitRelativePositionBias",)
     needs = "BeitAttention"
+    projections, heads, drops = (), "", ""
+    reads = "relative_position_bias_table window_size"
 
     def forward(
         self, window_size: tuple[int, int], interpolate_pos_encoding: bool = False, dim_size: int | None = None
@@ -109,6 +111,7 @@ class Data2VecVisionRelativeAttention(BeitRelativeAttention):
     needs = "Data2VecVisionRelativePositionBias"
     projections = ("query", "key", "value", "")
     drops = "dropout"
+    reads = "has_relative_position_bias config.patch_size"
 
     def forward(  # type: ignore[override]
         self,

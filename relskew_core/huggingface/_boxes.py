@@ -22,10 +22,12 @@ class LayoutLMv3RelativeEncoder(DropIn):
 
     replaces = ("LayoutLMv3Encoder",)
     needs = "LayoutLMv3SelfAttention"
+    projections, heads, drops = (), "", ""
+    reads = "has_relative_attention_bias has_spatial_attention_bias layer"
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.has_relative_attention_bias)
+        return super().serves(original) and bool(original.has_relative_attention_bias)
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
@@ -83,7 +85,7 @@ class LayoutLMv3RelativeAttention(DropIn):
     @classmethod
     def serves(cls, original: Any) -> bool:
         of = getattr(original, "config", original)  # transformers 5.24 leaves it to the configuration
-        return bool(of.has_relative_attention_bias)
+        return super().serves(original) and bool(getattr(of, "has_relative_attention_bias", False))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any
@@ -98,6 +100,8 @@ class UdopRelativeBias(DropIn):
 
     replaces = ("RelativePositionBiasAggregated",)
     needs = "UdopAttention"
+    projections, heads, drops = (), "", ""
+    reads = "biases"
 
     def forward(self, attention_mask: Tensor, bbox: Tensor | None = None) -> Tensor:
         """Return the sum of biases, ``(batch, heads, length, length)``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ class _ConformerAttention(DropIn):
     """Attention whose positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
 
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
-    positions: ClassVar[str] = "linear_pos"
-    biases: ClassVar[tuple[str, str]] = ("pos_bias_u", "pos_bias_v")
+    reads = "linear_pos pos_bias_u pos_bias_v"
     local = True
 
     def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None, past: Any = None) -> Tensor:
@@ -32,8 +31,9 @@ class _ConformerAttention(DropIn):
             span = Span(*self.window)
             wanted = torch.arange(-span.left, span.right + 1, dtype=torch.int64, device=rows.device) + q.shape[-2] - 1
             rows = rows.index_select(1, wanted.clamp(0, rows.shape[1] - 1))
-        rel_k = split(getattr(self, self.positions)(rows), q.shape[-3])
-        u, w = (getattr(self, name)[:, None, :] for name in self.biases)
+        positions, *biases = (getattr(self, name) for name in self.reads.split()[:3])
+        rel_k = split(positions(rows), q.shape[-3])
+        u, w = (bias[:, None, :] for bias in biases)
         out = self.attend(
             q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w, span=span, mask=mask, **options
         )
@@ -44,11 +44,12 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
     replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention", "SeamlessM4TConformerSelfAttention")
+    reads = f"{_ConformerAttention.reads} position_embeddings_type"
     masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder", "SeamlessM4TConformerEncoder")
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.position_embeddings_type == "relative")
+        return super().serves(original) and bool(original.position_embeddings_type == "relative")
 
     def forward(
         self,
@@ -90,8 +91,8 @@ class ParakeetRelativeAttention(_ConformerAttention):
     replaces = ("ParakeetEncoderAttention",)
     masks = ("ParakeetEncoder",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    positions = "relative_k_proj"
-    biases = ("bias_u", "bias_v")
+    reads = "relative_k_proj bias_u bias_v head_dim"
+    heads = ""
     drops = "attention_dropout"
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,6 +124,7 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
     """``NemotronAsrStreamingEncoderAttention``: Parakeet's with a cache, in chunks that the model's mask defines."""
 
     replaces = ("NemotronAsrStreamingEncoderAttention",)
+    reads = f"{ParakeetRelativeAttention.reads} layer_idx"
     local = False
 
     def forward(

@@ -27,10 +27,11 @@ class DebertaV2RelativeAttention(DropIn):
     replaces = ("DisentangledSelfAttention",)
     projections = ("query_proj", "key_proj", "value_proj", "")
     heads = "num_attention_heads"
+    reads = "relative_attention pos_att_type max_relative_positions position_buckets pos_dropout share_att_key"
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.relative_attention and original.pos_att_type and hasattr(original, "query_proj"))
+        return super().serves(original) and bool(original.relative_attention and original.pos_att_type)
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
@@ -99,10 +100,13 @@ class DebertaV2RelativeAttention(DropIn):
 class DebertaRelativeAttention(DebertaV2RelativeAttention):
     """``DisentangledSelfAttention`` of version 1, with one row for each distance."""
 
+    replaces = ("DisentangledSelfAttention",)
+    projections = ("", "", "", "")
+    reads = "relative_attention pos_att_type max_relative_positions pos_dropout in_proj q_bias v_bias talking_head"
+
     @classmethod
     def serves(cls, original: Any) -> bool:
-        known = original.relative_attention and original.pos_att_type and hasattr(original, "in_proj")
-        return bool(known and not original.talking_head)
+        return super().serves(original) and not original.talking_head
 
     @staticmethod
     def _reach(original: Any) -> tuple[int, int | None]:

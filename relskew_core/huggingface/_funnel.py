@@ -18,6 +18,8 @@ class FunnelRelativeStructure(DropIn):
     """``FunnelAttentionStructure``, with the segments of queries and of keys instead of a matrix of pairs."""
 
     replaces = ("FunnelAttentionStructure",)
+    projections, heads, drops = (), "", ""
+    reads = "config.pool_q_only get_position_embeds stride_pool pre_attention_pooling post_attention_pooling"
 
     def init_attention_inputs(
         self, inputs_embeds: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -77,11 +79,11 @@ class FunnelRelativeAttention(DropIn):
     replaces = ("FunnelRelMultiheadAttention",)
     projections = ("q_head", "k_head", "v_head", "post_proj")
     drops = "attention_dropout"
-    heads = "n_head"
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.n_head = original.config.n_head
+    heads = "config.n_head"
+    reads = (
+        "config.attention_type config.separate_cls block_index r_w_bias r_r_bias r_s_bias r_kernel seg_embed "
+        "scale hidden_dropout layer_norm"
+    )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_inputs: Any, output_attentions: bool = False
@@ -89,10 +91,9 @@ class FunnelRelativeAttention(DropIn):
         """Attend from ``(batch, queries, width)`` to ``(batch, keys, width)``."""
         refuse_weights(output_attentions)
         places, segments, mask, _ = attention_inputs
-        q, k, v = (
-            split(getattr(self, name)(x), self.n_head)
-            for name, x in zip(self.projections[:3], (query, key, value), strict=True)
-        )
+        heads = self.config.n_head
+        layers = (self.q_head, self.k_head, self.v_head)
+        q, k, v = (split(layer(x), heads) for layer, x in zip(layers, (query, key, value), strict=True))
         positional = q + self.r_r_bias[:, None]
         queries, keys, options = [q + self.r_w_bias[:, None]], [k], {}
         if segments is not None:
@@ -100,7 +101,7 @@ class FunnelRelativeAttention(DropIn):
             other, same = by_kind.split(1, -1)
             features, of_keys = (self._but_cls(x[:, None].to(q.dtype)) for x in segments)
             queries.append(torch.cat([other, (same - other).expand(*same.shape[:-1], 3)], -1) * features)
-            keys.append(of_keys.expand(-1, self.n_head, -1, -1))
+            keys.append(of_keys.expand(-1, heads, -1, -1))
         if self.config.attention_type == "factorized":
             phi, pi, psi, omega = places
             products = self._but_cls(positional @ self.r_kernel.permute(1, 2, 0))

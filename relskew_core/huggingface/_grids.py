@@ -27,19 +27,21 @@ class SamRelativeAttention(DropIn):
     )  # fmt: skip
     projections = ("", "", "", "proj")
     heads = "num_attention_heads"
+    reads = "qkv rel_pos_h rel_pos_w"
     wanted: ClassVar[str] = "use_rel_pos"
+    dropout = 0.0
 
     rel_pos_h: nn.Parameter
     rel_pos_w: nn.Parameter
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(getattr(original, cls.wanted))
+        return super().serves(original) and bool(getattr(original, cls.wanted, False))
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
-        if "Sdpa" in type(original).__name__ or not hasattr(original, "dropout"):
-            self.dropout = 0.0  # these drop no weights, even if the configuration does
+        if "Sdpa" in self.kind.__name__:
+            self.dropout = 0.0  # they drop no weights, even if the configuration does
 
     def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
         """Attend on a grid, ``(batch, height, width, channels)``."""

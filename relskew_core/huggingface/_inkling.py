@@ -11,25 +11,16 @@ from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split
 
 
-class InklingRelativeProfiles(DropIn):
-    """``InklingRelativeLogits``."""
-
-    replaces = ("InklingRelativeLogits",)
-    needs = "InklingAttention"
-
-    def forward(self) -> Tensor:
-        """Return the table of profiles, by ascending relative position."""
-        table: Tensor = self.proj.mT.flip(0)
-        return table
-
-
 class InklingRelativeAttention(DropIn):
     """``InklingAttention``, global or in a sliding window, with grouped heads."""
 
     replaces = ("InklingAttention",)
-    needs = "InklingRelativeLogits"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     drops = "attention_dropout"
+    reads = (
+        "r_proj rel_logits_proj rel_extent q_norm k_norm k_sconv v_sconv head_dim num_key_value_heads scaling "
+        "is_sliding sliding_window layer_idx config.log_scaling_n_floor"
+    )
 
     def forward(
         self,
@@ -55,11 +46,18 @@ class InklingRelativeAttention(DropIn):
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
         out = self.attend(
-            q, k, v, rel_k=self.rel_logits_proj(), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
+            q, k, v, rel_k=self._profiles(rel_q), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
             scale=self.scaling, rel_scale=1.0, causal=True, offset=first - length(key), mask=attention_mask,
             window=(self.sliding_window - 1, None) if self.is_sliding else None,
         )  # fmt: skip
         return self.finish(out), None
+
+    def _profiles(self, rel_q: Tensor) -> Tensor:
+        """Return the table, which another module makes: hooks may keep its weights elsewhere between its calls."""
+        each = torch.eye(rel_q.shape[-1], dtype=rel_q.dtype, device=rel_q.device)
+        keys = torch.arange(self.rel_extent, dtype=torch.int64, device=rel_q.device)
+        table: Tensor = self.rel_logits_proj(each[None, None], keys[-1:], keys)[0, :, 0].mT
+        return table
 
     def _sharpened(self, x: Tensor, first: int) -> Tensor:
         """Scale queries by the logarithm of the number of visible keys."""

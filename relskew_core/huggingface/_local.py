@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from relskew_core._array.checks import check_window, describe
-from relskew_core.huggingface._attend import DropIn
+from relskew_core.huggingface._attend import DropIn, kind_of
 from relskew_core.huggingface._masks import mask_keys_alone
 
 
@@ -44,5 +44,5 @@ def make_local(model: nn.Module, window: tuple[int, int]) -> None:
         inside = {
             name for child in part.modules() if isinstance(child, DropIn) and child.window for name in child.masks
         }
-        if type(part).__name__ in inside:
+        if kind_of(part).__name__ in inside:
             mask_keys_alone(part)

@@ -17,6 +17,8 @@ class MPNetRelativeEncoder(DropIn):
 
     replaces = ("MPNetEncoder",)
     needs = "MPNetSelfAttention"
+    projections, heads, drops = (), "", ""
+    reads = "relative_attention_bias"
     local = True
 
     relative_attention_bias: nn.Embedding

@@ -22,6 +22,7 @@ class ProphetNetRelativeAttention(DropIn):
     projections = ("query_proj", "key_proj", "value_proj", "out_proj")
     heads = "num_attn_heads"
     drops = "attention_dropout"
+    reads = "relative_max_distance num_buckets ngram relative_pos_embeddings layer_idx dropout"
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)

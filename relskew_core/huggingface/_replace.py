@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -27,7 +28,7 @@ from relskew_core.huggingface import (  # noqa: F401  # their classes enter them
     _windows,
     _xlnet,
 )
-from relskew_core.huggingface._attend import DropIn, refuse_weights
+from relskew_core.huggingface._attend import DropIn, check_forward, kind_of, refuse_weights
 from relskew_core.huggingface._local import check_local, checked_window, make_local
 from relskew_core.huggingface._masks import CAUSAL_NAME, mask_keys_alone
 
@@ -61,7 +62,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     Returns
     -------
     torch.nn.Module
-        The model. If ``model`` is an attention layer itself, its replacement.
+        ``model``.
 
     Raises
     ------
@@ -114,34 +115,30 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     sides = checked_window(window)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
-    root: Any = nn.ModuleDict({"model": model})
-    parts = list(root.modules())
-    names = {type(part).__name__ for part in parts}
-    # All are made before the first is inserted, so that the model is unchanged if one cannot be made.
-    made = {id(part): drop_in for part in parts if (drop_in := _drop_in(part, names)) is not None}
-    present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
+    parts = dict(model.named_modules())
+    kinds = {kind_of(part).__name__ for part in parts.values()}
+    # All are made before the first takes a place, so that the model is unchanged if one cannot be made.
+    made = [(part, new) for name, part in parts.items() if (new := _drop_in(part, name, kinds)) is not None]
+    present = [*(new for _, new in made), *(part for part in parts.values() if isinstance(part, DropIn))]
     if not present:
         supported = ", ".join(sorted(DropIn.known))
         raise ValueError(
             f"`model` must have relative positions in one of the attention classes below, got {type(model).__name__} "
-            f"with {_attention_of(model)}. By hand: {_nearest(parts)}. Supported are {supported}"
+            f"with {_attention_of(model)}. By hand: {_nearest(parts.values())}. Supported are {supported}"
         )
     if sides is not None:
         check_local(present)
-    for parent in (*parts, *made.values()):
-        for name, child in parent._modules.items():  # a module may be registered several times
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
-    deciding = {name for drop_in in made.values() for name in drop_in.key_masks}
-    for part in root.modules():
-        if type(part).__name__ in deciding:
+    for part, new in made:
+        new.take_the_place_of(part)
+    deciding = {name for _, new in made for name in new.key_masks}
+    for part in parts.values():
+        if kind_of(part).__name__ in deciding:
             mask_keys_alone(part, CAUSAL_NAME)
     if sides is not None:
-        make_local(root, sides)
-    result: Model = root["model"]
-    if not isinstance(result, DropIn) and _without_weights not in result._forward_pre_hooks.values():
-        result.register_forward_pre_hook(_without_weights, with_kwargs=True)
-    return result
+        make_local(model, sides)
+    if not isinstance(model, DropIn) and _without_weights not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_without_weights, with_kwargs=True)
+    return model
 
 
 def _without_weights(model: nn.Module, given: Any, named: dict[str, Any]) -> None:
@@ -150,14 +147,15 @@ def _without_weights(model: nn.Module, given: Any, named: dict[str, Any]) -> Non
     refuse_weights(getattr(getattr(model, "config", None), "output_attentions", False) if asked is None else asked)
 
 
-def _drop_in(original: nn.Module, names: set[str]) -> DropIn | None:
-    for drop_in in DropIn.known.get(type(original).__name__, ()):
-        if drop_in.needs in (None, *names) and drop_in.serves(original):
+def _drop_in(original: nn.Module, name: str, kinds: set[str]) -> DropIn | None:
+    for drop_in in DropIn.known.get(kind_of(original).__name__, ()):
+        if drop_in.needs in (None, *kinds) and drop_in.serves(original):
+            check_forward(original, name, drop_in)
             return drop_in(original)
     return None
 
 
-def _nearest(parts: list[nn.Module]) -> str:
+def _nearest(parts: Iterable[nn.Module]) -> str:
     """Return what to do with an unsupported model: the convention that reads its tables, or another function."""
     for part in parts:
         for names, advice in NEAREST.items():

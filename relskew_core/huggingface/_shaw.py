@@ -17,6 +17,8 @@ class SpeechT5RelativePositions(DropIn):
 
     replaces = ("SpeechT5RelativePositionalEncoding",)
     needs = "SpeechT5Attention"
+    projections, heads, drops = (), "", ""
+    reads = "max_length pe_k"
     local = True
 
     pe_k: nn.Embedding
@@ -37,11 +39,12 @@ class SpeechT5RelativeAttention(DropIn):
     replaces = ("SpeechT5Attention",)
     needs = "SpeechT5RelativePositionalEncoding"
     local = True
+    reads = "is_decoder"
     masks = ("SpeechT5Encoder",)
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return not original.is_decoder
+        return super().serves(original) and not original.is_decoder
 
     def forward(
         self,
@@ -66,6 +69,7 @@ class GraniteSpeechRelativeAttention(DropIn):
 
     replaces: ClassVar[tuple[str, ...]] = ("GraniteSpeechConformerAttention", "GraniteSpeechPlusConformerAttention")
     projections = ("to_q", "", "", "to_out")
+    reads = "to_kv pre_norm rel_pos_emb max_pos_emb context_size"
 
     rel_pos_emb: nn.Embedding
 
@@ -96,11 +100,9 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
 
     replaces = ("GraniteSpeech5EncoderAttention",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    heads = "config.num_attention_heads"
     drops = "attention_dropout"
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(original)
-        self.num_heads = original.config.num_attention_heads
+    reads = "rel_pos_emb context_size config.max_position_embeddings"
 
     def forward(  # type: ignore[override]
         self,

@@ -18,6 +18,10 @@ class T5RelativeAttention(DropIn):
     )  # fmt: skip
     projections = ("q", "k", "v", "o")
     heads = "n_heads"
+    reads = (
+        "relative_attention_max_distance relative_attention_num_buckets has_relative_attention_bias "
+        "is_decoder is_causal layer_idx"
+    )
     local = True
     masks: ClassVar[tuple[str, ...]] = ("T5Stack", "MT5Stack", "UMT5Stack", "Pop2PianoStack", "SwitchTransformersStack")
 

@@ -14,13 +14,14 @@ class VitsRelativeAttention(DropIn):
     """``VitsAttention``."""
 
     replaces = ("VitsAttention",)
+    reads = "window_size emb_rel_k emb_rel_v"
 
     emb_rel_k: nn.Parameter
     emb_rel_v: nn.Parameter
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.window_size)
+        return super().serves(original) and bool(original.window_size)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
 
     replaces = ("Wav2Vec2BertSelfAttention",)
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
+    reads = "position_embeddings_type distance_embedding left_max_position_embeddings right_max_position_embeddings"
     local = True
     masks: ClassVar[tuple[str, ...]] = ("Wav2Vec2BertEncoder",)
 
@@ -23,7 +24,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        return bool(original.position_embeddings_type == "relative_key")
+        return super().serves(original) and bool(original.position_embeddings_type == "relative_key")
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any

@@ -15,6 +15,7 @@ class WavLMRelativeAttention(DropIn):
     """``WavLMAttention``. Its ``position_bias`` is by position, ``(heads, rows)``."""
 
     replaces = ("WavLMAttention",)
+    reads = "max_distance num_buckets gru_rel_pos_linear gru_rel_pos_const"
     local = True
 
     rel_attn_embed: nn.Embedding

@@ -14,12 +14,15 @@ from torch.nn.functional import dropout, normalize, pad
 
 from relskew_core.huggingface._attend import DropIn, join, refuse_weights, split
 
+COSINES = "relative_coords_table logit_scale window_size"
+"""The attributes of version 2."""
+
 
 class SwinRelativeAttention(DropIn):
     """``SwinAttention``."""
 
     replaces = ("SwinAttention",)
-    needs = "SwinRelativePositionBias"
+    reads = "relative_position_bias"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     heads = "num_attention_heads"
     drops = "attention_dropout"
@@ -29,19 +32,8 @@ class SwinRelativeAttention(DropIn):
     ) -> tuple[Tensor, None]:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
         refuse_weights(kwargs.get("output_attentions"))
-        mask = _of_windows(self.relative_position_bias(), attention_mask, hidden_states.shape[0])
+        mask = _of_windows(self.relative_position_bias()[0], attention_mask, hidden_states.shape[0])
         return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
-
-
-class SwinRelativeBias(DropIn):
-    """``SwinRelativePositionBias``."""
-
-    replaces = ("SwinRelativePositionBias",)
-    needs = "SwinAttention"
-
-    def forward(self) -> Tensor:
-        """Return the bias of all pairs of cells."""
-        return by_cell(self.relative_position_bias_table, self.window_size)
 
 
 class SwinSelfRelativeAttention(DropIn):
@@ -52,6 +44,7 @@ class SwinSelfRelativeAttention(DropIn):
     )  # fmt: skip
     projections = ("query", "key", "value", "")
     heads = "num_attention_heads"
+    reads = "relative_position_bias_table window_size"
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
@@ -70,6 +63,7 @@ class Swinv2RelativeAttention(SwinSelfRelativeAttention):
     """``Swinv2SelfAttention``, and Swin2SR's: cosines, scaled by head, and a bias that a small network computes."""
 
     replaces = ("Swinv2SelfAttention", "Swin2SRSelfAttention")
+    reads = f"continuous_position_bias_mlp {COSINES}"
 
     def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the heads of the output."""
@@ -84,11 +78,14 @@ class WindowRelativeAttention(DropIn):
     replaces: ClassVar[tuple[str, ...]] = ("WindowAttention",)
     projections = ("", "", "", "proj")
     drops = "attn_drop"
+    reads = "qkv window_size proj_drop"
 
     @classmethod
     def serves(cls, original: Any) -> bool:
-        biased = hasattr(original, "relative_position_bias_table") or hasattr(original, "cpb_mlp")
-        return biased and len(original.window_size) == 2  # MONAI's and Video Swin's may have three axes
+        if not super().serves(original) or len(original.window_size) != 2:  # MONAI's and Video Swin's may have three
+            return False
+        wanted = COSINES if hasattr(original, "cpb_mlp") else "relative_position_bias_table"
+        return all(hasattr(original, name) for name in wanted.split())
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
@@ -126,6 +123,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
 
     replaces = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2")
     drops = "attention_dropout"
+    reads = "qkv window_size shift_size dropout"
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Attend inside windows of images, ``(batch, height, width, channels)``."""

@@ -13,7 +13,9 @@ class XLNetRelativeSkew(DropIn):
     """``XLNetRelativeAttention``. Its axes are ``(length, batch, …)``."""
 
     replaces = ("XLNetRelativeAttention",)
+    projections = ("q", "k", "v", "o")
     heads = "n_head"
+    reads = "r r_w_bias r_r_bias r_s_bias seg_embed scale layer_norm"
 
     q: nn.Parameter
     k: nn.Parameter

@@ -142,13 +142,26 @@ class Convolution(nn.Module):
         return states
 
 
+class InklingRelativeLogits(nn.Module):
+    """Profiles by distance, which ``forward`` mixes for each query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = numbers(D, 3)
+
+    def forward(self, states: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        distance = (queries[:, None] - keys).expand(*states.shape[:1], states.shape[2], -1, -1)
+        profiles = (states @ self.proj).transpose(1, 2).gather(-1, distance.clamp(0, 2))
+        return profiles.masked_fill((distance < 0) | (distance > 2), 0.0)
+
+
 def inkling(*, sliding: bool) -> Any:
     config = SimpleNamespace(log_scaling_n_floor=4, log_scaling_alpha=0.1)
     return module(
         "InklingAttention", "q_proj", "k_proj", "v_proj", "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
         num_key_value_heads=HEADS, attention_dropout=0.25, scaling=1 / D, is_sliding=sliding, sliding_window=4,
         rel_extent=3, layer_idx=0, config=config, k_sconv=Convolution(), v_sconv=Convolution(), q_norm=nn.LayerNorm(D),
-        k_norm=nn.LayerNorm(D), rel_logits_proj=module("InklingRelativeLogits", proj=numbers(D, 3)),
+        k_norm=nn.LayerNorm(D), rel_logits_proj=InklingRelativeLogits(),
     )  # fmt: skip
 
 

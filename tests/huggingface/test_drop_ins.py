@@ -66,19 +66,19 @@ def theirs(request: pytest.FixtureRequest) -> Any:
 
 def test_a_model_is_replaced_once(theirs: Any) -> None:
     model = torch.nn.Sequential(theirs, torch.nn.ReLU())
-    keys = list(model.state_dict())
+    keys, kind, parts = list(model.state_dict()), type(theirs), list(model.modules())
     assert replace_attention(model) is model
-    parts = list(model.modules())
-    assert type(theirs) not in map(type, parts)
+    assert kind not in map(type, parts)
     assert replace_attention(model) is model
     assert list(model.modules()) == parts
     assert list(model.state_dict()) == keys
 
 
-def test_what_is_no_part_of_a_model_is_returned(theirs: Any) -> None:
-    ours = replace_attention(theirs)
-    assert type(ours) is not type(theirs)
-    assert replace_attention(ours) is ours
+def test_an_attention_is_replaced_in_place(theirs: Any) -> None:
+    kind = type(theirs)
+    assert replace_attention(theirs) is theirs
+    assert type(theirs) is not kind
+    assert replace_attention(theirs) is theirs
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -96,8 +97,8 @@ def test_windows() -> None:
     bias = by_cell(table, (2, 2))
     ascending = table.flip(0).mT.reshape(HEADS, 3, 3)
     assert torch.equal(bias, toeplitz_2d(ascending, q_grid=(2, 2), k_grid=(2, 2)))
-    positions = module("SwinRelativePositionBias", window_size=(2, 2), relative_position_bias_table=None)
-    positions.relative_position_bias_table = torch.nn.Parameter(table)
+    positions = module("SwinRelativePositionBias")
+    positions.forward = lambda: bias[None]
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     attention = module(
         "SwinAttention", *names, num_attention_heads=HEADS, attention_dropout=0.0, relative_position_bias=positions
@@ -231,6 +232,55 @@ def test_what_has_no_relative_positions_stays() -> None:
     replace_attention(both)
     assert both[0] is rotary
     assert isinstance(both[1], DropIn)
+
+
+@pytest.mark.parametrize("kind", sorted(DropIn.known))
+def test_a_class_that_shares_only_its_name_stays(kind: str) -> None:
+    model = torch.nn.ModuleList([module(kind, "q"), *(module(x.needs) for x in DropIn.known[kind] if x.needs)])
+    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* got ModuleList with"):
+        replace_attention(model)
+
+
+# What `forward` reads if another layer passes no bias, or if products with keys or with queries are asked for.
+SOMETIMES = {
+    "relative_attention_bias", "rel_attn_embed", "pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj", "key_proj",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@torch.no_grad()
+def test_a_class_without_one_attribute_stays_or_works(name: str) -> None:
+    make, call = STAND_INS[name]
+    attentions = [i for i, part in enumerate(make().modules()) if type(part).__name__ in DropIn.known]
+    for i in attentions:
+        first = list(make().modules())[i]
+        for attribute in (*first._modules, *first._parameters, *vars(first).keys() - vars(torch.nn.Module()).keys()):
+            model = make().eval()
+            part = list(model.modules())[i]
+            delattr(part, attribute)
+            with contextlib.suppress(ValueError):  # where nothing is left to be replaced
+                replace_attention(model)
+            if isinstance(part, DropIn) and attribute not in SOMETIMES:
+                call(model)
+
+
+def with_forward(made: Any, forward: Any) -> Any:
+    made.__class__ = type(type(made).__name__, (torch.nn.Module,), {"forward": forward})
+    return made
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        lambda: module("WindowAttention", "qkv", "proj", num_heads=2, win_size=3, relative_position_bias_table=x()),
+        lambda: with_forward(STAND_INS["windows"][0](), lambda self, x, rpi, mask=None: x),
+        lambda: with_forward(STAND_INS["umt5"][0](), lambda self, x, context=None, mask=None, pos_bias=None: x),
+    ],
+    ids=["Uformer", "HAT", "Wan"],
+)  # fmt: skip
+def test_attention_of_other_packages_stays(foreign: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* By hand: "):
+        replace_attention(foreign())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""Modules to which others have attached something, before their attention is replaced: stand-ins and plain torch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface.stand_ins import STAND_INS, D, module, numbers, x
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
+
+from relskew_core.huggingface import replace_attention
+from relskew_core.huggingface._attend import DropIn
+
+Tensor = torch.Tensor
+
+
+def vits() -> Any:
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return module(
+        "VitsAttention", *names, num_heads=2, dropout=0.0, window_size=2, emb_rel_k=numbers(1, 5, D),
+        emb_rel_v=numbers(1, 5, D),
+    ).eval()  # fmt: skip
+
+
+def attentions(model: Any) -> list[Any]:
+    return [part for part in model.modules() if type(part).__name__ in DropIn.known]
+
+
+def hooked(attention: Any, seen: list[str]) -> None:
+    """Put a hook around ``forward``, as accelerate does."""
+
+    def new_forward(module: Any, *given: Any, **named: Any) -> Any:
+        seen.append(module._hf_hook)
+        return module._old_forward(*given, **named)
+
+    attention._old_forward, attention._hf_hook = attention.forward, "a hook"
+    attention.forward = functools.update_wrapper(functools.partial(new_forward, attention), attention.forward)
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@torch.no_grad()
+def test_hooks_of_accelerate_stay(name: str) -> None:
+    """The new ``forward`` runs under them, in copies too, and stays when they are removed."""
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    want = call(replace_attention(copy.deepcopy(model)))
+    seen: list[str] = []
+    for attention in attentions(model):
+        hooked(attention, seen)
+    ours: Any = replace_attention(model)
+    for again in (copy.deepcopy(ours), ours):
+        assert torch.equal(call(again), want)
+        assert seen
+        seen.clear()
+    for part in ours.modules():
+        if hasattr(part, "_hf_hook"):  # what `remove_hook_from_module` does
+            part.forward = part._old_forward
+            del part._hf_hook, part._old_forward
+    assert torch.equal(call(ours), want)
+    assert not seen
+    assert torch.equal(call(replace_attention(ours)), want)
+
+
+@pytest.mark.parametrize("hook", [None, "a hook"])
+@pytest.mark.parametrize("name", STAND_INS)
+def test_another_forward_is_refused(name: str, hook: str | None) -> None:
+    model = torch.nn.ModuleDict({"layer": STAND_INS[name][0]()})
+    attention = attentions(model)[-1]
+    before, path = attention.forward, next(path for path, part in model.named_modules() if part is attention)
+    kinds = [type(part) for part in model.modules()]
+    if hook:
+        attention._hf_hook, attention._old_forward = hook, lambda *given: before(*given)
+    attention.forward = functools.partial(lambda *given, **named: before(*given, **named))
+    with pytest.raises(ValueError, match=rf"without a `forward` .* got '{path}' \({type(attention).__name__}\)"):
+        replace_attention(model)
+    assert [type(part) for part in model.modules()] == kinds
+
+
+def test_another_method_is_refused() -> None:
+    model = STAND_INS["mpnet"][0]()
+    model.encoder.compute_position_bias = lambda states: states
+    with pytest.raises(ValueError, match=r"without a `compute_position_bias` .* got 'encoder' \(MPNetEncoder\)"):
+        replace_attention(model)
+
+
+@torch.no_grad()
+def test_hooks_of_torch_stay_and_can_be_removed() -> None:
+    attention, seen = vits(), list[Any]()
+    handles = [
+        attention.register_forward_pre_hook(lambda part, given: seen.append(part)),
+        attention.register_forward_hook(lambda part, given, out: seen.append(part)),
+        attention.register_state_dict_pre_hook(lambda part, prefix, keep: seen.append(part)),
+        attention.register_load_state_dict_pre_hook(lambda part, *given: seen.append(part)),
+        attention.register_load_state_dict_post_hook(lambda part, keys: seen.append(part)),
+    ]
+    model = torch.nn.Sequential(attention)
+    del attention
+    (ours,) = replace_attention(model)
+    for used in (handles, []):
+        seen.clear()
+        ours(x())
+        model.load_state_dict(model.state_dict())
+        assert [part is ours for part in seen] == [True] * len(used)
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("name", ["umt5", "wavlm"])
+@torch.no_grad()
+def test_compiled_modules(name: str) -> None:
+    """By ``module.compile()``, with a window that is set later too."""
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(make()).eval()
+    plain = copy.deepcopy(model)
+    model[0].compile(backend="eager")
+    for window in (None, (2, 1), (1, 0)):
+        replace_attention(model, window=window)
+        torch.testing.assert_close(call(model[0]), call(replace_attention(plain, window=window)[0]))
+
+
+class Half(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "a parametrised table": lambda made: parametrize.register_parametrization(made, "emb_rel_k", Half()),
+    "two parametrised tables": lambda made: [
+        parametrize.register_parametrization(made, name, Half()) for name in ("emb_rel_k", "emb_rel_v")
+    ],
+    "a parametrised layer": lambda made: parametrize.register_parametrization(made.q_proj, "weight", Half()),
+    "the weight norm of a table": lambda made: parametrizations.weight_norm(made, "emb_rel_k"),
+    "the weight norm of a layer": lambda made: parametrizations.weight_norm(made.k_proj),
+    "the former weight norm of a table": lambda made: weight_norm(made, "emb_rel_v"),
+    "pruned": lambda made: prune.l1_unstructured(made, "emb_rel_k", 3),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@torch.no_grad()
+def test_parametrised_weights(name: str) -> None:
+    """The same numbers, also after steps of training, and the same names as the original's."""
+    torch.manual_seed(0)
+    attention = vits()
+    WRAPPED[name](attention)
+    keys = list(attention.state_dict())
+    ours: Any = replace_attention(torch.nn.Sequential(attention))
+    assert isinstance(ours[0], DropIn)
+    assert list(attention.state_dict()) == keys
+    for _ in range(2):
+        ours(x())
+        plain = vits()
+        for key in ("emb_rel_k", "emb_rel_v"):
+            setattr(plain, key, torch.nn.Parameter(getattr(attention, key).clone()))
+        for key, layer in plain.named_children():
+            layer.weight.copy_(getattr(attention, key).weight)
+            layer.bias.copy_(getattr(attention, key).bias)
+        torch.testing.assert_close(ours(x())[0], replace_attention(plain)(x())[0])
+        for parameter in attention.parameters():
+            parameter.mul_(1.1)
+    for part in ours.modules():
+        if parametrize.is_parametrized(part):
+            for key in list(part.parametrizations):
+                parametrize.remove_parametrizations(part, key)
+    assert isinstance(ours[0], DropIn)
+    torch.testing.assert_close(replace_attention(ours)(x())[0], ours(x())[0])
+
+
+# The last layer of every attention returns a view.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_sharded_weights() -> None:
+    """By FSDP, which makes a class around that of the attention and keeps the module itself."""
+    attention = vits()
+    want = replace_attention(copy.deepcopy(attention))(x())[0]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(attention, mesh=init_device_mesh("cpu", (1,)))
+        (ours,) = replace_attention(torch.nn.Sequential(attention))
+        assert isinstance(ours, DropIn)
+        out = ours(x())[0].clone()
+        torch.testing.assert_close(out, want)
+        out.sum().backward()
+        assert {type(parameter.grad) for parameter in ours.parameters()} == {type(ours.emb_rel_k)}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""Drop-ins under accelerate's hooks, which dispatch a model, or keep its weights elsewhere between calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers.common import check, peer
+from peers.families import FAMILIES
+from peers.test_families_local import local
+from peers.test_families_numbers import drop_ins
+from peers.test_families_wrapped import every, outputs
+
+from relskew_core.huggingface import replace_attention
+
+# Models of which accelerate 1.15 cannot offload the original: they read parameters of modules that they do not call.
+REFUSED = (
+    "DeBERTa", "DeBERTa-v2", "DeBERTa-v2 c2p", "DeBERTa-v3", "SEW-D", "WavLM", "LayoutLMv3", "ProphetNet",
+    "T5", "T5 sdpa", "MT5", "UMT5", "Pop2Piano", "Pix2Struct", "SwitchTransformers", "LongT5", "MPNet", "UDOP",
+)  # fmt: skip
+
+
+def dispatched(model: Any) -> Any:
+    return peer("accelerate.dispatch_model")(model, {"": "cpu"}, force_hooks=True)
+
+
+def offloaded(model: Any) -> Any:
+    return peer("accelerate.cpu_offload")(model, torch.device("cpu"), offload_buffers=True)
+
+
+def compare(name: str, change: Callable[[Any], Any]) -> None:
+    """Compare the original with what was replaced before the change, and after it."""
+    family = FAMILIES[name]
+    theirs = family.make()
+    want = outputs(theirs, family)
+    for ours in (change(replace_attention(copy.deepcopy(theirs))), replace_attention(change(copy.deepcopy(theirs)))):
+        assert len(drop_ins(ours)) == family.count
+        assert all("_hf_hook" in vars(part) for part in ours.modules() if part._parameters)
+        for x, y in zip(outputs(ours, family), want, strict=True):
+            check(x, y, family.gate)
+
+
+@pytest.mark.parametrize("name", every("Inkling", "Falcon"))  # which differ at padding
+@torch.no_grad()
+def test_dispatched_models(name: str) -> None:
+    compare(name, dispatched)
+
+
+@pytest.mark.parametrize("name", every(*REFUSED))
+@torch.no_grad()
+def test_offloaded_models(name: str) -> None:
+    compare(name, offloaded)
+
+
+@torch.no_grad()
+def test_a_model_on_a_disk(tmp_path: Path) -> None:
+    compare("VITS", lambda model: peer("accelerate.disk_offload")(model, tmp_path, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("change", [dispatched, offloaded])
+@torch.no_grad()
+def test_windows_under_hooks(change: Callable[[Any], Any]) -> None:
+    """With a second hook, and after all of them are removed."""
+    hooks, family = peer("accelerate.hooks.ModelHook"), FAMILIES["Wav2Vec2-Conformer"]
+    want = outputs(local(family), family)
+    model = change(family.make())
+    for part in model.modules():
+        peer("accelerate.hooks.add_hook_to_module")(part, hooks(), append=True)
+    ours = replace_attention(model, window=(3, 2))
+    for _ in range(2):
+        for x, y in zip(outputs(ours, family), want, strict=True):
+            check(x, y, family.gate)
+        peer("accelerate.hooks.remove_hook_from_module")(ours, recurse=True)
+
+
+@pytest.mark.parametrize("name", ["T5 sdpa", pytest.param("Parakeet", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_windows_of_compiled_models(name: str) -> None:
+    """A model that has run compiled, by itself or inside another one, is compiled again."""
+    family = FAMILIES[name]
+    want = outputs(local(family), family)
+    for in_place in (True, False):
+        compiled = family.make()
+        if in_place:
+            compiled.compile(backend="eager")
+        else:
+            compiled = torch.compile(compiled, backend="eager")
+        whole = outputs(compiled, family)
+        replace_attention(compiled)
+        for x, y in zip(outputs(compiled, family), whole, strict=True):
+            check(x, y, family.gate)
+        replace_attention(compiled, window=(3, 2))
+        for x, y in zip(outputs(compiled, family), want, strict=True):
+            check(x, y, family.gate)
