@@ -18,6 +18,7 @@ from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
 from relskew_core.huggingface._masks import register_masks
 from relskew_core.layers.torch._constants import buckets
+from relskew_core.layers.torch._whole import Whole
 
 AROUND = ("Parametrized", "FSDP", "Replicate")
 """How the names of the classes begin that torch makes around the class of a module."""
@@ -31,7 +32,7 @@ def kind_of(module: Any) -> type[Any]:
     return kind
 
 
-class DropIn(nn.Module):
+class DropIn(Whole):
     """A module with all attributes of another one, and a new ``forward``.
 
     Its names say where the original keeps what all have: the projections of queries, keys, values and outputs, the

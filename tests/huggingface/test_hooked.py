@@ -194,3 +194,42 @@ def test_sharded_weights() -> None:
         assert {type(parameter.grad) for parameter in ours.parameters()} == {type(ours.emb_rel_k)}
     finally:
         dist.destroy_process_group()
+
+
+class Around(torch.nn.Module):
+    """A model that adds what it is given."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: Tensor, mask: Tensor) -> Tensor:
+        out = self.layer(given, attention_mask=mask)[0]
+        return given + out.relu()
+
+
+@torch.no_grad()
+def test_torch_fx_keeps_attention_whole() -> None:
+    """With its hooks, and in another dtype and at other lengths than those of an example."""
+    attention, seen = vits(), list[Any]()
+    attention.register_forward_pre_hook(lambda part, given: seen.append(given[0].shape))
+    ours = replace_attention(Around(attention))
+    traced = torch.fx.symbolic_trace(ours)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["layer"]
+    assert not seen
+    mask = torch.tensor([[[[True] * 5 + [False]]]])
+    for model in (traced, copy.deepcopy(traced)):
+        torch.testing.assert_close(model(x(2, 6, 8), mask), ours(x(2, 6, 8), mask))
+    assert traced.layer is attention
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_torch_jit() -> None:
+    ours: Any = replace_attention(Around(vits()))
+    given = (x(2, 6, 8), torch.ones(2, 1, 1, 6, dtype=torch.bool))
+    traced: Any = torch.jit.trace(ours, given)
+    torch.testing.assert_close(traced(*given), ours(*given))
+    for model in (ours, ours.layer):
+        with pytest.raises(TypeError, match=r"^torch\.jit\.script cannot compile VitsRelativeAttention: use torch\."):
+            torch.jit.script(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from relskew_core import BlockSpec, Span
-from relskew_core.layers.torch import RelativeMultiheadAttention
+from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 from relskew_core.layers.torch.parallel import TableParallel
 from split.notices import without_notices
 
@@ -245,3 +246,34 @@ def test_heads_without_their_tables_are_named() -> None:
         module(*inputs(module.spec))
     with pytest.raises(TypeError, match="`TableParallel` is for a RelativeMultiheadAttention, got Linear"):
         TableParallel()._apply(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "RelativeMultiheadAttention": lambda: RelativeMultiheadAttention(BlockSpec.t5(8, 2)),
+    "MultiheadAttention": lambda: MultiheadAttention(8, 2, Span.clipped(3), batch_first=True),
+    "ConformerAttention": lambda: ConformerAttention(BlockSpec(8, 2, Span.full(9))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_modules_stay_whole_in_torch_fx(name: str) -> None:
+    layer = LAYERS[name]()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Any:
+            y = x.relu()
+            return self.layer(y, y, value=y)[0] if name == "MultiheadAttention" else self.layer(y)
+
+    traced = torch.fx.symbolic_trace(Model())
+    assert traced.layer is layer
+    for length in (5, 9):
+        x = torch.randn(2, length, 8, dtype=torch.float32)
+        torch.testing.assert_close(traced(x), Model()(x))
+    with pytest.raises(TypeError, match=rf"^torch\.jit\.script cannot compile {name}: use torch\.compile"):
+        torch.jit.script(layer)

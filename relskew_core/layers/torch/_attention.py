@@ -19,9 +19,10 @@ from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
 from relskew_core.layers.torch._constants import buckets, slopes
+from relskew_core.layers.torch._whole import Whole
 
 
-class TableAttention(nn.Module):
+class TableAttention(Whole):
     """A module with the tables of a spec, and attention that uses them."""
 
     rel_k: nn.Parameter  # None without `spec.rel_keys`
