@@ -109,7 +109,8 @@ class FunnelRelativeAttention(DropIn):
             keys.append(self._but_cls(torch.cat([psi, omega], -1)).expand(*k.shape[:2], -1, -1))
         else:
             options = self._rows(positional, k.shape[-2], places[self.block_index])
-        hidden = None if mask is None else (mask > 0)[:, None, None]
+        # a number, since a query that sees no key attends to all
+        hidden = None if mask is None else (mask == 0)[:, None, None].to(q.dtype) * max(-1e6, torch.finfo(q.dtype).min)
         out = self.attend(torch.cat(queries, -1), torch.cat(keys, -1), v, mask=hidden, scale=self.scale, **options)
         return (self.layer_norm(query + self.hidden_dropout(self.finish(out))),)
 
