@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, cache_given, refuse_weights, split
@@ -50,6 +51,21 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     @classmethod
     def serves(cls, original: Any) -> bool:
         return super().serves(original) and bool(original.position_embeddings_type == "relative")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend, and to all keys equally where a window has padding alone, as the original does with a banded mask.
+
+        Convolutions mix such frames into others.
+        """
+        out, mask = super().attend(q, k, v, **options), options["mask"]
+        if self.window is None or mask is None or mask.dtype != torch.bool:
+            return out
+        left, right = self.window
+        before = pad(mask[:, 0, 0].cumsum(-1), (1, 0))  # how many keys are present before each position, (batch, n + 1)
+        own = torch.arange(mask.shape[-1], dtype=torch.int64, device=q.device)
+        first, last = (own - left).clamp(min=0), (own + right + 1).clamp(max=mask.shape[-1])
+        seen = before.index_select(-1, last) > before.index_select(-1, first)
+        return torch.where(seen[:, None, :, None], out, v.mean(-2, keepdim=True))
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,30 @@ def test_parakeet_itself_with_a_mask() -> None:
         check(got, want, family.gate)
 
 
+@pytest.mark.parametrize("name", ["Wav2Vec2-Conformer", "Wav2Vec2-BERT relative", "SeamlessM4T"])
+@torch.no_grad()
+def test_a_conformer_itself_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions mix frames without any key, which attend to all keys, into frames that count."""
+    family = FAMILIES[name]
+    theirs, ours = family.make(), local(family, (0, 6))
+    inputs = given(family, 30, ours)
+    inputs["attention_mask"][1, inputs["attention_mask"].shape[1] // 2 :] = 0
+    module = importlib.import_module(drop_ins(ours)[0].kind.__module__)
+    attend = module.eager_attention_forward
+
+    def banded(part: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
+        relative = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+        hidden = (relative < 0) | (relative > 6)
+        return attend(part, q, k, v, mask.masked_fill(hidden, torch.finfo(q.dtype).min), **options)
+
+    monkeypatch.setattr(module, "eager_attention_forward", banded)
+    for part in theirs.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = "eager"
+    for got, want in zip(*(tensors(model(**copy.deepcopy(inputs))) for model in (ours, theirs)), strict=True):
+        check(got, want, family.gate)
+
+
 class Largest(TorchDispatchMode):
     """How many numbers the largest tensor has that a model makes."""
 
@@ -169,7 +194,7 @@ def test_a_copy_and_a_pickle(name: str) -> None:
     [
         ("T5 sdpa", (70, 40)),
         ("Parakeet", WINDOW),
-        *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM")),
+        *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
     ],
 )
 @torch.no_grad()
