@@ -116,7 +116,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
     parts = dict(model.named_modules())
-    kinds = {kind_of(part).__name__ for part in parts.values()}
+    kinds = {name for part in parts.values() if (name := kind_of(part).__name__) not in DropIn.known or _serving(part)}
     # All are made before the first takes a place, so that the model is unchanged if one cannot be made.
     made = [(part, new) for name, part in parts.items() if (new := _drop_in(part, name, kinds)) is not None]
     present = [*(new for _, new in made), *(part for part in parts.values() if isinstance(part, DropIn))]
@@ -147,9 +147,13 @@ def _without_weights(model: nn.Module, given: Any, named: dict[str, Any]) -> Non
     refuse_weights(getattr(getattr(model, "config", None), "output_attentions", False) if asked is None else asked)
 
 
+def _serving(original: nn.Module) -> list[type[DropIn]]:
+    return [drop_in for drop_in in DropIn.known.get(kind_of(original).__name__, ()) if drop_in.serves(original)]
+
+
 def _drop_in(original: nn.Module, name: str, kinds: set[str]) -> DropIn | None:
-    for drop_in in DropIn.known.get(kind_of(original).__name__, ()):
-        if drop_in.needs in (None, *kinds) and drop_in.serves(original):
+    for drop_in in _serving(original):
+        if drop_in.needs in (None, *kinds):
             check_forward(original, name, drop_in)
             return drop_in(original)
     return None

@@ -236,8 +236,16 @@ def test_what_has_no_relative_positions_stays() -> None:
 
 @pytest.mark.parametrize("kind", sorted(DropIn.known))
 def test_a_class_that_shares_only_its_name_stays(kind: str) -> None:
-    model = torch.nn.ModuleList([module(kind, "q"), *(module(x.needs) for x in DropIn.known[kind] if x.needs)])
+    names = [kind, *(drop_in.needs for drop_in in DropIn.known[kind] if drop_in.needs)]
+    model = torch.nn.ModuleList([type(name, (torch.nn.Module,), {})() for name in names])
     with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* got ModuleList with"):
+        replace_attention(model)
+
+
+def test_a_class_whose_other_half_is_missing_stays() -> None:
+    model = STAND_INS["mpnet"][0]()
+    del model.encoder.layer.q
+    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* got ModuleDict with"):
         replace_attention(model)
 
 

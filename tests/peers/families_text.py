@@ -175,6 +175,6 @@ TEXT: dict[str, Family] = {
             "models.inkling.modeling_inkling.InklingForCausalLM",
             "models.inkling.configuration_inkling.InklingTextConfig", "sdpa", **INKLING,
         ),
-        padded_on_the_left, count=4, generates=True, gate=1e-6, pads=False,
+        padded_on_the_left, generates=True, gate=1e-6, pads=False,
     ),
 }  # fmt: skip

@@ -75,8 +75,8 @@ def torchvision_swin(block: str, merging: str) -> Callable[[], Any]:
 
 
 VISION: dict[str, Family] = {
-    "Swin": Family(built("SwinModel", "SwinConfig", **WEIGHTS, **SWIN), pictures, 6, (4, 8), gate=1e-5),
-    "Swin sdpa": Family(built("SwinModel", "SwinConfig", "sdpa", **WEIGHTS, **SWIN), pictures, 6, (4, 8)),
+    "Swin": Family(built("SwinModel", "SwinConfig", **WEIGHTS, **SWIN), pictures, 3, (4, 8), gate=1e-5),
+    "Swin sdpa": Family(built("SwinModel", "SwinConfig", "sdpa", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),
     "Swinv2": Family(built("Swinv2Model", "Swinv2Config", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),
     "BEiT": Family(
         built("BeitModel", "BeitConfig", "sdpa", use_relative_position_bias=True, **WEIGHTS, **BEIT),
