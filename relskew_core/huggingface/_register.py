@@ -17,26 +17,29 @@ from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import attend, length, refuse_weights
 
-Bias = str | Tensor | Callable[[Any], Tensor]
+Bias = str | Tensor | Callable[[Any], Tensor] | None
 
-REFUSED = ("s_aux", "position_bias", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k")
+REFUSED = (
+    "position_bias", "sinks", "indices", "block_indices", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
 """Arguments that other models and engines pass to their attention, and that this one does not support."""
 
 
 def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span: Span | None = None) -> str:
-    """Add a bias by relative position to models of ``transformers``: ALiBi, or a learned bias.
+    """Add a bias by relative position to models of ``transformers``: ALiBi, a learned bias, or none.
 
     The bias is added to the positions of the model. To use it, call ``model.set_attn_implementation(name)``, or pass
     ``attn_implementation=name`` when you create a model. Caches, padding, sliding windows and grouped heads work as
-    before. Attention to another sequence, as of a decoder to its encoder, gets no bias.
+    before, and so do attention sinks. Attention to another sequence, as of a decoder to its encoder, gets no bias.
 
     Parameters
     ----------
     name : str, default "relskew"
         The name for ``attn_implementation``. Registering the same name again replaces the bias.
-    rel_bias : "alibi", torch.Tensor, shape (R,) or (H, R), or callable
+    rel_bias : "alibi", torch.Tensor, shape (R,) or (H, R), callable or None
         ALiBi's slopes, one number for each relative position in ascending order, or a function that returns these
-        numbers for an attention module. They may be parameters, and then get gradients; save them yourself.
+        numbers for an attention module. They may be parameters, and then get gradients; save them yourself. ``None``
+        adds nothing: models with sinks, such as gpt-oss, then compute what they do with ``"eager"``, in less memory.
     span : Span, optional
         The relative positions of the numbers; by default ``Span.causal(R, "clip")``: farther positions use the number
         of the farthest.
@@ -50,8 +53,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     ------
     ValueError, TypeError
         If an argument does not fit, or transformers already uses ``name``. Later, in a model's ``forward``: if the
-        model passes arguments that are not supported (sinks, another bias, packed lengths), if it supports no attention
-        but transformers' own, or if nothing says which keys are those of the queries.
+        model passes arguments that are not supported (another bias, chosen keys, packed lengths), if it supports no
+        attention but transformers' own, or if nothing says which keys are those of the queries.
 
     See Also
     --------
@@ -97,10 +100,10 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     """
     if isinstance(rel_bias, str):
         check_choice("rel_bias", rel_bias, ("alibi",))
-        if span is not None:
-            raise ValueError(f"`span` must be None with ALiBi, which has no end, got {describe(span)}")
-    elif not isinstance(rel_bias, Tensor) and not callable(rel_bias):
-        raise TypeError(f"`rel_bias` must be 'alibi', a torch.Tensor or callable, got {describe(rel_bias)}")
+    if span is not None and (rel_bias is None or isinstance(rel_bias, str)):
+        raise ValueError(f"`span` must be None with ALiBi, which has no end, and without a bias, got {describe(span)}")
+    if rel_bias is not None and not isinstance(rel_bias, (str, Tensor)) and not callable(rel_bias):
+        raise TypeError(f"`rel_bias` must be 'alibi', a torch.Tensor, callable or None, got {describe(rel_bias)}")
     try:
         transformers = importlib.import_module("transformers")
         masking = importlib.import_module("transformers.masking_utils")
@@ -133,6 +136,7 @@ class _Registered:
         scaling: float | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         refuse_weights(others.get("output_attentions"))
@@ -141,21 +145,32 @@ class _Registered:
                 raise ValueError(
                     f"`{name}` must be None, got {describe(others[name])}: relskew's attention does not support it"
                 )
+        if key is value:  # as in DeepSeek V4, whose masks are numbers too
+            raise ValueError("`value` must not be `key`, which may be of several positions together")
         n, m = query.shape[-2], key.shape[-2]
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-        if not _crosses(module):
+        if s_aux is not None:
+            options["return_lse"] = True
+        biased = self.rel_bias is not None
+        if not _crosses(module, biased):
             alone = attention_mask is None
             if alone and causal is None and n > 1:
                 raise ValueError(
                     f"`attention_mask` must be a mask, got None: {type(module).__name__} has no `is_causal`, and "
                     "may see the future or not"
                 )
-            offset = _offset(attention_mask, n, m, causal)
-            past = m if isinstance(offset, Tensor) else max(n + offset, 1)
-            rel_bias, span = self._bias(module, query, past, 1 if alone and causal else n)
-            options |= {"rel_bias": rel_bias, "span": span, "offset": offset, "causal": alone and bool(causal)}
-        out = attend(query, key, value, mask=attention_mask, scale=scaling, dropout=dropout, **options)
+            hides = alone and bool(causal)
+            if biased or hides:
+                options |= {"offset": _offset(attention_mask, n, m, causal), "causal": hides}
+            if biased:
+                offset = options["offset"]
+                past = m if isinstance(offset, Tensor) else max(n + offset, 1)
+                options["rel_bias"], options["span"] = self._bias(module, query, past, 1 if hides else n)
+        out: Any = attend(query, key, value, mask=attention_mask, scale=scaling, dropout=dropout, **options)
+        if s_aux is not None:  # as `sinks` do, which half precision would round
+            out, lse = out
+            out = out * torch.sigmoid(lse - s_aux[:, None])[..., None].to(out.dtype)
         return out.transpose(1, 2).contiguous(), None
 
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
@@ -167,7 +182,7 @@ class _Registered:
             slopes = torch.tensor([[-slope] for slope in alibi_slopes(q.shape[-3])], dtype=wide, device=q.device)
             distances = torch.arange(1 - past, future, dtype=torch.int64, device=q.device).abs()
             return (slopes * distances).to(q.dtype), Span(past - 1, future - 1, "clip")
-        numbers = self.rel_bias if isinstance(self.rel_bias, Tensor) else self.rel_bias(module)
+        numbers: Any = self.rel_bias(module) if callable(self.rel_bias) else self.rel_bias
         span = self.span
         if span is None:
             own = default_span("rel_bias", numbers.shape[-1], causal=True)
@@ -187,19 +202,19 @@ HIDDEN = -100.0
 _may_cross: dict[type[Any], bool] = {}
 
 
-def _crosses(module: Any) -> bool:
+def _crosses(module: Any, biased: bool) -> bool:
     """Whether the keys come from another sequence than the queries, so that no position relates them."""
     kind, is_decoder = type(module), getattr(module, "is_decoder", None)
     if not _checked(kind):
         return False
     if "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False):
         return True
-    if is_decoder is None and not getattr(module, "is_causal", None):
+    if biased and is_decoder is None and not getattr(module, "is_causal", None):
         raise ValueError(
             f"`model` must have attention that says whether it attends to another sequence, got {kind.__name__}, which "
             "can do both: only keys of the queries' sequence have positions relative to them"
         )
-    return bool(is_decoder) and not module.is_causal
+    return is_decoder is not False and not getattr(module, "is_causal", None)
 
 
 def _checked(kind: type[Any]) -> bool:

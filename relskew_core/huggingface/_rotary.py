@@ -26,7 +26,7 @@ def replace_rotary(
     model : torch.nn.Module
         A model of transformers whose rotary embeddings are modules: Llama, Mistral, Qwen, Gemma and most others.
     rel_bias, span, name : optional
-        As in :func:`register_attention`.
+        As in :func:`register_attention`; with ``rel_bias=None`` the model has no positions at all (NoPE).
 
     Returns
     -------

@@ -172,6 +172,20 @@ def test_nothing_of_a_traced_call_stays(registered: dict[str, Any]) -> None:
     assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_sinks(registered: dict[str, Any], bias: bool) -> None:
+    numbers, sinks = torch.randn(H, 2 * M - 1, dtype=torch.float64), torch.randn(H, dtype=torch.float64)
+    q, k, v = heads(1, M), heads(2, M), heads(3, M)
+    register_attention("ours", rel_bias=numbers if bias else None, span=Span.full(M) if bias else None)
+    for causal in (False, True):
+        got, _ = registered["attention"]["ours"](SimpleNamespace(is_causal=causal), q, k, v, None, s_aux=sinks)
+        want = oracles.relative_attention(
+            q.numpy(), k.numpy(), v.numpy(), None, Span.full(M), causal=causal, sinks=sinks.numpy(),
+            rel_bias=numbers.numpy() if bias else None,
+        ).out  # fmt: skip
+        assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
+
+
 def test_refusals(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="`name` must not be one of transformers' own, got 'sdpa'"):
         register_attention("sdpa")

@@ -42,11 +42,12 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
         )
     assert blocks[0] in (ROOT / "README.md").read_text()  # its only program that needs transformers
-    assert len(kinds) == 4
+    assert len(kinds) == 5
     assert "T5RelativeAttention" in kinds[0]
     assert "alibi" in kinds[1]
     assert "learned" in kinds[2]
     assert "relskew" in kinds[3]
+    assert "sinks" in kinds[4]
     assert all(bias.grad is not None for bias in names["biases"])
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peers.common import check, peer, randomised
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from relskew_core import Span, t5_buckets
+from relskew_core.export import decoder_to_onnx, generate, torch_to_onnx
 from relskew_core.huggingface import register_attention, replace_rotary
 
 Tensor = torch.Tensor
@@ -207,6 +210,18 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
 
 
 @torch.no_grad()
+def test_no_positions_at_all() -> None:
+    theirs, ids = model(), tokens(LENGTH)["input_ids"]
+    want = set_to(theirs, by_hand(lambda distance: 0 * alibi(distance)))
+    want.model.rotary_emb.inv_freq.zero_()
+    ours: Any = replace_rotary(copy.deepcopy(theirs), rel_bias=None, name="test_none")
+    once = want(ids, use_cache=False).logits
+    check(ours(ids, use_cache=False).logits, once)
+    past = ours(ids[:, :9], use_cache=True).cache
+    check(ours(ids[:, 9:], cache=past).logits, once[:, 9:])
+
+
+@torch.no_grad()
 def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
     config = peer("transformers.FalconConfig")(
         hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=50
@@ -319,7 +334,7 @@ def test_a_compiled_decoder() -> None:
     present = torch.ones(2, LENGTH, dtype=torch.int64)
     for with_mask in (False, True):
         counter = peer("torch._dynamo.testing.CompileCounterWithBackend")("aot_eager")
-        compiled = torch.compile(ours, fullgraph=True, backend=counter)
+        compiled: Any = torch.compile(ours, fullgraph=True, backend=counter)
         cache = peer("transformers.StaticCache")(config=ours.config, max_cache_len=ROOM)
         logits = [ours(ids[:, :4], cache=cache).logits]
         for start in range(4, LENGTH):
@@ -457,6 +472,93 @@ def test_no_decoder_sees_the_future() -> None:
     assert tried > 100
 
 
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SINKS: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {**WINDOWS, **EXPERTS, "head_dim": 8},
+    "OpenAIPrivacyFilterForTokenClassification": {**EXPERTS, "head_dim": 8, "sliding_window": 3},
+    "MiMoV2FlashForCausalLM": {
+        **WINDOWS, "num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 16, "head_dim": 8,
+        "v_head_dim": 6, "n_group": 1, "topk_group": 1,
+    },
+    "FlintForCausalLM": {"sliding_window": 5, "head_dim": 8},
+    "GraniteSWAForCausalLM": WINDOWS,
+    "GraniteMoeSWAForCausalLM": {**WINDOWS, **EXPERTS},
+}  # fmt: skip
+
+
+def with_sinks(name: str) -> Any:
+    config = peer(f"transformers.{name.partition('For')[0]}Config")(
+        **SMALL | SINKS[name], pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64
+    )
+    config._attn_implementation = "eager"
+    theirs = peer(f"transformers.{name}")(config).eval()  # float32: transformers multiplies no experts of float64
+    for seed, x in enumerate(theirs.parameters()):
+        torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(seed))
+    return theirs
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_attention_sinks(name: str) -> None:
+    """Models with sinks, which only eager attention of transformers supports on CPUs, without a bias."""
+    theirs = with_sinks(name)
+    ours = set_to(theirs, register_attention("test_sinks", rel_bias=None))
+    for given in ({"input_ids": tokens(LENGTH)["input_ids"]}, padded_on_the_left(LENGTH)):
+        present = given.get("attention_mask", torch.ones(1))[..., None]
+        want, got = (each(**given).logits * present for each in (theirs, ours))
+        check(got, want, 1e-6)
+    for logits in (want, got):
+        logits.square().sum().backward()
+    for (path, x), y in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        if x.grad is not None and x.grad.any():
+            assert y.grad is not None
+            check(y.grad, x.grad, 1e-5)
+        assert x.grad is not None or "sinks" not in path
+    if not name.endswith("CausalLM"):
+        return
+    for options in ({}, {"cache_implementation": "static"}):
+        steps = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
+        assert torch.equal(ours.generate(**given, **steps), theirs.generate(**given, **steps))
+
+
+@torch.no_grad()
+def test_sinks_are_not_rounded() -> None:
+    """Flint keeps its sinks in float32 in a model of half precision."""
+    theirs = with_sinks("FlintForCausalLM").bfloat16()
+    module = theirs.model.layers[0].self_attn
+    module.sinks = torch.nn.Parameter(torch.full((4,), 1.0 + 2**-9))
+    heads = [torch.zeros(1, n, 3, 8, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    heads[2] += 1
+    ours = peer("transformers.AttentionInterface")()[register_attention("test_rounded", rel_bias=None)]
+    got, _ = ours(module, *heads, None, s_aux=module.sinks, scaling=1.0)
+    keys = torch.arange(1, 4)
+    want = keys / (keys + module.sinks[0].exp())
+    assert torch.equal(got[0, :, 0, 0], want.bfloat16())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SINKS)
+def test_exported_sinks(name: str, tmp_path: Path) -> None:
+    ours = set_to(with_sinks(name), register_attention("test_exported_sinks", rel_bias=None))
+    ours.set_experts_implementation("batched_mm")  # torch exports no other
+    if not name.endswith("CausalLM"):
+        torch_to_onnx(ours, padded_on_the_left(LENGTH), tmp_path / "model.onnx")  # compares both
+        return
+    made = generate(decoder_to_onnx(ours, tmp_path / "model.onnx"), tokens(4)["input_ids"].numpy(), 8)
+    given = {"input_ids": tokens(4)["input_ids"], "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    want = ours.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert np.array_equal(made, want[:, 4:].numpy())
+
+
+@torch.no_grad()
+def test_keys_of_several_positions_are_refused() -> None:
+    """DeepSeek V4 compresses keys, and its masks must be numbers; others choose keys by indices instead of masks."""
+    theirs, logits = decoder("deepseek_v4", "DeepseekV4ForCausalLM")
+    theirs.set_attn_implementation(register_attention("test_several", rel_bias=None))
+    with pytest.raises(ValueError, match="`value` must not be `key`"):
+        logits(tokens(9)["input_ids"])
+
+
 def test_a_bias_of_each_layer() -> None:
     biases = [torch.randn(4, 9, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     name = register_attention("test_layers", rel_bias=lambda module: biases[module.layer_idx], span=Span(4, 4, "zero"))
@@ -476,12 +578,12 @@ def test_dropout_in_training() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="`rel_bias` must be"):
         register_attention(rel_bias="rotary")
-    with pytest.raises(TypeError, match=r"`rel_bias` must be 'alibi', a torch\.Tensor or callable, got"):
+    with pytest.raises(TypeError, match=r"`rel_bias` must be 'alibi', a torch\.Tensor, callable or None, got"):
         register_attention(rel_bias=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`span` must be None with ALiBi"):
         register_attention(span=Span.causal(3))
     ours = set_to(model(), register_attention("test_refusals"))
     with pytest.raises(ValueError, match="`output_attentions` must be False"):
         ours(**tokens(3), output_attentions=True)
-    with pytest.raises(ValueError, match="`s_aux` must be None, got"):
-        ours(**tokens(3), s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="`indices` must be None, got"):
+        ours(**tokens(3), indices=torch.zeros(4))
