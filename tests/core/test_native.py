@@ -82,6 +82,19 @@ def test_the_forward_call(kernels: Kernels, half: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
+def test_factors_by_head_reach_it_in_one_dtype(kernels: Kernels, half: bool) -> None:
+    kernels.half = half
+    given = {**arguments(), "rel_bias": drawn(5, 2, 9), "mask": drawn(6, 4, 4), "scale": drawn(7, 2)}
+    out = relative_attention(**given, impl="native")
+    names = ("q", "k", "v", "rel_k", "rel_bias", "mask")
+    assert {kernels.got[0][name].dtype for name in names} == {HALF if half else SINGLE}
+    assert out.dtype == HALF
+    gradients = relative_attention_vjp(out, **given, impl="native")
+    assert {kernels.got[1][name].dtype for name in (*names, "d_out")} == {HALF if half else SINGLE}
+    assert {getattr(gradients, name).dtype for name in (*names, "scale")} == {HALF}
+
+
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("heads", [True, False])
 def test_the_backward_call(kernels: Kernels, half: bool, heads: bool) -> None:
     kernels.half = half
