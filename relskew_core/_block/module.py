@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
-from relskew_core._array.namespace import is_floating
+from relskew_core._array.namespace import check_plain, is_floating
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.biases import with_bias
@@ -250,7 +250,9 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
         """
         check_spec(spec)
         spec.check_weights(weights)
-        return cls._filled({name: cls._copied(weights[name]) for name in spec.weight_shapes()}, spec, options)
+        copies = {name: cls._copied(check_plain(f"weights[{name!r}]", weights[name], converted=True))
+                  for name in spec.weight_shapes()}  # fmt: skip
+        return cls._filled(copies, spec, options)
 
     def weights(self) -> dict[str, Array]:
         """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""

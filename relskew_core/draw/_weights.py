@@ -43,7 +43,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     >>> [panel.title for panel in picture.panels], list(picture.notes)
     (['head 0', 'head 1'], ['Colour: the root of the weight; full colour is 1.'])
     """
-    check_plain("weights", weights)
+    check_plain("weights", weights, converted=True)
     values = np.asarray(weights.tolist() if hasattr(weights, "tolist") else weights, dtype=np.float64)
     values = values[None] if values.ndim == 2 else values
     if values.ndim != 3 or not values.size:

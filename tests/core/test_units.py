@@ -9,6 +9,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import pytest
+import torch
 
 import relskew_core as relskew
 from relskew_core import BlockSpec, Span, conventions, draw, export, init_weights
@@ -145,3 +146,19 @@ def test_a_report_says_so_of_weights() -> None:
     report = export.validate(model, SPEC, {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].view(Quantity)})
     assert not report.ok
     assert "numbers alone" in report.table()
+
+
+@pytest.mark.parametrize("case", ["drawn", "to_onnx", "flax", "equinox", "mlx"])
+def test_what_a_class_of_tensors_adds_is_not_lost_in_a_conversion(case: str) -> None:
+    class Measured(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(function, types, args, kwargs)
+
+    function, arrays = CASES[case]
+    tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+    function(**tensors)
+    for name, x in tensors.items():
+        with pytest.raises(TypeError, match="must be a tensor of numbers alone") as error:
+            function(**{**tensors, name: x.as_subclass(Measured)})
+        assert name in str(error.value)
