@@ -107,6 +107,7 @@ class WindowRelativeAttention(DropIn):
             both = _of_windows(_by_network(self.cpb_mlp, self), mask, x.shape[0])
             return self.finish(self.attend(*_cosines(q, k, v, self), mask=both, scale=1.0))
         bias = by_cell(self.relative_position_bias_table, self.window_size)
+        bias = bias[:, : x.shape[-2], : x.shape[-2]]  # MONAI has fewer cells where the whole image is smaller
         mask = _of_windows(bias, mask, x.shape[0])
         return self.finish(self.attend(q, k, v, mask=mask, scale=getattr(self, "scale", None)))
 

@@ -116,6 +116,17 @@ def test_windows() -> None:
 
 
 @torch.no_grad()
+def test_fewer_cells_than_a_window_has() -> None:
+    """MONAI takes the bias of the first cells where an image is smaller than a window."""
+    ours: Any = replace_attention(STAND_INS["windows"][0]()).eval()
+    cells = x(2, 4, E)
+    bias = by_cell(ours.relative_position_bias_table, (3, 3))[:, :4, :4]
+    q, k, v = (y.unflatten(-1, (HEADS, D)).transpose(1, 2) for y in ours.qkv(cells).chunk(3, -1))
+    want = ours.proj(((q @ k.mT * D**-0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(ours(cells), want)
+
+
+@torch.no_grad()
 def test_cosines() -> None:
     """Version 2 of the windows: a scale by head, a network's bias, and a mask that counts twice."""
     network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, HEADS, bias=False))

@@ -12,7 +12,7 @@ from peers.common import check, peer
 from peers.families import FAMILIES
 from peers.test_families_lives import calls_of, check_alike
 from peers.test_families_local import local
-from peers.test_families_numbers import drop_ins
+from peers.test_families_numbers import both, drop_ins, given
 from peers.test_families_wrapped import every, outputs
 
 from relskew_core.huggingface import replace_attention
@@ -83,3 +83,23 @@ def test_windows_of_compiled_models(name: str) -> None:
         replace_attention(compiled, window=(3, 2))
         for x, y in zip(outputs(compiled, family), want, strict=True):
             check(x, y, family.gate)
+
+
+TORCHVISION = ("torchvision.models.feature_extraction.create_feature_extractor", ["features.1", "features.3"])
+TIMM = ("timm.models._features_fx.create_feature_extractor", ["layers.0", "layers.1"])
+
+
+@pytest.mark.parametrize("version", ["", ", version 2"])
+@pytest.mark.parametrize(("package", "extractor", "nodes"), [("torchvision", *TORCHVISION), ("timm", *TIMM)])
+@torch.no_grad()
+def test_features_by_torch_fx(package: str, extractor: str, nodes: list[str], version: str) -> None:
+    family = FAMILIES[f"{package}'s Swin{version}"]
+    found = []
+    for model in both(family):
+        features = peer(extractor)(model, nodes)(*given(family, 4, model).values())
+        found.append(features.values() if isinstance(features, dict) else features)
+        check(torch.fx.symbolic_trace(model)(*given(family, 4, model).values()), outputs(model, family)[0])
+    want, got = found
+    assert len(want) == 2
+    for x, y in zip(got, want, strict=True):
+        check(x, y, family.gate)

@@ -15,7 +15,7 @@ class Whole(nn.Module):
             if isinstance(x, fx.Proxy):
                 tracer: Any = x.tracer
                 return tracer.create_proxy("call_module", tracer.path_of_module(self), given, named)
-        return super()._call_impl(*given, **named)
+        return super()._call_impl(*given, **named)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError(
