@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx.inliner
@@ -53,6 +55,30 @@ def found_library() -> Path | None:
     """Return the path of the library, if it is compiled."""
     path = Path(_compiled.__file__).with_name("librelskew.so")
     return path if path.is_file() else None
+
+
+def open_session(
+    runtime: Any,
+    model: str | bytes | os.PathLike[str],
+    providers: Sequence[Any],
+    *,
+    library: Path | None = None,
+    entries: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Any:
+    """Open a file or its bytes in onnxruntime, the module ``runtime``, with the operator library if it is given.
+
+    ``settings`` are attributes of ``SessionOptions``, ``entries`` its further entries.
+    """
+    options = runtime.SessionOptions()
+    for name, value in settings.items():
+        setattr(options, name, value)
+    for name, entry in (entries or {}).items():
+        options.add_session_config_entry(name, entry)
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    content = model if isinstance(model, bytes) else os.fspath(model)
+    return runtime.InferenceSession(content, options, providers=list(providers))
 
 
 def has_operator(model: onnx.ModelProto) -> bool:

@@ -9,13 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
-from relskew_core.export._library import custom_ops_library
+from relskew_core.export._library import custom_ops_library, open_session
 from relskew_core.export._weights import DTYPES
 
 Feeds: TypeAlias = Mapping[str, np.ndarray]
@@ -59,7 +60,7 @@ class Runner:
     empty_batch: bool = False  # whether to try an empty batch: kernels of devices need not support it
 
 
-def open_onnxruntime(source: Source, provider: Provider, library: str | None = None) -> Runner:
+def open_onnxruntime(source: Source, provider: Provider, library: Path | None = None) -> Runner:
     """Load a model in onnxruntime, on exactly one provider in addition to the CPU, with and without its optimiser.
 
     ``library``: of operators, which the sessions register.
@@ -74,17 +75,15 @@ def open_onnxruntime(source: Source, provider: Provider, library: str | None = N
         with contextlib.redirect_stdout(sys.stderr):  # it prints the libraries that are missing
             runtime.preload_dlls()  # those of pip's packages, which the loader does not find
 
-    def session(level: Any) -> Any:
-        settings = runtime.SessionOptions()
-        settings.log_severity_level = 4  # failures are raised as exceptions; expected ones would fill the screen
-        settings.graph_optimization_level = level
-        if library is not None:
-            settings.register_custom_ops_library(library)
-        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        return runtime.InferenceSession(source.content(), settings, providers=[(name, options)])
-
     levels = runtime.GraphOptimizationLevel
-    optimised, plain = session(levels.ORT_ENABLE_ALL), session(levels.ORT_DISABLE_ALL)
+    optimised, plain = (
+        open_session(
+            runtime, source.content(), [(name, options)], library=library, graph_optimization_level=level,
+            entries={"session.record_ep_graph_assignment_info": "1"},
+            log_severity_level=4,  # failures are raised as exceptions; expected ones would fill the screen
+        )
+        for level in (levels.ORT_ENABLE_ALL, levels.ORT_DISABLE_ALL)
+    )  # fmt: skip
     misplaced, placed = _placement(optimised, name)
     used = {key: value for key, value in optimised.get_provider_options().get(name, {}).items() if key == "use_tf32"}
     return Runner(
@@ -101,7 +100,7 @@ def open_onnxruntime(source: Source, provider: Provider, library: str | None = N
 
 def open_with_operator(source: Source, provider: Provider) -> Runner:
     """Load a model in onnxruntime with the operator library."""
-    return open_onnxruntime(source, provider, str(custom_ops_library()))
+    return open_onnxruntime(source, provider, custom_ops_library())
 
 
 def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:

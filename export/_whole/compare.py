@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE
-from relskew_core.export._library import custom_ops_library
+from relskew_core.export._library import custom_ops_library, open_session
 from relskew_core.export._validate.report import Check
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -117,12 +116,9 @@ def opened(path: Path, *, operator: bool) -> Any:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise needs_extra("the check of an export", "onnxruntime", error) from error
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # some cases are expected to fail
-    if operator:
-        options.register_custom_ops_library(str(custom_ops_library()))
-    try:
-        return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    library = custom_ops_library() if operator else None
+    try:  # some cases are expected to fail: the level keeps onnxruntime from logging them
+        return open_session(onnxruntime, path, ["CPUExecutionProvider"], library=library, log_severity_level=4)
     except Exception as error:  # runtimes raise their own exception types
         if (newer := _TOO_NEW.search(str(error))) is not None:
             raise ValueError(

@@ -22,6 +22,7 @@ from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table
 from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
 from relskew_core.export._whole.accepted import compute_in_float32, expand_rotary
+from relskew_core.export._whole.exported import ExportOptions
 from relskew_core.export._whole.names import name_lengths, name_nodes
 from relskew_core.export._whole.stored import store_once
 
@@ -74,14 +75,13 @@ class Conversion:
 def convert(
     flat: Flat,
     axes: Sequence[Mapping[int, Any]],
+    options: ExportOptions,
     *,
-    opset: int,
     input_names: Sequence[str],
     output_names: Sequence[str],
     lengths: Callable[[Sequence[tuple[Any, ...]]], Mapping[tuple[int, int], str]],
     sums: Mapping[str, str] | None = None,
     metadata: Mapping[str, str],
-    operator: bool = False,
     prefix: str = _PREFIX,
     chunk_size: int | Literal["auto"] | None = None,
 ) -> Conversion:
@@ -89,8 +89,9 @@ def convert(
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
-    exported = min(checked_opset(opset), EXPORTER_OPSET)
-    table = torch_translation_table(exported, chunk_size=chunk_size, operator=operator)
+    opset = checked_opset(options.opset)
+    exported = min(opset, EXPORTER_OPSET)
+    table = torch_translation_table(exported, chunk_size=chunk_size, operator=options.operator)
     table[torch.ops.aten.rsub.Scalar] = _subtraction_from_a_number(exported)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(

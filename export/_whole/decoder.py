@@ -16,9 +16,8 @@ from relskew_core.export._caches import INT8, PAST_LENGTH, caches_in_place
 from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_options, described
+from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 from relskew_core.export._whole.genai import NAME as CONFIG
 from relskew_core.export._whole.genai import check_config, config_text
 from relskew_core.export._whole.memory import memory_path, split_off
@@ -118,13 +117,8 @@ def decoder_to_onnx(
     check : bool, default True
         Compare logits and caches with torch in onnxruntime, for single tokens, whole prompts, prompts in pieces, other
         batches and long pasts; and check that the graph fails past the tables and when a cache is full.
-    report : callable, optional
-        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
-        axes vary, why others are fixed, and every comparison with its error.
-    overwrite : bool, default False
-        Replace existing files.
-    external_threshold : int, default 2**30
-        As in :func:`save`.
+    report, overwrite, external_threshold : optional
+        As in :func:`torch_to_onnx`.
 
     Returns
     -------
@@ -198,11 +192,12 @@ def decoder_to_onnx(
     from relskew_core.export._whole.decoder_check import check_decoder, check_full
 
     model = checked_model(model)
-    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
-    wanted = torch_dtype(dtype)
+    options = ExportOptions(
+        _opset(opset, in_place, length, genai), dtype, tolerance, operator, check, report, overwrite, external_threshold
+    )
+    wanted = torch_dtype(options.dtype)
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
-    opset = _opset(opset, in_place, length, genai)
     _check_cache_dtype(cache_dtype, in_place, operator)
     target = target_path(path)
     targets = [target] if memory is None else [target, memory_path(target)]
@@ -229,13 +224,12 @@ def decoder_to_onnx(
     converted = convert(
         flat,
         [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *varies],
-        opset=opset,
+        options,
         input_names=input_names,
         output_names=output_names,
         lengths=lambda _: {**called, **of_memory},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
-        operator=operator,
         prefix="model.model." if isinstance(decoder, Causal) else "model.",
     )
 
@@ -248,37 +242,26 @@ def decoder_to_onnx(
     read = [*input_names[: 1 + count], *(value.name for value in graphs[-1].graph.output if seen)]
     lengths = [shape[1] if isinstance(shape[1], int) else None for shape in converted.shapes[1 + count :]]
 
-    checks: list[Check] = []
+    draw = Memories(seen, lengths)
 
-    def compare(files: Sequence[Path]) -> None:
-        draw = Memories(seen, lengths)
-        for library in (False, True)[: 1 + operator]:
-            run = (
-                runner_in_place(files[0], read, length, operator=library, in_int8=cache_dtype is not None)
-                if in_place
-                else runner(files[0], read, operator=library)
-            )
-            if seen:
-                run = after(files[1], run, seen_names, operator=library)
-            with evaluating(flat):
-                check_decoder(
-                    flat, run, output_names, draw, reach=length or reach, checks=checks,
-                    tolerance=OF_INT8 if tolerance is None and cache_dtype is not None else tolerance,
-                )  # fmt: skip
-                if in_place and length is None:  # with a length, check_decoder has filled it
-                    check_full(flat, run, draw)
+    def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
+        run = (
+            runner_in_place(files[0], read, length, operator=library, in_int8=cache_dtype is not None)
+            if in_place
+            else runner(files[0], read, operator=library)
+        )
+        if seen:
+            run = after(files[1], run, seen_names, operator=library)
+        with evaluating(flat):
+            check_decoder(
+                flat, run, output_names, draw, reach=length or reach, checks=checks,
+                tolerance=OF_INT8 if tolerance is None and cache_dtype is not None else tolerance,
+            )  # fmt: skip
+            if in_place and length is None:  # with a length, check_decoder has filled it
+                check_full(flat, run, draw)
 
-    write(
-        graphs,
-        targets,
-        overwrite=overwrite,
-        external_threshold=external_threshold,
-        check=compare if check else None,
-        texts={} if genai is False else {CONFIG: config_text(target.name, graph, genai, reach)},
-    )
-    if report is not None:
-        made = [described(one, file.name, partial(_why, length)) for one, file in zip(graphs, targets, strict=True)]
-        report(ExportReport(target, tuple(made), tuple(checks)))
+    texts = {} if genai is False else {CONFIG: config_text(target.name, graph, genai, reach)}
+    publish(graphs, targets, options, compare, path=target, why=partial(_why, length), texts=texts)
     return target
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from relskew_core._array.keywords import explains
 from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_options, described
+from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,8 +69,7 @@ def encoder_decoder_to_onnx(
     opset : int, default 23
         Version of the standard operators, 18 … 28.
     dtype : str or dtype, optional
-        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
-        caches have this dtype. The check compares with that copy.
+        As in :func:`decoder_to_onnx`.
     chunk_size : int, "auto" or None, default "auto"
         For more positions than this number, the encoder attends in a ``Loop`` over this many at a time, and memory
         grows linearly with the length. ``"auto"``: from 257 positions and opset 23 on, 512 divided by the number of
@@ -85,13 +83,8 @@ def encoder_decoder_to_onnx(
     check : bool, default True
         Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
         batches, with padding, prompts of the decoder and single tokens after them.
-    report : callable, optional
-        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
-        axes vary, why others are fixed, and every comparison with its error.
-    overwrite : bool, default False
-        Replace existing files.
-    external_threshold : int, default 2**30
-        As in :func:`save`, for each file.
+    report, overwrite, external_threshold : optional
+        As in :func:`torch_to_onnx`.
 
     Returns
     -------
@@ -159,9 +152,9 @@ def encoder_decoder_to_onnx(
     from relskew_core.export._whole.encoder_decoder_parts import parts_of
 
     model = checked_model(model)
-    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
+    options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)
     start = _start(model)
-    model = in_dtype(model, torch_dtype(dtype))
+    model = in_dtype(model, torch_dtype(options.dtype))
     home = target_path(folder, "folder")
     made = _directory(home)
     try:
@@ -178,40 +171,27 @@ def encoder_decoder_to_onnx(
                 convert(
                     flat,
                     [dict.fromkeys(names, vary) for names in part.axes],
-                    opset=opset,
+                    options,
                     input_names=part.inputs,
                     output_names=part.outputs,
                     lengths=part.called,
                     sums={"length + past_length": "total_length"},
                     metadata={START: str(start)},
-                    operator=operator,
                     prefix="model.model.",
                     chunk_size=chunk_size if part is parts[0] else None,
                 ).model
             )
 
-        checks: list[Check] = []
-
-        def compare(files: Sequence[Path]) -> None:
+        def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
             with evaluating(model):
-                for library in (False, True)[: 1 + operator]:
-                    check_parts(parts, files, tolerance, checks, operator=library)
+                check_parts(parts, files, tolerance, checks, operator=library)
 
-        write(
-            graphs,
-            targets,
-            overwrite=overwrite,
-            external_threshold=external_threshold,
-            check=compare if check else None,
-        )
+        publish(graphs, targets, options, compare, path=home, why=_why)
     except BaseException:
         if made:
             with contextlib.suppress(OSError):  # another file has taken its place
                 home.rmdir()
         raise
-    if report is not None:
-        written = [described(graph, name, _why) for graph, name in zip(graphs, FILES, strict=True)]
-        report(ExportReport(home, tuple(written), tuple(checks)))
     return home
 
 

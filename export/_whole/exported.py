@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from relskew_core._array.checks import check_bool, check_real, describe
+from relskew_core._array.checks import check_bool, check_int, check_real, describe
+from relskew_core._array.warned import warn_caller
+from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
 
 Why = Callable[[str, int], str]
@@ -143,14 +145,65 @@ class ExportReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
-def check_options(*, tolerance: Any, report: Any, **flags: Any) -> None:
-    """Refuse options of an export that do not fit, before anything is made."""
-    for name, flag in flags.items():
-        check_bool(name, flag)
-    if report is not None and not callable(report):
-        raise TypeError(f"`report` must be a function of an ExportReport, got {describe(report)}")
-    if tolerance is not None and check_real("tolerance", tolerance) < 0:
-        raise ValueError(f"`tolerance` must be at least 0, got {tolerance}")
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options that all exporters of torch models share, checked before anything is made."""
+
+    opset: int
+    dtype: Any
+    tolerance: float | None
+    operator: bool
+    check: bool
+    report: Callable[[ExportReport], object] | None
+    overwrite: bool
+    external_threshold: int
+
+    def __post_init__(self) -> None:
+        for name in ("operator", "check", "overwrite"):
+            check_bool(name, getattr(self, name))
+        check_int("external_threshold", self.external_threshold, minimum=0)
+        if self.report is not None and not callable(self.report):
+            raise TypeError(f"`report` must be a function of an ExportReport, got {describe(self.report)}")
+        if self.tolerance is not None and check_real("tolerance", self.tolerance) < 0:
+            raise ValueError(f"`tolerance` must be at least 0, got {self.tolerance}")
+
+
+Compare = Callable[[Sequence[Path], bool, list[Check]], None]
+"""Compares files with a model, perhaps with the operator library, and records the comparisons, or raises an error."""
+
+
+def publish(
+    graphs: Sequence[onnx.ModelProto],
+    targets: Sequence[Path],
+    options: ExportOptions,
+    compare: Compare,
+    *,
+    path: Path | None,
+    why: Why,
+    texts: Mapping[str, str] | None = None,
+    unchecked: Sequence[str] = (),
+) -> None:
+    """Save graphs that belong together if the finished files do what the model does; then warn and report.
+
+    ``compare`` may add to ``unchecked``, inputs that the graph accepts and the model rejects. ``path`` is None for a
+    graph that the caller does not keep as a file.
+    """
+    checks: list[Check] = []
+
+    def check(files: Sequence[Path]) -> None:
+        for library in (False, True)[: 1 + options.operator]:
+            compare(files, library, checks)
+
+    write(
+        graphs, targets, overwrite=options.overwrite, external_threshold=options.external_threshold,
+        check=check if options.check else None, texts=texts,
+    )  # fmt: skip
+    for case in unchecked:
+        warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
+    if options.report is not None:
+        names = ["" if path is None else target.name for target in targets]
+        made = tuple(described(graph, name, why) for graph, name in zip(graphs, names, strict=True))
+        options.report(ExportReport(path, made, tuple(checks), tuple(unchecked)))
 
 
 def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:

@@ -15,9 +15,8 @@ from relskew_core._array.checks import check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.warned import warn_caller
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, check_options, described
+from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
@@ -154,11 +153,11 @@ def torch_to_onnx(
     from relskew_core.export._whole.fixed import explained, fixed_by_chance, reasons_of
 
     model = checked_model(model)
-    check_options(tolerance=tolerance, report=report, check=check, overwrite=overwrite, operator=operator)
+    options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)
     target = None if path is None else target_path(path)
     if target is not None:
         check_target(target, overwrite)
-    wanted = torch_dtype(dtype)
+    wanted = torch_dtype(options.dtype)
     args, kwargs = pytree.tree_map(lambda x: x if wanted is None else cast(x, wanted), _arguments(inputs))
     flat = Flat(in_dtype(model, wanted), args, kwargs)
     leaves = flat.inputs()
@@ -173,12 +172,11 @@ def torch_to_onnx(
     converted = convert(
         flat,
         varies.axes,
-        opset=opset,
+        options,
         input_names=names,
         output_names=results,
         lengths=partial(_lengths, names),
         metadata={},
-        operator=operator,
         chunk_size=chunk_size,
     )
 
@@ -186,12 +184,11 @@ def torch_to_onnx(
     for text in explained(chance, names, leaves, varies.frames):
         warn_caller(text)
     unchecked: list[str] = []
-    checks: list[Check] = []
 
-    def compare(files: Sequence[Path]) -> None:
+    def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
         from relskew_core.export._whole.compare import check_equal, gives_numbers, results_of, runner
 
-        runs = [runner(files[0], names, operator=library) for library in (False, True)[: 1 + operator]]
+        run = runner(files[0], names, operator=library)
         with evaluating(flat):
             for number, case in enumerate(_cases(leaves, converted.shapes)):
                 label = "inputs of " + ", ".join(
@@ -202,27 +199,18 @@ def torch_to_onnx(
                 except Exception as error:
                     if number == 0:
                         raise
-                    if gives_numbers(runs[0], case):
+                    if not library and gives_numbers(run, case):
                         unchecked.append(f"{label} ({type(error).__name__}: {error})")
                     continue
-                for run in runs:
-                    check_equal(results, run(case, label), wanted, label, tolerance, checks)
+                check_equal(results, run(case, label), wanted, label, tolerance, checks)
 
+    reasons = reasons_of(leaves, varies, chance, named=vary is not None)
     with tempfile.TemporaryDirectory() as folder:
-        write(
-            [converted.model],
-            [Path(folder, "model.onnx") if target is None else target],
-            overwrite=overwrite,
-            external_threshold=external_threshold,
-            check=compare if check else None,
-        )
-    for case in unchecked:
-        warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
-    if report is not None:
-        reasons = reasons_of(leaves, varies, chance, named=vary is not None)
-        file = "" if target is None else target.name
-        made = described(converted.model, file, lambda name, axis: reasons[names.index(name), axis])
-        report(ExportReport(target, (made,), tuple(checks), tuple(unchecked)))
+        file = Path(folder, "model.onnx") if target is None else target
+        publish(
+            [converted.model], [file], options, compare, path=target, unchecked=unchecked,
+            why=lambda name, axis: reasons[names.index(name), axis],
+        )  # fmt: skip
     return converted.model
 
 

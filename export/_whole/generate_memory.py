@@ -11,7 +11,7 @@ import numpy as np
 
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_plain
-from relskew_core.export._library import found_library
+from relskew_core.export._library import found_library, open_session
 from relskew_core.export._save import SET
 
 TYPES = {
@@ -33,11 +33,9 @@ def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
 
     if isinstance(providers, str):
         raise TypeError(f"`providers` must be a list of names, got {providers!r}")
-    settings = onnxruntime.SessionOptions()
-    if list(providers) == ["CPUExecutionProvider"] and (library := found_library()) is not None:
-        settings.register_custom_ops_library(str(library))
+    library = found_library() if list(providers) == ["CPUExecutionProvider"] else None
     try:
-        return onnxruntime.InferenceSession(os.fspath(path), settings, providers=list(providers))
+        return open_session(onnxruntime, path, providers, library=library)
     except Exception as error:  # runtimes raise their own exception types
         raise ValueError(
             f"`model` must be a graph that onnxruntime can open: {error}, got {os.fspath(path)!r}"

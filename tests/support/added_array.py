@@ -82,9 +82,10 @@ if __name__ == "__main__":
             with row.setting():
                 check(row, relative_attention, relative_attention_vjp)
     from relskew_core.backends import _cupy
+    from relskew_core.backends._path import PORTABLE
 
     backends._module = lambda library: _cupy
     _cupy.torch_refusal = lambda *call: None
-    _cupy.FUSED = replace(backends.PORTABLE, supports=_cupy.FUSED.supports)
+    _cupy.FUSED = replace(PORTABLE, supports=_cupy.FUSED.supports)
     backends._prepared.clear()
     check(LIBRARIES[0], relative_attention, relative_attention_vjp)
