@@ -62,9 +62,9 @@ def load_targets() -> list[Target]:
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    from fuzz import arguments, calls, exports, files, forms, gradients, grids, options, threads, transforms
+    from fuzz import arguments, calls, exports, files, forms, gradients, grids, lives, options, threads, transforms
 
-    parts = [calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads]
+    parts = [calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads, lives]
     if importlib.util.find_spec("jax") is not None:
         from fuzz import traces
 

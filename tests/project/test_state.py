@@ -1,0 +1,70 @@
+"""Everything that may hold state has a test that empties or poisons it: the places are found in the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import state
+
+TESTS = Path(__file__).parents[1]
+TRACED = "layers/test_kept.py::test_nothing_of_a_traced_call_is_kept"
+LIVES = "huggingface/test_lives.py::test_a_step_changes_no_result"
+SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_processes"
+FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
+KINDS = "huggingface/test_families.py::test_what_has_no_relative_positions_stays"
+WINDOWS = "huggingface/test_families.py::test_a_window"
+
+TABLE = {
+    "backends.__init__._prepared": TRACED,
+    "backends._compiled.availability._warn": "backends/test_without_kernels.py::_warn.cache_clear",
+    "backends._jax.foreign.is_registered": "backends/test_jax_compiled.py::is_registered",
+    "backends._threads._numpy_threads": "backends/test_compiled.py::test_a_short_call_is_for_one_thread",
+    "backends._torch.cpu.threads._address": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._torch.cpu.threads._forked": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._torch.cpu.threads._symbol": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._torch.triton.trust._verdict": "support/triton_host.py::_verdict.cache_clear",
+    "relskew_core._block.spec._buckets": TRACED,
+    "relskew_core._functions.grid_windows._known": TRACED,
+    "relskew_core._functions.prepared._alike": TRACED,
+    "relskew_core._functions.prepared._checked": TRACED,
+    "relskew_core.distributed.torch._sharding.register_sharding": "support/split/models.py::register_sharding",
+    "relskew_core.huggingface._attend.DropIn.known": KINDS,
+    "relskew_core.huggingface._attend: original.__class__": "huggingface/test_hooked.py::def test_",
+    "relskew_core.huggingface._beit: self._held": LIVES,
+    "relskew_core.huggingface._deberta._deberta_rows": TRACED,
+    "relskew_core.huggingface._funnel: self.pooling_mult": FAMILIES,
+    "relskew_core.huggingface._funnel: self.seq_len": FAMILIES,
+    "relskew_core.huggingface._local: part.window": WINDOWS,
+    "relskew_core.huggingface._masks: part._get_output_attention_mask": WINDOWS,
+    "relskew_core.huggingface._masks: part.config": WINDOWS,
+    "relskew_core.huggingface._masks: part.config._attn_implementation": WINDOWS,
+    "relskew_core.huggingface._register._may_cross": "peers/test_families_registered.py::test_",
+    "relskew_core.huggingface._register: mask.relskew_offset": "peers/test_families_registered.py::test_",
+    "relskew_core.huggingface._t5: past.is_updated": "huggingface/test_families.py::test_a_cache_of_either_name",
+    "relskew_core.layers.flax._relative: self.deterministic": "layers/test_flax.py::deterministic",
+    "relskew_core.layers.torch._constants.buckets": TRACED,
+    "relskew_core.layers.torch._constants.rows_of_sinusoids": TRACED,
+    "relskew_core.layers.torch._constants.slopes": TRACED,
+    "relskew_core.layers.torch.parallel: module.processes": SHARDS,
+    "relskew_core.layers.torch.parallel: module.rank": SHARDS,
+}  # fmt: skip
+"""Module-level containers, cached functions, attributes of modules and of tensors; "file::text" of the test."""
+
+
+def test_every_place_has_a_test() -> None:
+    assert state.places() == TABLE.keys()
+
+
+@pytest.mark.parametrize("test", sorted(set(TABLE.values())))
+def test_the_tests_are_there(test: str) -> None:
+    file, _, text = test.partition("::")
+    assert text in (TESTS / file).read_text()
+
+
+def test_no_module_has_buffers() -> None:
+    """Averages, casts, states and offloading would change what no state has."""
+    for folder in ("relskew_core", "backends", "export"):
+        for path in (TESTS.parent / folder).rglob("*.py"):
+            assert "register_buffer(" not in path.read_text(), path
