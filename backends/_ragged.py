@@ -1,6 +1,7 @@
 """A ragged batch on CPUs as separate calls, one for each run of items with equal offsets.
 
-The windows of an item's tables are at offset 0 already: what may be seen is moved there as well.
+The windows of an item's tables are at offset 0 already: what may be seen is moved there as well. But blocks begin at
+multiples of their size: with them, the span of the windows is moved to the offset.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options, shape_of_out, shape_of_rows
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options, shape_of_out, shape_of_sums
 from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends import _compiled
 from relskew_core.backends._batch import flattened
@@ -25,23 +27,24 @@ Split = Callable[[Array, list[int]], Sequence[Array]]
 
 
 def refusal(options: Options) -> str | None:
-    """Return why items cannot be separate calls: blocks and dropout depend on the positions of queries."""
+    """Return why items cannot be separate calls."""
     pattern = options.visibility
-    if not getattr(pattern, "known", None):
+    if not isinstance(pattern, RaggedVisibility) or not pattern.known:
         return "the values of `offset` are not known, or there are none"
-    if pattern.block_size is not None or options.dropout:
-        return "the compiled kernels take `block_size` and `dropout` with one `offset` for all items"
-    return None
+    past = pattern.block_size is not None and any(
+        each.offset >= each.n_keys and each.positions() is not None for each in pattern.each()
+    )
+    return "the compiled kernels take `block_size` with no `offset` past the keys that an item sees" if past else None
 
 
 def attention(
     operands: Operands, options: Options, *, xp: Namespace, attend: Callable[..., Any], split: Split
 ) -> tuple[Array, Array | None]:
-    """Return the output and, if requested, the log-sum-exp."""
+    """Return the output and, if requested, the sums of weights."""
     found = [attend(*run) for run in runs(operands, options, xp=xp, split=split)]
     outs, sums = zip(*found, strict=True)
     out = xp.reshape(xp.concat(outs), shape_of_out(operands))
-    return out, xp.reshape(xp.concat(sums), shape_of_rows(operands)) if options.return_lse else None
+    return out, xp.reshape(xp.concat(sums), shape_of_sums(operands)) if options.return_lse else None
 
 
 def attention_vjp(
@@ -78,14 +81,24 @@ def attention_vjp(
 
 def runs(operands: Operands, options: Options, *, xp: Namespace, split: Split) -> Iterator[tuple[Operands, Options]]:
     """Cut a ragged batch whose offsets are known."""
-    pattern, sizes = options.visibility, _sizes(options)
+    pattern, span, sizes = options.visibility, options.span, _sizes(options)
     assert isinstance(pattern, RaggedVisibility)
     pieces = [_apart(name, x, sizes, split) for name, x in flattened(operands, xp=xp)._asdict().items()]
-    for own, (offset, _) in zip(zip(*pieces, strict=True), groupby(pattern.known or ()), strict=True):
-        left = None if pattern.left is None else pattern.left - offset
-        right = None if pattern.right is None else pattern.right + offset
-        moved = Visibility(pattern.n_queries, pattern.n_keys, 0, left, right).bounded()
-        yield Operands(*own), replace(options, visibility=moved)
+    n, m, heads, first = pattern.n_queries, pattern.n_keys, operands.q.shape[-3], 0
+    for own, size, (offset, _) in zip(zip(*pieces, strict=True), sizes, groupby(pattern.known or ()), strict=True):
+        # what a seed drops is drawn by the places in the whole batch
+        part = replace(options.part, query=offset, head=first * heads, heads=heads) if options.dropout else options.part
+        first += size
+        if pattern.block_size is None:
+            left = None if pattern.left is None else pattern.left - offset
+            right = None if pattern.right is None else pattern.right + offset
+            moved, of_windows = Visibility(n, m, 0, left, right), span
+        else:
+            moved = Visibility(n, m, offset, *pattern.sides)
+            offset = -n if moved.positions() is None else offset  # where no query sees a key either
+            moved = replace(moved, offset=offset)
+            of_windows = Span(span.left + offset, span.right - offset, span.beyond)
+        yield Operands(*own), replace(options, visibility=moved.bounded(), span=of_windows, part=part)
 
 
 def slices(x: Array, sizes: list[int]) -> list[Array]:

@@ -71,8 +71,8 @@ def tiled(arguments: Arguments, capability: int) -> TiledCall:
 def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Return the names of a call's kernels with their arguments."""
     x, numbers = call.operands, torch.empty(1)
-    yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
-    given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
+    yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "row_sums": numbers}
+    given = {**call.arguments(call.backward), "d_out": x.q, "row_sums": numbers, "delta": numbers}
     yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages}
     logits = None if x.rel_k is None and x.rel_bias is None else x.q
     weights = None if x.rel_v is None else x.q

@@ -122,15 +122,15 @@ class Peak(Benchmark):
 def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
     """Return the pairs in each task of a head, in a causal call; with few queries, of up to 8 heads."""
     q, k = (np.empty((1, heads, n, WIDTH), np.float32) for n in (queries, keys))
-    table, lse = np.empty((keys, WIDTH), np.float32), np.empty(q.shape[:-1], np.float32)
+    table, sums = np.empty((keys, WIDTH), np.float32), np.empty((*q.shape[:-1], 2), np.float32)
     given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
     x = given.operands()
     arguments = [*_compiled.Call.of(x, given.options)[:3], *_compiled._arrays(x), *_compiled.NO_INTEGERS]
     if not backward:
-        return tuple(_compiled.kernels.attend(*arguments, np.empty(q.shape, np.float32), None, 0, 0))
+        return tuple(_compiled.kernels.attend(*arguments, np.empty(q.shape, np.float32), None, None, 0, 0))
     of_names = (getattr(x, name) for name in _compiled.GRADIENTS)
     gradients = [None if own is None else np.empty(own.shape, np.float32) for own in of_names]
-    return tuple(_compiled.kernels.pull_back(*arguments, q, q, lse, None, *gradients, 0, 0))
+    return tuple(_compiled.kernels.pull_back(*arguments, q, q, sums, None, *gradients, 0, 0))
 
 
 def speed_up(tasks: Iterable[int], processors: int) -> float:

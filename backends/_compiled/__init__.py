@@ -6,6 +6,7 @@ stays with the library's own path, as does everything where nothing was compiled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from relskew_core._kernel.call import (
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core._kernel.sums import sum_to
+from relskew_core._positions.labels import check_reach_of, known_items
 from relskew_core.backends._compiled.call import ARRAYS as ARRAYS
 from relskew_core.backends._compiled.call import GRADIENTS as GRADIENTS
 from relskew_core.backends._compiled.call import INTEGERS as INTEGERS
@@ -93,15 +95,11 @@ def refusal(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED
 
 def serves(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED) -> bool:
     """Whether these kernels support a call."""
-    if not serves_kind(x, options, supported):
-        return False
-    if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
-        return False
-    return x.k_positions is None or _reached(x, options)
+    return serves_kind(x, options, supported) and (x.k_positions is None or _reached(x, options))
 
 
 def serves_kind(x: Operands, options: Options, supported: frozenset[str] = SUPPORTED) -> bool:
-    """Whether the kernels support a call, provided that its integers fit 32 bits and its tables reach them."""
+    """Whether the kernels support a call, provided that its positions fit 32 bits and its tables reach them."""
     if (
         kernels is None
         or not str(x.q.dtype).endswith(DTYPES)
@@ -133,26 +131,33 @@ def _near(*ends: int) -> bool:
 
 def _reached(x: Operands, options: Options) -> bool:
     """Whether positions are close enough, and within tables with ``beyond="error"``; traced ones are not checked."""
-    first_query, last_query, first_key, last_key = ends = _ends(x.q_positions, x.k_positions)
-    if not _near(*ends) or options.span.beyond != "error" or not has_tables(x):
+    positions, span = (x.q_positions, x.k_positions), options.span
+    first_query, last_query, first_key, last_key = ends = _ends(*positions)
+    if not _near(*ends) or span.beyond != "error" or not has_tables(x):
         return _near(*ends)
     lowest, highest = options.positions()
     low, high = max(first_key - last_query, lowest), min(last_key - first_query, highest)
-    return low >= -options.span.left and high <= options.span.right
+    if low >= -span.left and high <= span.right:
+        return True
+    try:  # what an item sees may be closer than all positions of all items
+        check_reach_of("rel_k", span, options.visibility, positions)
+    except ValueError:
+        return False
+    return all(known_items(each) is not None for each in positions)
 
 
-def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
-    """Write the output (B, H, Lq, Dv) and, if there is an array for it, the log-sum-exp (B, H, Lq)."""
+def attend(x: Operands, call: Call, out: Any, lse: Any, sums: Any, *, library: Library) -> None:
+    """Write the output (B, H, Lq, Dv), and into given arrays the log-sum-exp (B, H, Lq) and the sums (B, H, Lq, 2)."""
     try:
-        _attend(x, call, out, lse, library)
+        _attend(x, call, (out, lse, sums), library)
     except BufferError:
-        _attend(operands_of([*map(library.in_rows, x)]), call, out, lse, library)
+        _attend(operands_of([*map(library.in_rows, x)]), call, (out, lse, sums), library)
 
 
-def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> None:
+def _attend(x: Operands, call: Call, results: tuple[Any, ...], library: Library) -> None:
     buffers = library.buffers
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
-    kernels.attend(*call[:3], *buffers(_arrays(x)), *integers, *buffers((out, lse)), *_threads(call, library))
+    kernels.attend(*call[:3], *buffers(_arrays(x)), *integers, *buffers(results), *_threads(call, library))
 
 
 def _threads(call: Call, library: Library) -> tuple[int, int]:
@@ -160,17 +165,17 @@ def _threads(call: Call, library: Library) -> tuple[int, int]:
     return ONE_THREAD if call.work <= library.shared else (library.team(), library.threads())
 
 
-def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
+def results(out: Any, sums: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
     """Return the results that the backward pass needs, computed if they are not given.
 
-    An ``lse`` is taken at its word: of attention over more keys, these have a share.
+    Given ``sums`` are taken at their word: of attention over more keys, these have a share.
     """
-    if out is None or lse is None:
-        own, own_lse = compute()
+    if out is None or sums is None:
+        own, own_sums = compute()
         if out is None:
-            out = own if lse is None else cast(own * share_of(own_lse, lse, xp=xp)[..., None], own.dtype, xp=xp)
-        lse = own_lse if lse is None else lse
-    return out, lse
+            out = own if sums is None else cast(own * share_of(own_sums, sums, xp=xp)[..., None], own.dtype, xp=xp)
+        sums = own_sums if sums is None else sums
+    return out, sums
 
 
 def pull_back(
@@ -178,7 +183,7 @@ def pull_back(
     x: Operands,
     call: Call,
     out: Any,
-    lse: Any,
+    sums: Any,
     d_lse: Any,
     *,
     library: Library,
@@ -188,14 +193,14 @@ def pull_back(
 
     They have the dtype of the accumulation, as they may have to be added up.
 
-    The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
+    The outputs and their gradients are (B, H, Lq, Dv), the sums (B, H, Lq, 2), and ``d_lse`` (B, H, Lq).
     """
     learned = has_additive_mask(x) and "mask" in wanted
     try:
-        return _pull_back((d_out, out, lse, d_lse), x, call, library, learned)
+        return _pull_back((d_out, out, sums, d_lse), x, call, library, learned)
     except BufferError:
         pass  # its traceback would keep these gradients, which may be as large as a mask, next to new ones
-    given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
+    given = tuple(map(library.in_rows, (d_out, out, sums, d_lse)))
     return _pull_back(given, operands_of([*map(library.in_rows, x)]), call, library, learned)
 
 
@@ -227,6 +232,17 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
     return {name: cast(found.pop(name).reshape(like.shape), like.dtype, xp=xp) for name, like in originals.items()}
 
 
+def _in_32_bits(pair: Sequence[Any], block: int, *, xp: Namespace) -> Sequence[Any]:
+    """Return integers of queries and keys with the same differences or, of segments far apart, their ranks."""
+    ends = _ends(*pair)
+    first = min(ends) // block * block
+    if not _near(*ends):
+        ranks = xp.unique_inverse(xp.concat([xp.reshape(each, (-1,)) for each in pair])).inverse_indices
+        count, first = math.prod(pair[0].shape), 0
+        pair = [xp.reshape(part, each.shape) for part, each in zip((ranks[:count], ranks[count:]), pair, strict=True)]
+    return [xp.astype(each - first, xp.int32) for each in pair]
+
+
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
     """Pass the integers of queries and keys: their labels, and the hashes for dropout.
 
@@ -235,11 +251,10 @@ def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...
     xp, found = library.xp, dict[str, Any]()
     for own, block in (("segments", 1), ("positions", options.visibility.block_size or 1)):
         names = f"q_{own}", f"k_{own}"
-        pair = [getattr(x, name) for name in names]
+        pair: Sequence[Any] = [getattr(x, name) for name in names]
         if pair[1] is not None:
             if pair[1].dtype != xp.int32:
-                first = min(_ends(*pair)) // block * block
-                pair = [xp.astype(each - first, xp.int32) for each in pair]
+                pair = _in_32_bits(pair, block, xp=xp)
             found.update(zip(names, pair, strict=True))
     if options.dropout:
         n_queries, n_keys = x.q.shape[-2], x.k.shape[-2]

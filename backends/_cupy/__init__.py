@@ -40,8 +40,8 @@ def _fused(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Arr
     from relskew_core.backends._torch.triton import forward
 
     with on_current_stream(operands.q):
-        out, lse = (_from_torch(x) for x in forward.attention(to_torch(operands), options))
-    return out, lse if options.return_lse else None
+        out, sums = (_from_torch(x) for x in forward.attention(to_torch(operands), options))
+    return out, sums if options.return_lse else None
 
 
 def _fused_vjp(  # pragma: gpu only

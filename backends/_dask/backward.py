@@ -39,7 +39,7 @@ def _pull_back(options: Options, arrays: Arrays, results: Arrays) -> Arrays:
     operands = Operands(**arrays)
     xp = namespace_of_arrays({"q": operands.q})
     call = Problem(operands, options, xp, operands.q.dtype, heads=True, ragged=None, sinks=None, scales=None)
-    cotangents = {name: results.get(name) for name in ("d_out", "out", "lse", "d_lse")}
+    cotangents = {name: results.get(name) for name in ("d_out", "out", "sums", "d_lse")}
     path = kernels("attention_vjp", call)
     found: Arrays = path.attention_vjp(operands=operands, options=options, **cotangents, xp=xp)._asdict()
     return found

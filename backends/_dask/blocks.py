@@ -1,4 +1,4 @@
-"""dask: attention block by block, merged by log-sum-exps."""
+"""dask: attention block by block, merged by the sums of weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LIBRARIES = {"cupy": _cupy, "numpy": _numpy}
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     x = Blocks.of(operands)
     q, v = x.arrays["q"], x.arrays["v"]
     queries, keys = runs(q.chunks[LENGTH]), runs(x.arrays["k"].chunks[LENGTH])
     shape = (*q.numblocks[:LENGTH], len(queries))
-    outs, sums = np.empty((*shape, 1), dtype=object), np.empty(shape, dtype=object)
+    outs, sums = (np.empty((*shape, 1), dtype=object) for _ in range(2))
     for place in np.ndindex(shape):
         sizes = tuple(sizes[index] for sizes, index in zip(q.chunks, place, strict=False))
         total = None
@@ -41,7 +41,7 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, An
             if pair is not None:
                 part = delayed(pair.attend, pure=True)(x.here(place, j))
                 total = part if total is None else delayed(_merged, pure=True)(total, part)
-        outs[(*place, 0)], sums[place] = _blocks(total, sizes, v.shape[WIDTH], q)
+        outs[(*place, 0)], sums[(*place, 0)] = _blocks(total, sizes, v.shape[WIDTH], q)
     return arrays_of.block(outs.tolist()), arrays_of.block(sums.tolist()) if options.return_lse else None
 
 
@@ -76,7 +76,7 @@ class Pair:
         return cls(pairs, pairs.rows(options.span), queries, keys, given)
 
     def attend(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
-        """Return output and log-sum-exp."""
+        """Return output and sums of weights."""
         labels = [arrays.pop(name, None) for name in ("q_segments", "k_segments")]
         segments = None if labels[0] is None else tuple(labels)
         for name in TABLES:
@@ -85,8 +85,8 @@ class Pair:
         span = self.rows.span if any(name in arrays for name in TABLES) else None
         given = Arguments(**arrays, span=span, segments=segments, **self.options)
         call = problem(given, return_lse=True, part=Part(of_more=True))
-        out, lse = kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
-        return out, lse
+        results: tuple[Any, Any] = kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
+        return results
 
     def _of_table(self, name: str, table: Any) -> Any:
         xp, beyond = namespace_of_arrays({name: table}), self.rows.span.beyond
@@ -104,20 +104,17 @@ def kernels(function: str, call: Problem) -> Path:
 
 
 def _merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    outs, lses = zip(one, other, strict=True)
-    return merged(outs, lses, xp=namespace_of_arrays({"out": outs[0]}))
+    outs, sums = zip(one, other, strict=True)
+    return merged(outs, sums, xp=namespace_of_arrays({"out": outs[0]}))
 
 
 def _blocks(total: Any, sizes: tuple[int, ...], width: int, like: Any) -> tuple[Any, Any]:
-    """Return a block of the output and of the log-sum-exp; for queries that see nothing, those of an empty set."""
+    """Return a block of the output and of the sums; for queries that see nothing, those of an empty set."""
+    shapes = (*sizes, width), (*sizes, 2)
     if total is None:
-        return arrays_of.zeros_like(like, shape=(*sizes, width)), arrays_of.full_like(like, -np.inf, shape=sizes)
-    meta = like._meta
-    out, lse = (
-        arrays_of.from_delayed(total[index], shape, meta=meta.reshape((0,) * len(shape)))
-        for index, shape in enumerate(((*sizes, width), sizes))
-    )
-    return out, lse
+        return arrays_of.zeros_like(like, shape=shapes[0]), arrays_of.full_like(like, -np.inf, shape=shapes[1])
+    out, own = (arrays_of.from_delayed(total[index], shape, meta=like._meta) for index, shape in enumerate(shapes))
+    return out, own
 
 
 @dataclass(frozen=True, slots=True)

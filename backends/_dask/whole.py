@@ -9,7 +9,7 @@ from relskew_core._kernel.call import Gradients, Operands, Options
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     return forward.attention(Operands(*map(_whole, operands)), options, xp=xp)
 
 

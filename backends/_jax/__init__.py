@@ -47,7 +47,7 @@ def instead(call: Problem) -> Path:
 def attention(
     operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes = tangent.LOOPS
 ) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options), passes)
     return result
 

@@ -85,7 +85,7 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     result: tuple[Array, Array | None] = _attend(operands, options)
     return result
 
@@ -122,8 +122,8 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
         out = out + jnp.matmul(_relative(weights, layout), _rows(x.rel_v, options.span, layout))
     if not options.return_lse:
         return out, None
-    lse = largest + jnp.log(total)
-    return out, (lse if dead is None else jnp.where(dead, -math.inf, lse))[..., 0]
+    most = largest if dead is None else jnp.where(dead, -math.inf, largest)
+    return out, jnp.concatenate([most, jnp.log(total)], axis=-1)
 
 
 def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:

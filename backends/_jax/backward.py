@@ -58,14 +58,14 @@ def _step(
     call: ScannedCall, loop: Loop, cotangents: Cotangents, sums: Gradients, place: ChunkPlace
 ) -> tuple[Gradients, None]:
     """Add one chunk's gradients."""
-    d_out, out, lse, d_lse = cotangents
+    d_out, out, whole, d_lse = cotangents
     operands, options, chunk = call.operands, call.options, TracedChunk(call, loop, place)
     d_rows = chunk.fresh(d_out)
     (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.keys(operands.v)
     capped = chunk.logits(q, rel_q, k)
-    weights, own_lse = chunk.weights(capped, lse=lse is not None)
-    if lse is not None:
-        weights = weights * share_of(own_lse, chunk.queries(lse[..., None])[..., 0], xp=jnp)[..., None]
+    weights, own = chunk.weights(capped, sums=whole is not None)
+    if whole is not None:
+        weights = weights * share_of(own, chunk.queries(whole), xp=jnp)[..., None]
 
     d_weights = grouped_matmul(d_rows, jnp.matrix_transpose(v), xp=jnp)
     of_values = chunk.kept(weights)

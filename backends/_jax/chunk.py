@@ -196,11 +196,11 @@ class TracedChunk:
         heads = self.call.operands.q.shape[-3]
         return key_side.logits(k * self.call.options.rel_scale, columns, self.layout, heads, product=product)
 
-    def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
-        """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
+    def weights(self, logits: Array, *, sums: bool) -> tuple[Array, Array | None]:
+        """Return the softmax over the visible keys and, if requested, its sums."""
         mask = self.call.operands.mask
         logits = hide(logits, mask if mask is None else self.of_mask(mask), self.visible, xp=jnp)
-        return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), lse=lse, xp=jnp)
+        return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), sums=sums, xp=jnp)
 
     def kept(self, weights: Array) -> Array:
         """Replace the weights that dropout drops by zeros, and divide the others by the share that is kept."""

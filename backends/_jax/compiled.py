@@ -33,7 +33,7 @@ from relskew_core.backends._numpy import compiled as of_numpy
 
 Arrays = tuple[Array, ...]
 
-RESULTS = ("d_out", "out", "lse", "d_lse")
+RESULTS = Cotangents._fields
 """The inputs of the backward pass in addition to the operands."""
 
 
@@ -67,8 +67,8 @@ def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tu
 
 def _attend(options: Options, operands: Operands) -> tuple[Array, Array | None]:
     names, arrays = _named(operands._asdict())
-    out, *lse = attend_p.bind(*arrays, names=names, options=options, maps=0)
-    return out, (lse[0] if lse else None)
+    out, *sums = attend_p.bind(*arrays, names=names, options=options, maps=0)
+    return out, (sums[0] if sums else None)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -88,11 +88,10 @@ def _pushed(options: Options, primals: Any, tangents: Any) -> Any:
 
 
 def _pull_back(options: Options, cotangents: Cotangents, operands: Operands) -> Gradients:
-    d_out, out, lse, d_lse = cotangents
     own = partial(_attend, replace(options, return_lse=True), operands)
-    out, lse = _compiled.results(out, lse, own, xp=jnp)
-    given = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
-    names, arrays = _named({**operands._asdict(), **given})
+    out, sums = _compiled.results(cotangents.out, cotangents.sums, own, xp=jnp)
+    given = cotangents._replace(out=out, sums=sums)
+    names, arrays = _named({**operands._asdict(), **given._asdict()})
     found = pull_back_p.bind(*arrays, names=names, options=options, maps=0)
     return Gradients(**dict(zip(pulled(dict(zip(names, arrays, strict=True))), found, strict=True)))
 
@@ -115,8 +114,8 @@ def _types(*arrays: Any, names: tuple[str, ...], options: Options, maps: int) ->
         return [x.update(shape=(*lead, *x.shape[maps:])) for x in map(there.get, pulled(there)) if x is not None]
     rows, spread = q.shape[:-1], q.sharding
     out = q.update(shape=(*rows, there["v"].shape[-1]))
-    split = NamedSharding(spread.mesh, PartitionSpec(*spread.spec[:-1]))
-    return [out, q.update(shape=rows, sharding=split)] if options.return_lse else [out]
+    split = NamedSharding(spread.mesh, PartitionSpec(*spread.spec[:-1], None))
+    return [out, q.update(shape=(*rows, 2), sharding=split)] if options.return_lse else [out]
 
 
 def _run(primitive: Primitive, *arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:
@@ -170,8 +169,8 @@ def _by_loops(*arrays: Array, names: tuple[str, ...], options: Options, maps: in
         return [getattr(found, name) for name in pulled(x._asdict())]
     at_will = replace(options, chunk_size=None)
     short = at_once.serves(x, at_will)
-    out, lse = at_once.attention(x, at_will, xp=jnp) if short else forward.attention(x, options, None)
-    return [out] if lse is None else [out, lse]
+    results = at_once.attention(x, at_will, xp=jnp) if short else forward.attention(x, options, None)
+    return [each for each in results if each is not None]
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, **parameters: Any) -> Any:

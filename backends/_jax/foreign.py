@@ -17,7 +17,17 @@ import numpy as np
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Kind, Operands, Options, shape_of_out, shape_of_rows
+from relskew_core._kernel.call import (
+    KINDS,
+    SEQUENCES,
+    TABLES,
+    Kind,
+    Operands,
+    Options,
+    shape_of_out,
+    shape_of_rows,
+    shape_of_sums,
+)
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
@@ -62,9 +72,9 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     whole = [*(found[name] for name in WHOLE), entries, threads]
     real = np.asarray([found[name] for name in REAL], np.float64)
     if cotangents is None:
-        wanted = [shape_of_out(x), (*rows, 1) if options.return_lse else None]
+        wanted = [shape_of_out(x), None, (*rows, 2) if options.return_lse else None]
         results = _call("relskew_attend", whole, real, operands, wanted)
-        shapes = [shape_of_out(given), shape_of_rows(given)]
+        shapes = [shape_of_out(given), shape_of_sums(given)]
     else:
         operands += [None if each is None else jnp.reshape(each, (*rows, -1)) for each in cotangents]
         wanted = [_of_gradient(name, x, entries) for name in _compiled.GRADIENTS]

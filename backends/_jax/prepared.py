@@ -14,6 +14,7 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._jax import compiled as kernels
 from relskew_core.backends._jax import eager
 from relskew_core.backends._numpy import compiled as of_numpy
+from relskew_core.backends._numpy import prepared
 
 # if the first array is made inside `jax.jit`, the type would otherwise be a tracer's
 with jax.ensure_compile_time_eval():
@@ -41,7 +42,7 @@ def call_of(x: Operands, options: Options) -> Call | None:
 
 def attend(x: Operands, call: Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
-    out, lse = of_numpy.attend(_of_numpy(x), call, eager.LIBRARY)
+    out, lse = prepared.attend(_of_numpy(x), call, library=eager.LIBRARY)
     like = [each for each in x if each is not None]
     if lse is None:
         return eager.to_jax([out], like)[0], None

@@ -36,7 +36,7 @@ class Passes(NamedTuple):
 
     attention: Callable[[Operands, Options, Ranges | None], Results]
     pull_back: Callable[[Cotangents, Operands, Options, Ranges | None], Gradients]
-    keeps_sums: bool = False  # whether the backward pass uses the log-sum-exp
+    keeps_sums: bool = False  # whether the backward pass uses the sums of weights
 
 
 LOOPS = Passes(forward.attention, backward.attention_vjp)
@@ -73,7 +73,7 @@ class Change:
     options: Options
     passes: Passes
     names: tuple[str, ...]
-    known: Any  # the tree of operands, ranges, the saved log-sum-exp and results
+    known: Any  # the tree of operands, ranges, the saved sums and results
 
     def push(self, known: Arrays, tangents: Arrays) -> Arrays:
         """Return the changes of the results."""
@@ -88,7 +88,8 @@ class Change:
     def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
         """Return the gradients of the operands."""
         operands, ranges, sums, (out, _) = jax.tree.unflatten(self.known, known)
-        d_out, d_lse = (*cotangents, None)[:2]
+        d_out, d_sums = (*cotangents, None)[:2]
+        d_lse = None if d_sums is None else d_sums[..., 1]
         gradients = self.passes.pull_back(Cotangents(d_out, out, sums, d_lse), operands, self.options, ranges)
         return tuple(getattr(gradients, name) for name in self.names)
 
@@ -142,8 +143,8 @@ def _pushed_once_more(primals: Any, tangents: Any, **parameters: Any) -> tuple[A
 
 def _transposed(cotangents: Any, *args: Any, change: Any, results: int) -> list[Array | None]:
     count = _known(args, change)
-    d_out, *d_lse = cotangents
-    given = [ad.instantiate_zeros(d_out), *(None if isinstance(x, ad.Zero) else x for x in d_lse)]
+    d_out, *d_sums = cotangents
+    given = [ad.instantiate_zeros(d_out), *(None if isinstance(x, ad.Zero) else x for x in d_sums)]
     pulled = change.pull(args[:count], tuple(given))
     needed = [x if ad.is_undefined_primal(y) else None for x, y in zip(pulled, args[count:], strict=True)]
     return [*[None] * count, *needed]

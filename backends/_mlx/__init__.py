@@ -21,7 +21,7 @@ def instead(call: Problem) -> Path:
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     visibility: Any = options.visibility
     if isinstance(visibility, RaggedVisibility):  # only arguments are mapped
@@ -35,12 +35,12 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
         return [x for x in forward.attention(*taken(**given), xp=xp) if x is not None]
 
     def pull_back(given: dict[str, Array], cotangents: list[Array], results: list[Array]) -> dict[str, Array]:
-        d_out, *d_lse = cotangents
-        found = backward.attention_vjp(d_out, *taken(**given), d_lse=d_lse[0] if d_lse else None, xp=xp)
+        d_out, *d_sums = cotangents
+        found = backward.attention_vjp(d_out, *taken(**given), d_lse=d_sums[0][..., 1] if d_sums else None, xp=xp)
         own = {name: x for name, x in found._asdict().items() if x is not None}
         return {name: own[name] if name in own else mx.zeros_like(x) for name, x in given.items()}
 
     function: Any = mx.custom_function(attend)
     function.vjp(pull_back)
-    out, *lse = function(given)
-    return out, lse[0] if lse else None
+    out, *sums = function(given)
+    return out, sums[0] if sums else None

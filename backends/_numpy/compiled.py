@@ -10,7 +10,7 @@ import numpy as np
 
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.precision import wide
-from relskew_core._kernel.call import Gradients, Operands, Options, shape_of_out, shape_of_rows
+from relskew_core._kernel.call import Gradients, Operands, Options, shape_of_out, shape_of_rows, shape_of_sums
 from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._batch import by_batch, flattened
 from relskew_core.backends._compiled import Call, Library
@@ -26,20 +26,23 @@ def call_of(operands: Operands, options: Options) -> Call:
 def attention(
     operands: Operands, options: Options, library: Library | None = None, **_: Any
 ) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     return attend(operands, call_of(operands, options), library)
 
 
-def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
-    """Return the same for a prepared call."""
+def attend(
+    operands: Operands, call: Call, library: Library | None = None, *, summed: bool = False
+) -> tuple[Array, Array | None]:
+    """Return the same for a prepared call, or the log-sum-exp (..., H, Lq) if the sums are to be ``summed``."""
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
-    out = library.empty(shape_of_out(x), dtype=x.q.dtype)
-    lse = library.empty(shape_of_rows(x), dtype=wide(x.q.dtype, xp=xp)) if call.options.return_lse else None
-    _compiled.attend(x, call, out, lse, library=library)
+    out, own = library.empty(shape_of_out(x), dtype=x.q.dtype), None
+    shape_of_own = shape_of_rows if summed else shape_of_sums
+    if call.options.return_lse:
+        own = library.empty(shape_of_own(x), dtype=wide(x.q.dtype, xp=xp))
+    _compiled.attend(x, call, out, *((own, None) if summed else (None, own)), library=library)
     if operands.q.ndim == 4:
-        return out, lse
-    rows = shape_of_rows(operands)
-    return out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
+        return out, own
+    return out.reshape(shape_of_out(operands)), None if own is None else own.reshape(shape_of_own(operands))
 
 
 def attention_vjp(
@@ -48,19 +51,18 @@ def attention_vjp(
     options: Options,
     *,
     out: Array | None = None,
-    lse: Array | None = None,
+    sums: Array | None = None,
     d_lse: Array | None = None,
     library: Library | None = None,
     **_: Any,
 ) -> Gradients:
     """Return the gradients of every operand."""
     x, wanted = flattened(operands, xp=xp), replace(options, return_lse=True)
-    rows = shape_of_rows(x)
-    out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
-    d_out, out = (by_batch(each, xp=xp) for each in (d_out, out))
-    d_lse = None if d_lse is None else d_lse.reshape(rows)
-    library, lse = NUMPY if library is None else library, lse.reshape(rows)
-    found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=library)
+    out, sums = _compiled.results(out, sums, partial(attention, operands, wanted), xp=xp)
+    d_out, out, sums = (by_batch(each, xp=xp) for each in (d_out, out, sums))
+    d_lse = None if d_lse is None else d_lse.reshape(shape_of_rows(x))
+    library = NUMPY if library is None else library
+    found = _compiled.pull_back(d_out, x, Call.of(x, options), out, sums, d_lse, library=library)
     return Gradients(**_compiled.of_call(found, operands, xp=xp))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from types import NoneType
 
@@ -11,7 +12,6 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._numpy import compiled
-from relskew_core.backends._numpy.compiled import attend as attend
 
 TYPES = frozenset((np.ndarray, NoneType))
 """The types of arguments; subclasses may behave differently."""
@@ -27,6 +27,10 @@ def ordinary() -> bool:
 
 about = attrgetter("dtype")
 """The properties of an array that a call's checks depend on, except for its shape."""
+
+
+attend = partial(compiled.attend, summed=True)
+"""Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
 
 
 def call_of(x: Operands, options: Options) -> Call | None:

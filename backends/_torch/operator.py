@@ -29,7 +29,7 @@ from relskew_core._kernel.call import (
     named,
     names_of,
     shape_of_out,
-    shape_of_rows,
+    shape_of_sums,
 )
 from relskew_core._kernel.chunk import keys_seen
 from relskew_core.backends._torch.untranslated import explain
@@ -164,12 +164,12 @@ class Operator(TwoOperators):
     name : str
         Of the operator.
     attend : callable
-        ``attend(operands, options) -> (out, lse or None)``.
+        ``attend(operands, options) -> (out, sums or None)``.
     pull_back : callable
-        ``pull_back(d_out, operands, options, *, out, lse, d_lse, wanted) -> Gradients``; ``wanted`` names the operands
+        ``pull_back(d_out, operands, options, *, out, sums, d_lse, wanted) -> Gradients``; ``wanted`` names the operands
         whose gradients are requested.
     keeps : bool
-        Whether the output and the log-sum-exp, then always made, are kept for the backward pass.
+        Whether the output and the sums of weights, then always made, are kept for the backward pass.
     devices : str, optional
         The type of device that the operator runs on.
     """
@@ -185,23 +185,23 @@ class Operator(TwoOperators):
     ) -> None:
         self._attend, self._pull_back, self._keeps = attend, pull_back, keeps
         results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
-        cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? lse, str wanted"
+        cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? sums, str wanted"
         self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
         self.vjp.register_vmap(self._vmap_vjp)
         explain(self.op._opoverload, self._fake)
 
     def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
-        """Attend; the log-sum-exp is ``None`` unless requested."""
-        out, lse = self.op(*operands, *flat(options))
-        return out, lse if options.return_lse else None
+        """Attend; the sums of weights are ``None`` unless requested."""
+        out, sums = self.op(*operands, *flat(options))
+        return out, sums if options.return_lse else None
 
     def gradients(self, d_out: Tensor, operands: Operands, options: Options, *, d_lse: Tensor | None) -> Gradients:
         """Return the gradients of every operand, from results that are computed again unless they were kept."""
         args, arrays = [*operands, *flat(options)], named(operands)
-        out, lse = self.op(*args) if self._keeps else (None, None)
+        out, sums = self.op(*args) if self._keeps else (None, None)
         given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
-        found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, lse, " ".join(given), *args), strict=True))
+        found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, sums, " ".join(given), *args), strict=True))
         return Gradients(**{name: found[name] for name in given})
 
     def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
@@ -229,22 +229,22 @@ class Operator(TwoOperators):
         for name in TABLES:  # a program of torch.jit.trace skipped this check for the present lengths
             if getattr(operands, name) is not None:
                 options.visibility.check_reach(name, options.span)
-        out, lse = self._attend(operands, options)
-        return _contiguous(out), operands.q.new_empty(0) if lse is None else _contiguous(lse)
+        out, sums = self._attend(operands, options)
+        return _contiguous(out), operands.q.new_empty(0) if sums is None else _contiguous(sums)
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
-        q, rows = operands.q, shape_of_rows(operands)
+        q, of_sums = operands.q, shape_of_sums(operands)
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
-        lse = q.new_empty(rows if self._keeps or options.return_lse else (0,), dtype=wide)
-        return q.new_empty(shape_of_out(operands), dtype=wide if options.part.of_more else q.dtype), lse
+        sums = q.new_empty(of_sums if self._keeps or options.return_lse else (0,), dtype=wide)
+        return q.new_empty(shape_of_out(operands), dtype=wide if options.part.of_more else q.dtype), sums
 
     def _vjp(
-        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
+        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, sums: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
         operands, options = self.parts(args)
         names = wanted.split()
-        gradients = self._pull_back(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=frozenset(names))
+        gradients = self._pull_back(d_out, operands, options, out=out, sums=sums, d_lse=d_lse, wanted=frozenset(names))
 
         def own(name: str) -> Tensor:
             gradient = getattr(gradients, name) if name in names else None
@@ -255,7 +255,7 @@ class Operator(TwoOperators):
         return tuple(map(own, DIFFERENTIABLE))
 
     def _fake_vjp(
-        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
+        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, sums: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
         operands, _ = self.parts(args)
         names = wanted.split()
@@ -270,11 +270,12 @@ class Operator(TwoOperators):
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, *(output if self._keeps else (None, None)))
 
-    def _backward(self, ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        args, out, lse = _kept(ctx)
+    def _backward(self, ctx: Any, d_out: Tensor, d_sums: Tensor) -> tuple[Tensor | None, ...]:
+        args, out, sums = _kept(ctx)
         _, options = self.parts(args)
+        d_lse = d_sums[..., 1] if options.return_lse else None
         names = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad, strict=False) if needs]
-        gradients = self.vjp(d_out, d_lse if options.return_lse else None, out, lse, " ".join(names), *args)
+        gradients = self.vjp(d_out, d_lse, out, sums, " ".join(names), *args)
         found = {name: x for name, x in zip(DIFFERENTIABLE, gradients, strict=True) if name in names}
         return (*(found.get(name) for name in Operands._fields), *(None for _ in args[COUNT:]))
 
@@ -318,8 +319,8 @@ class Operator(TwoOperators):
         # If mapped arrays are not shared, or dropout draws per item, run each item separately.
         if operands.seed is not None or any(getattr(dims, name) is not None for name in apart):
             items = [self.op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
-            outs, lses = zip(*items, strict=True)
-            return (torch.stack(outs), torch.stack(lses)), (0, 0)
+            outs, sums = zip(*items, strict=True)
+            return (torch.stack(outs), torch.stack(sums)), (0, 0)
 
         def batched(x: Tensor | None, dim: int | None) -> Tensor | None:
             if x is None:
@@ -334,10 +335,10 @@ class Operator(TwoOperators):
             mask = operands.mask.movedim(dims.mask, 0)
             q_axes = operands.q.ndim - (dims.q is not None)
             moved["mask"] = mask.reshape(mask.shape[0], *(1,) * (q_axes + 1 - mask.ndim), *mask.shape[1:])
-        out, lse = self.op(*operands._replace(**moved), *args[COUNT:])
-        if lse.ndim < 2:  # it was not requested
-            lse = lse.new_empty((info.batch_size, 0))
-        return (out, lse), (0, 0)
+        out, own = self.op(*operands._replace(**moved), *args[COUNT:])
+        if own.ndim < 2:  # they were not requested
+            own = own.new_empty((info.batch_size, 0))
+        return (out, own), (0, 0)
 
     def _vmap_vjp(
         self, info: Any, in_dims: tuple[int | None, ...], *args: Any

@@ -17,7 +17,7 @@ from relskew_core.backends._torch.operator import Operator
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if requested, the log-sum-exp."""
+    """Return the output and, if requested, the sums of weights."""
     return OPERATOR(operands, options)
 
 

@@ -85,7 +85,7 @@ def by_itself(arrays: Arrays) -> bool:
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:
     """Return a function for gradients that calls the kernels directly if possible, and else the operator.
 
-    The operator computes ``out`` and ``lse`` itself; a call that passes them runs in the portable code, as does a call
+    The operator computes ``out`` and ``sums`` itself; a call that passes them runs in the portable code, as does a call
     that no operator supports.
     """
 
@@ -95,15 +95,15 @@ def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> 
         options: Options,
         *,
         out: Tensor | None = None,
-        lse: Tensor | None = None,
+        sums: Tensor | None = None,
         d_lse: Tensor | None = None,
         **more: Any,
     ) -> Gradients:
-        arrays = (d_out, out, lse, d_lse, *operands)
+        arrays = (d_out, out, sums, d_lse, *operands)
         if by_itself(arrays):
-            return kernel(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, **more)
-        if operator is None or out is not None or lse is not None or has_tangents(arrays):
-            return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
+            return kernel(d_out, operands, options, out=out, sums=sums, d_lse=d_lse, **more)
+        if operator is None or out is not None or sums is not None or has_tangents(arrays):
+            return portable(d_out, operands, options, out=out, sums=sums, d_lse=d_lse, xp=xp)
         return operator.gradients(d_out, operands, options, d_lse=d_lse)
 
     return attention_vjp

@@ -137,7 +137,7 @@ def torch_translation_table(
     op = onnxscript.values.Opset("", opset)
     calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many calls each graph has had
 
-    def attention(*args: Any) -> tuple[Any, Any]:
+    def results(*args: Any) -> tuple[Any, Any]:
         graph = args[0].graph
         calls[graph] = calls.get(graph, 0) + 1
         g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()), f"attention_{calls[graph]}")
@@ -160,6 +160,13 @@ def torch_translation_table(
             out = attend_by_length(g, operands, options, sizes, translate)
             return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
         return translate(g, operands, options)
+
+    def attention(*args: Any) -> tuple[Any, Any]:
+        out, lse = results(*args)
+        if OPERATOR.parts(ends_of(args)[1])[1].return_lse:  # the operator returns it as a sum of two numbers
+            last = op.Constant(value_ints=[-1])
+            lse = op.Pad(op.Unsqueeze(lse, last), op.Constant(value_ints=[0, 1]), None, last)
+        return out, lse
 
     table.update({each.op._opoverload: attention for each in (OPERATOR, RECOMPUTED)})
     return table

@@ -8,6 +8,7 @@ from relskew_core import backends
 from relskew_core._array.autocast import autocast, undisturbed
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
+from relskew_core._array.softmax import as_sums, log_sum_exp
 from relskew_core._array.typing import Array, Impl
 from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
@@ -175,19 +176,19 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     call = problem(given.autocast(), return_lse=given.return_lse)
     if kind is not None and (results := prepared.remember(kind, call, given)) is not None:
         return results
-    out, lse = attend(call, given.impl)
-    return (out, lse) if given.return_lse else out
+    out, sums = attend(call, given.impl)
+    return out if sums is None or not given.return_lse else (out, log_sum_exp(sums))
 
 
 def attend(call: Problem, impl: Impl) -> tuple[Array, Array | None]:
-    """Return the output and, if requested, the log-sum-exp of a checked call, in the caller's form."""
+    """Return the output and, if requested, the sums of weights of a checked call, in the caller's form."""
     path = backends.path("attention", call, impl)
     with undisturbed(call.given.q):
-        out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
+        out, sums = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if call.sinks is not None:
-        out, lse = with_sinks(out, lse, call.sinks, xp=call.xp)
+        out, sums = with_sinks(out, sums, call.sinks, xp=call.xp)
     out = call.result(out, dtype=call.wide if call.options.part.of_more else None)
-    return out, call.result(lse, dtype=call.wide) if call.options.return_lse else None
+    return out, call.result(sums, dtype=call.wide) if call.options.return_lse else None
 
 
 @dataclass(eq=False)
@@ -221,7 +222,8 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     lse : array, shape (..., H, Lq), optional
         The log-sum-exp of the forward call. If the keys are only a part of all keys, as in ring attention, pass ``out``
         and ``lse`` of the whole call: the gradients are then the share of this part. With ``sinks``, both must include
-        them.
+        them. Gradients are as exact as this number, see :func:`merge_attention`; without it, they do not depend on its
+        rounding.
     d_lse : array, shape (..., H, Lq), optional
         Gradient of the log-sum-exp.
     **arguments
@@ -277,21 +279,23 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     return pull_back(given)
 
 
-def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
-    """Check a call and return its gradients, also for a part of a larger call."""
+def pull_back(given: Backward, part: Part = WHOLE, sums: Array | None = None) -> Gradients:
+    """Check a call and return its gradients, also for a part of a larger call with the ``sums`` of the whole."""
     own = given.autocast()
     call = problem(own, part=part)
     cotangents = _cotangents(own, call)
+    lse = cotangents.pop("lse")
+    cotangents["sums"] = sums if lse is None else as_sums(lse, xp=call.xp)
     path = backends.path("attention_vjp", call, given.impl)
     operands = call.operands(half=path.half)
     for name, x in cotangents.items():
-        if x is not None:  # log-sum-exps have the dtype of the accumulation
+        if x is not None:
             cotangents[name] = call.operand(x, half=path.half)
-    if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # it must count the sinks
+    if call.sinks is not None and (cotangents["out"] is None or cotangents["sums"] is None):  # it must count the sinks
         forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
         with undisturbed(call.given.q):
-            out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
-        cotangents["out"], cotangents["lse"] = with_sinks(out, lse, call.sinks, xp=call.xp)
+            out, counted = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
+        cotangents["out"], cotangents["sums"] = with_sinks(out, counted, call.sinks, xp=call.xp)
     with undisturbed(call.given.q):
         gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
     if call.sinks is not None:

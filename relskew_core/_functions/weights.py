@@ -114,8 +114,8 @@ def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
     visible = chunk_visible(operands, options, chunk, xp=xp)
     k = seen_of(operands.k, chunk, visible, xp=xp)
     logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
-    with_lse = call.sinks is not None
-    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=with_lse, xp=xp)
-    if call.sinks is not None and lse is not None:
-        weights, _ = with_sinks(weights, lse, call.sinks, xp=xp)
+    has_sinks = call.sinks is not None
+    weights, sums = chunk_weights(logits, operands, options, chunk, visible, sums=has_sinks, xp=xp)
+    if call.sinks is not None and sums is not None:
+        weights, _ = with_sinks(weights, sums, call.sinks, xp=xp)
     return pad_last(weights, chunk.first, n_keys - chunk.end, xp=xp)

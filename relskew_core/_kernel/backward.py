@@ -39,7 +39,7 @@ class Cotangents(NamedTuple):
 
     d_out: Array
     out: Array | None = None
-    lse: Array | None = None
+    sums: Array | None = None
     d_lse: Array | None = None
 
     def delta(self, weights: Array, d_weights: Array, queries: slice, *, xp: Namespace) -> Array:
@@ -57,15 +57,15 @@ def attention_vjp(
     options: Options,
     *,
     out: Array | None = None,
-    lse: Array | None = None,
+    sums: Array | None = None,
     d_lse: Array | None = None,
     xp: Namespace,
 ) -> Gradients:
     """Return the gradients of every operand.
 
-    ``out`` and ``lse`` are the forward's, or those of more keys; ``out`` saves a pass over the weights.
+    ``out`` and ``sums`` are the forward's, or those of more keys; ``out`` saves a pass over the weights.
     """
-    cotangents = Cotangents(d_out, out, lse, d_lse)
+    cotangents = Cotangents(d_out, out, sums, d_lse)
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
     sums = GradientSums(operands, tables, xp)
@@ -97,9 +97,10 @@ def _backward(
     k, v = (seen_of(x, chunk, visible, xp=xp) for x in (operands.k, operands.v))
 
     logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
-    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=cotangents.lse is not None, xp=xp)
-    if cotangents.lse is not None:
-        weights = weights * share_of(lse, cotangents.lse[..., queries], xp=xp)[..., None]
+    whole = cotangents.sums
+    weights, own = chunk_weights(logits, operands, options, chunk, visible, sums=whole is not None, xp=xp)
+    if whole is not None:
+        weights = weights * share_of(own, whole[..., queries, :], xp=xp)[..., None]
     factors = kept(operands, options, chunk, xp=xp) if options.dropout else None
     of_values = weights if factors is None else weights * factors
 

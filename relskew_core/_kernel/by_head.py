@@ -15,7 +15,7 @@ from relskew_core._array.namespace import check_companion
 from relskew_core._array.nothing import depending
 from relskew_core._array.precision import cast, settled, widened
 from relskew_core._array.ranks import of_rank
-from relskew_core._array.softmax import share_of, softmax
+from relskew_core._array.softmax import as_sums, share_of, shares_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients, with_gradients
 from relskew_core._kernel.chunk import is_empty
@@ -137,27 +137,25 @@ def by_head(factor: Array | float, x: Array) -> Array | float:
     return of_rank(factor[:, None, None], x.ndim) if x.ndim > 2 else factor[:, None]
 
 
-def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:
-    """Add one logit without a value to every row's softmax: (..., H, L, Dv) and (..., H, L), sinks (H,).
+def with_sinks(out: Array, sums: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:
+    """Add one logit without a value to every row's softmax: (..., H, L, Dv) and (..., H, L, 2), sinks (H,).
 
-    A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
+    A sink is attention to one more key, whose value is zero: merged with the rest.
     """
-    wide = xp.broadcast_to(xp.astype(sinks, lse.dtype)[:, None], lse.shape)
-    if is_empty(*lse.shape):  # not every library reduces empty axes; results still depend on the sinks
-        return out * cast(wide[..., None], out.dtype, xp=xp), lse + wide
-    shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
-    assert total is not None
-    share = shares[..., :1]
-    return out * cast(share, out.dtype, xp=xp), total
+    wide = xp.broadcast_to(xp.astype(sinks, sums.dtype)[:, None], sums.shape[:-1])
+    if is_empty(*sums.shape):  # not every library reduces empty axes; results still depend on the sinks
+        return out * cast(wide[..., None], out.dtype, xp=xp), sums + wide[..., None]
+    shares, total = shares_of([sums, as_sums(wide, xp=xp)], xp=xp)
+    return out * cast(shares[..., :1], out.dtype, xp=xp), total
 
 
-def sinks_gradient(sinks: Array, d_out: Array, out: Array, lse: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
+def sinks_gradient(sinks: Array, d_out: Array, out: Array, sums: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
     """Return the gradient of the sinks (H,), from results that count them."""
-    dtype = lse.dtype
+    dtype = sums.dtype
     products = cast(d_out, dtype, xp=xp) * cast(out, dtype, xp=xp)
     delta = xp.sum(products, axis=-1)
     delta = delta if d_lse is None else delta - d_lse
-    wide = xp.broadcast_to(xp.astype(sinks, dtype)[:, None], lse.shape)
-    weights = share_of(wide, lse, xp=xp)
-    axes = tuple(axis for axis in range(lse.ndim) if axis != lse.ndim - 2)
+    wide = xp.broadcast_to(xp.astype(sinks, dtype)[:, None], delta.shape)
+    weights = share_of(as_sums(wide, xp=xp), sums, xp=xp)
+    axes = tuple(axis for axis in range(delta.ndim) if axis != delta.ndim - 2)
     return -xp.sum(weights * delta, axis=axes)

@@ -235,6 +235,11 @@ def shape_of_rows(x: Operands) -> tuple[int, ...]:
     return tuple(x.q.shape)[:-1]
 
 
+def shape_of_sums(x: Operands) -> tuple[int, ...]:
+    """Return the shape of the sums of weights, (..., H, Lq, 2)."""
+    return (*x.q.shape[:-1], 2)
+
+
 def shape_of_out(x: Operands) -> tuple[int, ...]:
     """Return the shape of the output, (..., H, Lq, Dv)."""
     return (*x.q.shape[:-1], x.v.shape[-1])

@@ -26,23 +26,23 @@ from relskew_core._positions.table import Table
 
 
 def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
     outs: list[Array] = []
     sums: list[Array | None] = []
     for chunk in laid:
         now = in_turn(operands, BY_QUERY, outs[-1:], xp=xp)
-        out, lse = _attend(now, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
+        out, own = _attend(now, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
         outs.append(out)
-        sums.append(lse)
+        sums.append(own)
     if not outs:
         shape = (*operands.q.shape[:-2], 0)
         outs = [nothing((*shape, operands.v.shape[-1]), operands, xp=xp)]
-        sums = [nothing(shape, operands, xp=xp)]
+        sums = [nothing((*shape, 2), operands, xp=xp)]
     if len(outs) == 1:
         return outs[0], sums[0]
-    return xp.concat(outs, axis=-2), xp.concat(sums, axis=-1) if options.return_lse else None
+    return xp.concat(outs, axis=-2), xp.concat(sums, axis=-2) if options.return_lse else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ def _attend(
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
         out = nothing((*shape, v.shape[-1]), operands, xp=xp)
-        return out, nothing(shape, operands, value=-math.inf, xp=xp) if options.return_lse else None
+        return out, nothing((*shape, 2), operands, value=-math.inf, xp=xp) if options.return_lse else None
     visible = chunk_visible(operands, options, chunk, xp=xp)
     k = seen_of(operands.k, chunk, visible, xp=xp)
     logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
-    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=options.return_lse, xp=xp)
+    weights, sums = chunk_weights(logits, operands, options, chunk, visible, sums=options.return_lse, xp=xp)
     if options.dropout:
         weights = weights * kept(operands, options, chunk, xp=xp)
     out = grouped_matmul(weights, seen_of(v, chunk, visible, xp=xp), xp=xp)
@@ -95,7 +95,7 @@ def _attend(
         relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
         if low <= high:
             out = out + tables.rel_v.mix(relative, low, high, looked_up=options.visibility.by_value, xp=xp)
-    return out, lse
+    return out, sums
 
 
 def chunk_logits(
@@ -157,13 +157,13 @@ def chunk_weights(
     chunk: Chunk,
     visible: Array | None,
     *,
-    lse: bool,
+    sums: bool,
     xp: Namespace,
 ) -> tuple[Array, Array | None]:
-    """Return the softmax over the visible keys and, if requested, the log-sum-exp."""
+    """Return the softmax over the visible keys and, if requested, its sums."""
     mask = operands.mask if operands.mask is None else operands.mask[(..., *chunk.of_mask(operands.mask))]
     logits = hide(logits, mask, visible, xp=xp)
-    return softmax(logits, dead_rows=has_dead_rows(operands, options), lse=lse, xp=xp)
+    return softmax(logits, dead_rows=has_dead_rows(operands, options), sums=sums, xp=xp)
 
 
 def has_dead_rows(operands: Operands, options: Options) -> bool:

@@ -44,7 +44,7 @@ def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None
 
 def weigh(logits: Array, *, xp: Namespace) -> Array:
     """Softmax over the last axis; no row of the logits is all ``-inf``."""
-    weights, _ = softmax(logits, dead_rows=False, lse=False, xp=xp)
+    weights, _ = softmax(logits, dead_rows=False, sums=False, xp=xp)
     return weights
 
 

@@ -462,7 +462,7 @@ def arguments_of(q: Any, k: Any, v: Any) -> list[Any]:
     given = problem(Arguments(q, k, v))
     call = _compiled.Call.of(given.operands(), given.options)
     arrays = [q, k, v, *[None] * (len(_compiled.ARRAYS) - 3), *_compiled.NO_INTEGERS]
-    return [*call[:3], *arrays, np.empty_like(q), None, *_compiled.ONE_THREAD]
+    return [*call[:3], *arrays, np.empty_like(q), None, None, *_compiled.ONE_THREAD]
 
 
 def test_other_threads_go_on_while_they_work() -> None:
@@ -574,6 +574,8 @@ def handed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> d
     out, lse = relative_attention(**arrays, **labels, **everything.call(), return_lse=True)
     d_out, d_lse = narrow(everything.d_out()), np.ones_like(lse)
     relative_attention_vjp(d_out, **arrays, **labels, **everything.call(), out=out, lse=lse, d_lse=d_lse)
+    both = np.zeros(lse.shape, np.float32), np.zeros((*lse.shape, 2), np.float32)  # a call asks for one of the two
+    found["attend"][-4:-2] = both
     return found
 
 
@@ -606,7 +608,7 @@ def test_a_call_is_handed_over_by_the_names_that_the_kernels_say() -> None:
     assert _compiled.call.numbers(given.operands(), given.options).keys() == {*kernels.WHOLE, *kernels.REAL}
     assert kernels.WHOLE[:2] == ("keys", "offset")
     assert {*kernels.ARRAYS, *kernels.INTEGERS} - {*GridOperands._fields} == {"query_hashes", "key_hashes"}
-    assert kernels.RESULTS == ("out", "lse")
+    assert kernels.RESULTS == ("out", "lse", "sums")
     assert Cotangents._fields == kernels.COTANGENTS
     assert {*kernels.GRADIENTS} <= {*DIFFERENTIABLE, "axis_tables"}
 
@@ -657,15 +659,15 @@ def test_results_that_cannot_be_written_to_are_refused(
         getattr(kernels, function)(*args[:place], other, *args[place + 1 :])
 
 
-RESULTS = {("attend", "out"), ("attend", "lse")}
+RESULTS = {("attend", "out"), ("attend", "lse"), ("attend", "sums")}
 
 
 @every_array
 def test_arrays_that_are_needed_are_there(handed: dict[str, list[Any]], function: str, place: int, name: str) -> None:
     args = handed[function]
-    alone = ("q_segments", "query_hashes", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "lse", "d_lse",
-             "d_mask")  # fmt: skip
-    if name in alone and (function, name) != ("pull_back", "lse"):
+    alone = ("q_segments", "query_hashes", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "lse", "sums",
+             "d_lse", "d_mask")  # fmt: skip
+    if name in alone and (function, name) != ("pull_back", "sums"):
         has_gradient = name not in ("d_lse", "d_mask") and args[place].dtype != bool
         if name in ("q_segments", "query_hashes") or (function == "pull_back" and has_gradient):
             with pytest.raises(TypeError, match="must be None"):
@@ -728,7 +730,7 @@ def test_numbers_that_are_none_of_a_call_are_refused(
         heads = numbers["heads" if own == "q" else "key_heads"]
         shape = (numbers["items"], heads, max(0, min(numbers[rows[own]], 10)), 8 if own != "v" else 4)
         given[3 + place] = np.zeros(shape, np.float32)
-    given[-4] = np.zeros((numbers["items"], numbers["heads"], numbers["queries"], 4), np.float32)
+    given[-5] = np.zeros((numbers["items"], numbers["heads"], numbers["queries"], 4), np.float32)
     with pytest.raises((TypeError, MemoryError), match=why):
         kernels.attend(*given)
 
@@ -761,7 +763,8 @@ def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) ->
         ("positions", 2**29, 20, True),
         ("positions", 2**30, 20, False),
         ("positions", -(2**61), 20, False),
-        ("segments", 2**30, 20, False),
+        ("segments", 2**30, 20, True),
+        ("segments", -(2**61), 20, True),
         ("positions", 90, 1230, False),  # a long table for few keys
         ("positions", 90, 1200, True),
     ],
@@ -795,6 +798,19 @@ def test_a_table_reaches_positions_wherever_they_begin(first: int) -> None:
     call = problem(Arguments(q, k, k, table, Span(7, 7), positions=places))
     for span, reached in ((Span(7, 7), True), (Span(6, 8), False), (Span(8, 6), False), (Span(6, 8, "zero"), True)):
         assert _compiled.serves(call.operands(), replace(call.options, span=span)) == reached
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_table_reaches_the_positions_of_every_item(library: Any) -> None:
+    """However far the items are from one another."""
+    rng, first = np.random.default_rng(0), np.array([[0], [1000], [5]])
+    places = tuple(library(first + rng.permutation(n)) for n in (5, 9))
+    shapes = (3, 1, 5, 8), (3, 1, 9, 8), (17, 8)
+    q, k, table = (library(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    found, expected = (
+        relative_attention(q, k, k, table, Span(8, 8), positions=places, impl=impl) for impl in ("native", "portable")
+    )
+    close(np.asarray(found), np.asarray(expected))
 
 
 def test_a_level_that_is_not_there_is_named() -> None:

@@ -22,6 +22,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "segments": {"segments": (torch.arange(LENGTH) // 4, torch.arange(6 * KEYS).reshape(6, KEYS) // 5)},
     "padded": {"mask": (torch.arange(KEYS) >= torch.arange(6)[:, None])[:, None, None], "causal": True},
     "mask": {"mask": torch.linspace(-1, 1, LENGTH * KEYS, dtype=torch.float64).reshape(LENGTH, KEYS)},
+    "blocks": {"block_size": 4},
+    "whole blocks": {"block_size": 3, "blocks_before": 2, "window": (7, 1)},
+    "dropout": {"dropout": 0.4, "seed": 3, "causal": True},
+    "blocks, dropout": {"block_size": 4, "dropout": 0.3, "seed": 5},
     "mask by item": {"mask": torch.linspace(-1, 1, 6 * KEYS, dtype=torch.float64).reshape(6, 1, 1, KEYS)},
 }
 
@@ -102,3 +106,12 @@ def test_half_precision_and_autocast() -> None:
     assert isinstance(out, Tensor)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, found, rtol=0.05, atol=0.05)
+
+
+def test_blocks_of_an_item_whose_queries_follow_its_keys_are_refused_by_name() -> None:
+    q, k, v = (x.detach() for x in list(arrays((2,)).values())[:3])
+    options: dict[str, Any] = {"offset": [0, KEYS], "block_size": 12}
+    with pytest.raises(ValueError, match="take `block_size` with no `offset` past the keys"):
+        relative_attention(q, k, v, impl="native", **options)
+    found, expected = (relative_attention(q, k, v, impl=impl, **options) for impl in ("auto", "portable"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

@@ -232,7 +232,9 @@ def softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tens
         logits, dead = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1), torch.zeros_like(dead)
     logits = logits.masked_fill(dead, 0.0)
     weights = logits.softmax(-1).masked_fill(dead, 0.0)[..., :m] if m else logits[..., :0]
-    return weights, logits.logsumexp(-1).masked_fill(dead[..., 0], -math.inf)
+    most = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else 0.0  # the gradient would round the sum
+    lse = ((logits - most).logsumexp(-1, keepdim=True) + most)[..., 0]
+    return weights, lse.masked_fill(dead[..., 0], -math.inf)
 
 
 def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tensor:

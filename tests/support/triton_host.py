@@ -148,9 +148,10 @@ def test_operator_differentiates_output_and_log_sum_exp() -> None:
     call, arrays = checked(OPERATOR)
     options, leaves = replace(call.options, return_lse=True), leaves_of(call)
     wide = {name: x.double().requires_grad_() for name, x in arrays.items()}
-    gradients = []
+    gradients, (out, sums) = [], fused(leaves, options)
+    of_fused = out, sums.sum(-1)
     for out, lse, inputs in (
-        (*fused(leaves, options), [x for x in leaves if x is not None]),
+        (*of_fused, [x for x in leaves if x is not None]),
         (*oracles.attention(**wide, **OPERATOR.call()), [wide[name] for name in Operands._fields if name in wide]),
     ):
         gradients.append(torch.autograd.grad(out.square().sum() + lse.sin().sum(), inputs))
@@ -222,15 +223,15 @@ def test_explicit_gradients_are_the_operators() -> None:
     from relskew_core.backends._torch.triton import operator as triton_operator
 
     call, _ = checked(OPERATOR)
-    out, lse = triton_operator.attention(call.given, call.options, xp=None)
-    assert lse is None
+    out, sums = triton_operator.attention(call.given, call.options, xp=None)
+    assert sums is None
     leaves = leaves_of(call)
     d_out = torch.ones_like(out)
     fused(leaves, call.options)[0].backward(d_out)
-    _, lse = triton_operator.attention(call.given, replace(call.options, return_lse=True), xp=None)
+    _, sums = triton_operator.attention(call.given, replace(call.options, return_lse=True), xp=None)
     named = Operands(*leaves)
-    for known in (None, lse):  # an ``lse`` alone is that of the call, or of more keys
-        results = {"out": None, "lse": known, "d_lse": None}
+    for known in (None, sums):  # sums alone are those of the call, or of more keys
+        results = {"out": None, "sums": known, "d_lse": None}
         gradients = triton_operator.attention_vjp(d_out, call.given, call.options, **results, xp=None)
         for name in DIFFERENTIABLE:
             leaf, gradient = getattr(named, name), getattr(gradients, name)
@@ -287,8 +288,8 @@ def test_a_kernel_that_is_wrong_is_told_of_once_and_not_taken(wrong: str, monkey
     from relskew_core.backends._torch.triton import backward, forward, trust
 
     def off(*given: Any, attention: Any = forward.attention) -> Any:
-        out, lse = attention(*given)
-        return out * 1.02, lse
+        out, sums = attention(*given)
+        return out * 1.02, sums
 
     def off_in_the_bias(*given: Any, attention_vjp: Any = backward.attention_vjp, **more: Any) -> Gradients:
         gradients: Gradients = attention_vjp(*given, **more)

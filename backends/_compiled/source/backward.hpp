@@ -1,4 +1,4 @@
-// The backward pass: each block of queries with each block of keys again, from the log-sum-exp of the forward pass.
+// The backward pass: each block of queries with each block of keys again, from the sums of weights of the forward pass.
 //
 // With P the weights and g the gradient of the output: dP = g vᵀ and dS = P ∘ (dP − δ). δ is the weighted mean of a row
 // of dP, which equals g · out, minus the gradient of the log-sum-exp. Every gradient is then a product with P or dS,
@@ -446,17 +446,17 @@ struct Backward {
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
-            const Real log_sum = *x.given_lse.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
+            const Real *const sums = x.given_sums.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
             for (Index j = row.start(); rest != 1 && j < row.end(); j += LANES) store(s + j, load(s + j) * rest);
             grid.add(m, row, start);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start, slopes.get() + margin);
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
-            const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
+            const Real origin = lost[m] ? NAN : sums[0] == -INF ? INF : sums[0], log = sums[0] == -INF ? 0 : sums[1];
             const bool differs = x.softcap != 0 || rest != 1;  // the mask's gradient differs from that of the products
             const Row uncapped{differs ? d_added.get() + margin : d, row.low, row.high};
             for (Index j = row.start(); j < row.end(); j += LANES) {
-                const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) * part : splat(1);
+                const Vec weight = exponential(load(s + j) - origin - log), here = kept ? kept.at(j) * part : splat(1);
                 Vec change = weight * (load(d + j) * here - delta[m]);
                 change = weight == Vec{} ? Vec{} : change;  // hidden entries may hold anything
                 if (differs) store(uncapped.at + j, change);

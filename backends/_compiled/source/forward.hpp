@@ -73,22 +73,24 @@ inline bool lie_apart(const Problem &x, Index row, Index width) { return row != 
 // How many keys a task may have, rounded up to whole panels.
 inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
 
-// Write the result of a query, or combine it by the log-sum-exp with that of earlier tasks, which had other keys.
+// Write the result of a query, or combine it by the sums of weights with that of earlier tasks, which had other keys.
 inline void write_result(const Problem &x, Index item, Index head, Index query, const Softmax &softmax,
                          const Real *from, bool goes_on) {
     Stored *to = x.out.of(item, head, query);
-    Real *log_sum = x.lse ? x.lse.of(item, head, query) : nullptr;
-    Real part = softmax.total == 0 ? 0 : 1 / (softmax.total * x.kept), own = softmax.log_sum();
+    Real *sums = x.sums ? x.sums.of(item, head, query) : nullptr;
+    Real part = softmax.total == 0 ? 0 : 1 / (softmax.total * x.kept), most = softmax.most, log = softmax.log_total();
     if (!goes_on) {
         for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
-    } else if (own != -INF) {
-        const Real most = std::max(*log_sum, own), before = std::exp(*log_sum - most), now = std::exp(own - most);
-        own = most + std::log(before + now), part *= now / (before + now);
+    } else if (softmax.total != 0) {
+        most = std::max(sums[0], softmax.most);
+        const Real before = std::exp(sums[0] - most + sums[1]), now = std::exp(softmax.most - most + log);
+        log = std::log(before + now), part *= now / (before + now);
         for (Index d = 0; d < x.value_width; d++) to[d] = to[d] * (before / (before + now)) + from[d] * part;
     } else {
         return;
     }
-    if (log_sum) *log_sum = own;
+    if (sums) sums[0] = most, sums[1] = log;
+    if (x.lse) *x.lse.of(item, head, query) = most + log;
 }
 
 // The memory of one thread.

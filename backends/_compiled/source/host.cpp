@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "levels.hpp"
@@ -237,12 +238,13 @@ void count_sinks(const ProblemOf<Stored> &x, const relskew_array &sinks) {
     for (Index item = 0; item < x.items; item++)
         for (Index head = 0; head < x.heads; head++) {
             const Real sink = all[head * sinks.steps[0]];
-            for (Index i = 0; i < x.queries; i++) {
-                Real &lse = *x.lse.of(item, head, i);
-                const Real kept = 1 / (1 + std::exp(sink - lse)), top = std::max(lse, sink);
+            for (Index i = 0; i < x.queries && sink != -std::numeric_limits<Real>::infinity(); i++) {
+                const Real *const sums = x.sums.of(item, head, i);
+                const Real top = std::max(sums[0], sink), own = std::exp(sums[0] - top + sums[1]);
+                const Real total = own + std::exp(sink - top);
                 Stored *const row = x.out.of(item, head, i);
-                for (Index c = 0; c < x.value_width; c++) row[c] = Stored(static_cast<Real>(row[c]) * kept);
-                lse = top + std::log1p(std::exp(std::min(lse, sink) - top));
+                for (Index c = 0; c < x.value_width; c++) row[c] = Stored(static_cast<Real>(row[c]) * (own / total));
+                if (x.lse) *x.lse.of(item, head, i) = top + std::log(total);
             }
         }
 }
@@ -266,12 +268,8 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     if (x.items == 0 || x.heads == 0 || x.queries == 0 || x.value_width == 0) return true;
     if (const char *wrong = x.wrong()) return error.refuse("%s", wrong);
     if (!reached(call, x, positions, causal, error)) return false;
-    Memory<typename ProblemOf<Stored>::Real> lse;
-    if (call.sinks.data && !x.lse) {
-        x.lse.row = 1, x.lse.head = x.queries, x.lse.item = x.queries * x.heads;
-        lse = memory<typename ProblemOf<Stored>::Real>(x.items * x.lse.item);
-        if (!(x.lse.at = lse.get())) return error.refuse("not enough memory");
-    }
+    Memory<typename ProblemOf<Stored>::Real> sums;
+    if (call.sinks.data && !(sums = make_sums(x))) return error.refuse("not enough memory");
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain_of_attend(x));
     const auto threads = [&team](void (*work)(void *), void *of, Index count) { team.run(team.of, work, of, count); };

@@ -97,12 +97,14 @@ struct ProblemOf : Sizes {
     // padded.
     Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
 
+    // The results. Two numbers for each query are the largest logit, and the logarithm of the sum of the weights
+    // relative to it: next to a large number, their sum, the log-sum-exp, could not hold the second.
     Array<Stored> out;
-    Array<Real> lse;
+    Array<Real> lse, sums;
 
     // The inputs and results of the backward pass.
     Array<const Stored> d_out, given_out;
-    Array<const Real> given_lse, d_lse;
+    Array<const Real> given_sums, d_lse;
     Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added, d_axis_tables;
 
     // Visit the numbers: keys and offset first, because they change from token to token.
@@ -164,7 +166,8 @@ struct ProblemOf : Sizes {
     // Visit the results of the forward pass.
     template <class Visit>
     bool results(Visit &&visit) {
-        return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows());
+        return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows()) &&
+               visit("sums", sums, Need::MAY, rows_of(2));
     }
 
     // Visit the further arguments of the backward pass.
@@ -172,7 +175,7 @@ struct ProblemOf : Sizes {
     bool cotangents(Visit &&visit) {
         return visit("d_out", d_out, Need::MUST, rows_of(value_width)) &&
                visit("out", given_out, Need::MUST, rows_of(value_width)) &&
-               visit("lse", given_lse, Need::MUST, of_rows()) && visit("d_lse", d_lse, Need::MAY, of_rows());
+               visit("sums", given_sums, Need::MUST, rows_of(2)) && visit("d_lse", d_lse, Need::MAY, of_rows());
     }
 
     // Visit the gradients, by the names of the arrays. Those of tables and masks are added to the given arrays.

@@ -140,7 +140,7 @@ struct Softmax {
         return factor;
     }
 
-    Real log_sum() const { return total == 0 ? -INF : most + std::log(total); }
+    Real log_total() const { return total == 0 ? 0 : std::log(total); }
 };
 
 }  // namespace

@@ -212,6 +212,15 @@ Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
     return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 
+// Give a call memory for two numbers of each query, or null if there is none.
+template <class Stored>
+Memory<typename ProblemOf<Stored>::Real> make_sums(ProblemOf<Stored> &x) {
+    x.sums.row = 2, x.sums.head = 2 * x.queries, x.sums.item = x.heads * x.sums.head;
+    auto own = memory<typename ProblemOf<Stored>::Real>(x.items * x.sums.item);
+    x.sums.at = own.get();
+    return own;
+}
+
 // Run a call that has been cut on the threads of a team; false if there was no memory, or it was cancelled.
 template <class Stored, class OnThreads>
 bool run_tasks(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tasks, OnThreads team, Index threads) {
@@ -225,14 +234,8 @@ bool run_tasks(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tas
             if (own.tasks.are_left() && !own.kernel(own.x, own.tasks)) own.tasks.give_up();
         }
     } work{kernel, given, tasks};
-    using Real = typename ProblemOf<Stored>::Real;
-    Memory<Real> sums;
-    if (tasks.is_cut() && given.out && !given.lse) {  // the log-sum-exp combines the results of several tasks
-        Array<Real> &lse = work.x.lse;
-        lse.row = 1, lse.head = given.queries, lse.item = given.queries * given.heads;
-        sums = memory<Real>(given.items * lse.item);
-        if (!(lse.at = sums.get())) return false;
-    }
+    Memory<typename ProblemOf<Stored>::Real> sums;  // they combine the results of several tasks
+    if (tasks.is_cut() && given.out && !given.sums && !(sums = make_sums(work.x))) return false;
     threads = std::min(threads, tasks.count());
     if (threads > 1)
         team(Work::run, &work, threads);

@@ -30,21 +30,31 @@ def call_of(operands: Operands, options: Options) -> Call:
     return Call.of(flattened(operands), options)
 
 
-def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq) of a prepared call."""
-    shape, x = shape_of_rows(operands), flattened(operands)
-    out = operands.q.new_empty((*shape, operands.v.shape[-1]))
-    lse = (
-        operands.q.new_empty(shape, dtype=wide(operands.q.dtype, xp=xp))
-        if return_lse or call.options.return_lse
-        else None
+def attend(operands: Operands, call: Call, *, lse: bool, sums: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the output (..., H, Lq, Dv) of a prepared call.
+
+    If requested, also return the log-sum-exp (..., H, Lq), and the sums of weights (..., H, Lq, 2).
+    """
+    shape, x, q = shape_of_rows(operands), flattened(operands), operands.q
+    dtype = wide(q.dtype, xp=xp) if lse or sums else q.dtype
+    made = (
+        q.new_empty((*shape, operands.v.shape[-1])),
+        q.new_empty(shape, dtype=dtype) if lse else None,
+        q.new_empty((*shape, 2), dtype=dtype) if sums else None,
     )
     if x is operands:
-        _compiled.attend(x, call, out, lse, library=TORCH)
+        _compiled.attend(x, call, *made, library=TORCH)
     else:
         rows = shape_of_rows(x)
-        _compiled.attend(x, call, out.view(*rows, -1), None if lse is None else lse.view(rows), library=TORCH)
-    return out, lse
+        views = [None if each is None else each.view(*rows, *each.shape[len(shape) :]) for each in made]
+        _compiled.attend(x, call, *views, library=TORCH)
+    return made
+
+
+def attention(operands: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the sums of weights of a prepared call."""
+    out, _, sums = attend(operands, call, lse=False, sums=True)
+    return out, sums
 
 
 def pull_back(
@@ -52,15 +62,15 @@ def pull_back(
     operands: Operands,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
     d_lse: Tensor | None = None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
     """Return the gradients of a prepared call; of those that are not wanted, only the mask's is skipped."""
     if flattened(operands) is operands:
-        found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH, wanted=wanted)
+        found = _compiled.pull_back(d_out, operands, call, out, sums, d_lse, library=TORCH, wanted=wanted)
         return found if found["q"].dtype == operands.q.dtype else _compiled.of_call(found, operands, xp=xp)
-    return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse, wanted)
+    return attention_vjp(d_out, operands, call.own_options, out, sums, d_lse, wanted)
 
 
 def attention_vjp(
@@ -68,18 +78,18 @@ def attention_vjp(
     operands: Operands,
     options: Options,
     out: Tensor | None,
-    lse: Tensor | None,
+    sums: Tensor | None,
     d_lse: Tensor | None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
     """Return the gradients; of those that are not wanted, only the mask's is skipped."""
     whole = flattened(operands)
     rows = shape_of_rows(whole)
-    out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
+    out, sums = (None if each is None else each.reshape(*rows, each.shape[-1]) for each in (out, sums))
     call = Call.of(whole, options)
-    out, lse = _compiled.results(out, lse, partial(attention, whole, call, return_lse=True), xp=xp)
+    out, sums = _compiled.results(out, sums, partial(attention, whole, call), xp=xp)
     d_out, d_lse = d_out.reshape(*rows, -1), None if d_lse is None else d_lse.reshape(rows)
-    found = _compiled.pull_back(d_out, whole, call, out, lse, d_lse, library=TORCH, wanted=wanted)
+    found = _compiled.pull_back(d_out, whole, call, out, sums, d_lse, library=TORCH, wanted=wanted)
     return _compiled.of_call(found, operands, xp=xp)
 
 

@@ -16,16 +16,18 @@ from relskew_core.backends._torch.watched import are_mapped, is_ordinary, requir
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
+    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     return attend(operands, compiled.call_of(operands, options))
 
 
-def attend(x: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the same for a prepared call."""
+def attend(x: Operands, call: Call, *, summed: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return the same for a prepared call, or the log-sum-exp if the sums are to be ``summed``."""
     if not requires_gradients(x):
-        return compiled.attention(x, call)
+        asks = call.options.return_lse
+        out, lse, sums = compiled.attend(x, call, lse=asks and summed, sums=asks and not summed)
+        return out, lse if summed else sums
     apply: Any = _Attention.apply
-    results = apply(call, *x)
+    results = apply(call, summed, *x)
     return results if call.options.return_lse else (results, None)
 
 
@@ -35,37 +37,39 @@ def attention_vjp(
     options: Options,
     *,
     out: Tensor | None = None,
-    lse: Tensor | None = None,
+    sums: Tensor | None = None,
     d_lse: Tensor | None = None,
     **_: Any,
 ) -> Gradients:
     """Return the gradients of every operand."""
-    return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
+    return Gradients(**compiled.attention_vjp(d_out, operands, options, out, sums, d_lse))
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by the compiled kernels, which saves the log-sum-exp."""
+    """Attention by the compiled kernels, which saves the sums of weights."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Any:
+    def forward(ctx: Any, call: Call, summed: bool, *operands: Tensor | None) -> Any:
         """Attend."""
-        out, lse = compiled.attention(operands_of(operands), call, return_lse=True)
-        ctx.call = call
-        ctx.save_for_backward(*operands, out, lse)
-        return (out, lse) if call.options.return_lse else out
+        asks = call.options.return_lse
+        out, lse, sums = compiled.attend(operands_of(operands), call, lse=asks and summed, sums=True)
+        ctx.call, ctx.summed = call, summed
+        ctx.save_for_backward(*operands, out, sums)
+        return (out, lse if summed else sums) if asks else out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, d_sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients, by the operator if they will be differentiated again or others take part."""
-        *operands, out, lse = saved_by(ctx)
+        *operands, out, sums = saved_by(ctx)
+        d_lse = d_sums if d_sums is None or ctx.summed else d_sums[..., 1]
         x, call = operands_of(operands), ctx.call
-        wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[1:], strict=True) if needs]
+        wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[2:], strict=True) if needs]
         seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()
         if (seen or are_mapped((d_out, d_lse))) and isinstance(x, GridOperands):
             gradients = grid.gradients(d_out, d_lse, x, call.own_options, wanted)
         elif seen or are_mapped((d_out, d_lse)):
-            found = OPERATOR.vjp(d_out, d_lse, out, lse, " ".join(wanted), *x, *flat(call.own_options))
+            found = OPERATOR.vjp(d_out, d_lse, out, sums, " ".join(wanted), *x, *flat(call.own_options))
             gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
-            gradients = compiled.pull_back(d_out, x, call, out, lse, d_lse, wanted)
-        return (None, *(gradients[name] if name in wanted else None for name in x._fields))
+            gradients = compiled.pull_back(d_out, x, call, out, sums, d_lse, wanted)
+        return (None, None, *(gradients[name] if name in wanted else None for name in x._fields))

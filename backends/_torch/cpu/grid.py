@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.masks import joint
+from relskew_core._array.softmax import log_sum_exp
 from relskew_core._kernel.call import GridOperands, GridOptions, Operands, Options, named
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 
@@ -24,7 +25,8 @@ def gradients(
         own = {name: each if each is None else each.view_as(each) for name, each in named(x).items()}
         views = GridOperands(**own)
         plain = Operands(**{name: own[name] for name in Operands._fields})._replace(mask=_mask(views, options))
-        out, lse = OPERATOR(plain, Options(**{**given, "return_lse": True}))
+        out, sums = OPERATOR(plain, Options(**{**given, "return_lse": True}))
+        lse = log_sum_exp(sums)
     results: Any
     results, cotangents = ((out,), (d_out,)) if d_lse is None else ((out, lse), (d_out, d_lse))
     inputs: list[Any] = [own[name] for name in wanted]

@@ -1,4 +1,4 @@
-"""torch on CPU as an operator, which saves its output and the log-sum-exp for the backward pass.
+"""torch on CPU as an operator, which saves its output and the sums of weights for the backward pass.
 
 It is for calls in which others take part, who see its shapes and no values. Where these are not for the compiled
 kernels, the portable ones do the same work.
@@ -24,7 +24,7 @@ from relskew_core.backends._torch.operator import Operator
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if requested, the log-sum-exp."""
+    """Return the output and, if requested, the sums of weights."""
     return OPERATOR(operands, options)
 
 
@@ -38,9 +38,9 @@ def _undisturbed() -> Iterator[None]:
 def _attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     with _undisturbed():
         if _compiled.serves(operands, options):
-            return compiled.attention(operands, compiled.call_of(operands, options), return_lse=True)
-        out, lse = forward.attention(_wide(operands), replace(options, return_lse=True), xp=xp)
-        return out if options.part.of_more else out.to(operands.q.dtype), lse
+            return compiled.attention(operands, compiled.call_of(operands, options))
+        out, sums = forward.attention(_wide(operands), replace(options, return_lse=True), xp=xp)
+        return out if options.part.of_more else out.to(operands.q.dtype), sums
 
 
 def _pull_back(
@@ -49,13 +49,13 @@ def _pull_back(
     options: Options,
     *,
     out: Tensor | None,
-    lse: Tensor | None,
+    sums: Tensor | None,
     d_lse: Tensor | None,
     wanted: frozenset[str],
 ) -> Gradients:
     with _undisturbed():
         if _compiled.serves(operands, options):
-            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse, wanted))
+            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, sums, d_lse, wanted))
         return backward.attention_vjp(d_out.to(wide(d_out.dtype, xp=xp)), _wide(operands), options, d_lse=d_lse, xp=xp)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from types import NoneType
 
@@ -11,8 +12,7 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch import watched
-from relskew_core.backends._torch.cpu import compiled
-from relskew_core.backends._torch.cpu.eager import attend as attend
+from relskew_core.backends._torch.cpu import compiled, eager
 
 TYPES = frozenset((*watched.TYPES, NoneType))
 """The types of arguments; subclasses may behave differently."""
@@ -24,6 +24,10 @@ ordinary = watched.is_ordinary
 
 about = attrgetter("dtype", "device", "layout")
 """The properties of a tensor that a call's checks depend on, except for its shape."""
+
+
+attend = partial(eager.attend, summed=True)
+"""Return the output (..., H, Lq, Dv) and, if requested, the log-sum-exp (..., H, Lq)."""
 
 
 def call_of(x: Operands, options: Options) -> Call | None:

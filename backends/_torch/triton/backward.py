@@ -31,7 +31,7 @@ def attention_vjp(
     options: Options,
     *,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
     d_lse: Tensor | None = None,
     wanted: frozenset[str] = frozenset(Operands._fields),
 ) -> Gradients:
@@ -41,7 +41,7 @@ def attention_vjp(
     positions.
     """
     with on_device_of(operands.q):
-        return _attention_vjp(d_out, operands, options, out, lse, d_lse, wanted)
+        return _attention_vjp(d_out, operands, options, out, sums, d_lse, wanted)
 
 
 def _attention_vjp(
@@ -49,14 +49,14 @@ def _attention_vjp(
     operands: Operands,
     options: Options,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
     d_lse: Tensor | None,
     wanted: frozenset[str],
 ) -> Gradients:
     call = TiledCall.of(operands, options)
     d_out = by_batch(d_out, xp=torch).contiguous()
     delta = _delta(d_out, out, d_lse)
-    given = {"d_out": d_out, "lse": lse.contiguous(), "delta": delta, **call.arguments(call.backward)}
+    given = {"d_out": d_out, "row_sums": sums.contiguous(), "delta": delta, **call.arguments(call.backward)}
     x = call.operands
     d_q, d_k, d_v = (x.new_zeros(x.shape) for x in (x.q, x.k, x.v))
     d_rel_q = None if x.rel_q is None else x.rel_q.new_zeros(x.rel_q.shape)
@@ -85,8 +85,8 @@ def _attention_vjp(
 
     found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
     shaped = {name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in found.items()}
-    for sums in (logits, weights):
-        shaped |= {} if sums is None else sums.gradients()
+    for table in (logits, weights):
+        shaped |= {} if table is None else table.gradients()
     if mask is not None and operands.mask is not None:
         shaped["mask"] = mask.gradient(operands.mask.shape, operands.q.shape[:-3])
     return Gradients(**shaped)

@@ -16,7 +16,7 @@ from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output (..., H, Lq, Dv) and the log-sum-exp (..., H, Lq) in float32.
+    """Return the output (..., H, Lq, Dv) and the sums of weights (..., H, Lq, 2) in float32.
 
     The output is in the operands' dtype, that of a part of more in float32.
     """
@@ -24,11 +24,11 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     q = operands.q
     shape = shape_of_rows(operands)
     out = q.new_empty(shape_of_out(operands), dtype=torch.float32 if options.part.of_more else q.dtype)
-    lse = q.new_empty(shape, dtype=torch.float32)
+    sums = q.new_empty((*shape, 2), dtype=torch.float32)
     if math.prod(shape) == 0 or options.visibility.positions() is None:
-        return out.zero_(), lse.fill_(-math.inf)
+        return out.zero_(), sums.fill_(-math.inf)
     tile = call.forward
     grid = (-(-options.visibility.n_queries // tile.size), call.batch * call.heads)
     with on_device_of(q):
-        forward_kernel[grid](out=out, lse=lse, **call.arguments(tile))
-    return out, lse
+        forward_kernel[grid](out=out, row_sums=sums, **call.arguments(tile))
+    return out, sums

@@ -1,4 +1,4 @@
-"""Triton: the fused kernels as an operator, which saves its output and the log-sum-exp for the backward pass."""
+"""Triton: the fused kernels as an operator, which saves its output and the sums of weights for the backward pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ OPERATOR = Operator("fused_attention", forward.attention, backward.attention_vjp
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if requested, the log-sum-exp."""
+    """Return the output and, if requested, the sums of weights."""
     return OPERATOR(operands, options)
 
 
 def attention_vjp(
-    d_out: Tensor, operands: Operands, options: Options, *, out: Tensor | None, lse: Tensor | None, xp: Any, **more: Any
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    *,
+    out: Tensor | None,
+    sums: Tensor | None,
+    xp: Any,
+    **more: Any,
 ) -> Gradients:
     """Return the gradients of every operand; missing results of the forward pass are computed again."""
-    out, lse = _compiled.results(out, lse, partial(forward.attention, operands, options), xp=of_torch)
-    return backward.attention_vjp(d_out, operands, options, out=out, lse=lse, **more)
+    out, sums = _compiled.results(out, sums, partial(forward.attention, operands, options), xp=of_torch)
+    return backward.attention_vjp(d_out, operands, options, out=out, sums=sums, **more)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from relskew_core._array.checks import check_bool, check_choice, describe, is_array
+from relskew_core._array.softmax import log_sum_exp
 from relskew_core._array.typing import Array
 from relskew_core._kernel.by_head import HeadScales, with_sinks
 from relskew_core._kernel.call import Arguments, takes
@@ -128,8 +129,8 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     scales = HeadScales.of(arguments, xp=jnp)
     arguments = replace(arguments if scales is None else scales.applied(arguments), sinks=None)
     ring = TracedRing.of(arguments, call.options, size, given.axis_name, given.layout)
-    out, lse = ring.attend(arguments)
+    out, sums = ring.attend(arguments)
     if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks, xp=jnp)
+        out, sums = with_sinks(out, sums, sinks, xp=jnp)
     out = out.astype(given.q.dtype)
-    return (out, lse) if given.return_lse else out
+    return (out, log_sum_exp(sums)) if given.return_lse else out

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from relskew_core._functions.attention import Backward, attend, pull_back
-from relskew_core._functions.merge import merge_attention
 from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
+from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run
 from relskew_core._positions.span import Span
@@ -74,7 +74,7 @@ class TracedRing:
         return cls(plain, options.span, axis, size, needed(queries, keys, *bounds), queries, keys, kinds)
 
     def attend(self, given: Arguments) -> tuple[Any, Any]:
-        """Return the output and the log-sum-exp, in the dtype of the accumulation."""
+        """Return the output and the sums of weights, in the dtype of the accumulation."""
         arrays = {name: x for name, x in given.arrays().items() if x is not None}
         if given.segments is not None:
             pair = given.segments if isinstance(given.segments, tuple) else (given.segments, given.segments)
@@ -86,8 +86,8 @@ class TracedRing:
             return self._forward(arrays, axes)
 
         def forward(arrays: Arrays) -> tuple[Any, Any]:
-            out, lse = self._forward(arrays, axes)
-            return (out, lse), (arrays, out, lse)
+            results = self._forward(arrays, axes)
+            return results, (arrays, *results)
 
         def backward(kept: Any, cotangents: Any) -> tuple[Arrays]:
             return (self._backward(*kept, *cotangents, axes=axes),)
@@ -102,13 +102,11 @@ class TracedRing:
 
         def nothing(run: Run) -> tuple[Any, Any]:
             shape = (*x["q"].shape[:-2], run.count)
-            return jnp.zeros((*shape, x["v"].shape[-1]), wide), jnp.full(shape, -jnp.inf, wide)
+            return jnp.zeros((*shape, x["v"].shape[-1]), wide), jnp.full((*shape, 2), -jnp.inf, wide)
 
         def step(sums: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
             def one(call: TracedPart, sums: Any) -> Any:
-                more, more_lse = call.attend(x, held)
-                out, lse = sums
-                return merge_attention([out, more], [lse, more_lse])
+                return merged(*zip(sums, call.attend(x, held), strict=True), xp=jnp)
 
             found = list(sums)
             for a, row in enumerate(self.kinds):
@@ -118,14 +116,14 @@ class TracedRing:
 
         sums = varying([nothing(run) for run in self.queries[0]], axes)
         _, sums = self._round(_held(x), sums, step)
-        return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([lse for _, lse in sums], -1)
+        return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([own for _, own in sums], -2)
 
-    def _backward(self, x: Arrays, out: Any, lse: Any, d_out: Any, d_lse: Any, *, axes: frozenset[str]) -> Arrays:
-        wide = lse.dtype
+    def _backward(self, x: Arrays, out: Any, whole: Any, d_out: Any, d_sums: Any, *, axes: frozenset[str]) -> Arrays:
+        wide = out.dtype
         named = [name for name in x if name in DIFFERENTIABLE and jnp.issubdtype(x[name].dtype, jnp.floating)]
         sums = varying({name: jnp.zeros(x[name].shape, wide) for name in named if name not in "kv"}, axes)
         travelling = varying({name: jnp.zeros(x[name].shape, wide) for name in "kv"}, axes)
-        results = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
+        results = {"d_out": d_out, "out": out, "sums": whole, "d_lse": d_sums[..., 1]}
 
         def step(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
             def one(call: TracedPart, state: Any) -> Any:
@@ -256,10 +254,9 @@ class TracedPart:
         return given, Part(of_more=True)
 
     def attend(self, x: Arrays, held: Arrays) -> tuple[Any, Any]:
-        """Return output and log-sum-exp."""
+        """Return output and sums of weights."""
         given, part = self._call(x, held)
-        out, lse = attend(problem(given, return_lse=True, part=part), given.impl)
-        return out, lse
+        return attend(problem(given, return_lse=True, part=part), given.impl)
 
     def pull_back(
         self, x: Arrays, held: Arrays, results: Arrays, travelling: Arrays, sums: Arrays
@@ -268,9 +265,9 @@ class TracedPart:
         given, part = self._call(x, held)
         rows, dtype = self.queries.here, given.q.dtype
         cotangents = {name: results[name][..., rows, :].astype(dtype) for name in ("d_out", "out")}
-        cotangents |= {name: results[name][..., rows] for name in ("lse", "d_lse")}
+        cotangents["d_lse"] = results["d_lse"][..., rows]
         arguments = {field.name: getattr(given, field.name) for field in fields(given)}
-        found = pull_back(Backward(**cotangents, **arguments), part)
+        found = pull_back(Backward(**cotangents, **arguments), part, results["sums"][..., rows, :])
         travelling = {
             name: total.at[..., self.keys.here, :].add(getattr(found, name)) for name, total in travelling.items()
         }

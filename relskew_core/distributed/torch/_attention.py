@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import check_bool, check_choice, describe, is_array
+from relskew_core._array.softmax import log_sum_exp
 from relskew_core._functions.attention import attend
 from relskew_core._kernel.by_head import HeadScales, with_sinks
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Part, takes
@@ -171,10 +172,10 @@ def _attend(given: _Parallel) -> Any:
         arguments = of_heads(replace(arguments, sinks=sinks), heads, within)
         sinks, arguments = arguments.sinks, replace(arguments, sinks=None)
     out: Any
-    lse: Any
+    sums: Any
     if given.method == "heads":
         wants_lse = given.return_lse or sinks is not None
-        out, lse = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
+        out, sums = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
     else:
         sharded = given.tables == "sharded"
         call = problem(replace(as_if_whole(arguments, ring) if sharded else arguments, mask=None))
@@ -183,14 +184,14 @@ def _attend(given: _Parallel) -> Any:
         seed = arguments.seed if is_array(arguments.seed) else None
         arrays = [*arguments.arrays().values(), *pair, seed]
         apply: Any = PartsAttention.apply
-        out, lse = apply(plan, *arrays)
+        out, sums = apply(plan, *arrays)
     if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks, xp=xp)
+        out, sums = with_sinks(out, sums, sinks, xp=xp)
     out = out.to(arguments.q.dtype)
     if heads is not None:
         out = to_positions(out, heads, within)
-        lse = to_positions(lse[..., None], heads, within)[..., 0] if given.return_lse else None
-    return (out, lse) if given.return_lse else out
+        sums = to_positions(sums, heads, within) if given.return_lse else None
+    return (out, log_sum_exp(sums)) if given.return_lse else out
 
 
 _untraced: Any = torch.compiler.disable(_attend, reason="what ranks send each other is not traced")

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
 from relskew_core._functions.attention import Backward, attend, pull_back
-from relskew_core._functions.merge import merge_attention
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Part
+from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
@@ -90,10 +91,10 @@ class OnePart:
         return cls(given, part, queries, keys, rows)
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp, in the dtype of the accumulation."""
-        out, lse = attend(problem(self.given, return_lse=True, part=self.part), self.given.impl)
-        assert lse is not None
-        return out, lse
+        """Return output and sums of weights, in the dtype of the accumulation."""
+        out, sums = attend(problem(self.given, return_lse=True, part=self.part), self.given.impl)
+        assert sums is not None
+        return out, sums
 
 
 def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
@@ -105,7 +106,7 @@ def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
 
 
 class PartsAttention(torch.autograd.Function):
-    """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and visits the keys again for the gradient."""
+    """``(plan, *arrays) -> (out, sums)``: keeps its inputs and results, and visits the keys again for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, plan: PartsPlan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ class PartsAttention(torch.autograd.Function):
         assert v is not None
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
-        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        sums = q.new_full((*q.shape[:-1], 2), -torch.inf, dtype=wide)
 
         def step(distance: int | None, keys: Sequence[Run], held: Held) -> None:
             tables.begin(distance)
@@ -123,41 +124,41 @@ class PartsAttention(torch.autograd.Function):
                 for other in keys:
                     call = OnePart.of(plan, x, tables, held, run, other)
                     if call is not None:
-                        rows, row = (..., run.here, slice(None)), (..., run.here)
-                        more, more_lse = call.attend()
-                        out[rows], lse[row] = merge_attention([out[rows], more], [lse[row], more_lse])
+                        rows = (..., run.here, slice(None))
+                        more, more_sums = call.attend()
+                        out[rows], sums[rows] = merged([out[rows], more], [sums[rows], more_sums], xp=xp)
 
         with without_autocast(q):
             tables = plan.tables(x)
             held = plan.rounds.forward(_held(x), step)
-        ctx.save_for_backward(*arrays, *held, out, lse)
+        ctx.save_for_backward(*arrays, *held, out, sums)
         ctx.plan, ctx.count = plan, len(arrays)
-        return out, lse
+        return out, sums
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        d_out, d_lse = grad_outputs
+        d_out, d_lse = grad_outputs[0], grad_outputs[1][..., 1]
         plan, saved = ctx.plan, ctx.saved_tensors  # read once: a checkpoint releases them after the first access
-        arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
+        arrays, (*held, out, of_whole) = saved[: ctx.count], saved[ctx.count :]
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]
         wanted = {name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if needed}
         others = wanted - {"k", "v", *TABLES}
-        sums = {name: torch.zeros_like(x[name], dtype=lse.dtype) for name in others}
+        sums = {name: torch.zeros_like(x[name], dtype=out.dtype) for name in others}
 
         def step(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
             tables.begin(distance)
-            d_k, d_v = (torch.zeros_like(part, dtype=lse.dtype) for part in given[:2])
+            d_k, d_v = (torch.zeros_like(part, dtype=out.dtype) for part in given[:2])
             for run in plan.queries:
                 for other in keys:
                     call = OnePart.of(plan, x, tables, given, run, other)
                     if call is None:
                         continue
-                    rows, row = (..., run.here, slice(None)), (..., run.here)
+                    rows = (..., run.here, slice(None))
                     cotangents = {"d_out": d_out[rows].to(q.dtype), "out": out[rows].to(q.dtype)}
-                    cotangents |= {"lse": lse[row], "d_lse": d_lse[row]}
+                    cotangents["d_lse"] = d_lse[..., run.here]
                     arguments = {field.name: getattr(call.given, field.name) for field in fields(call.given)}
-                    found = pull_back(Backward(**cotangents, **arguments), call.part)
+                    found = pull_back(Backward(**cotangents, **arguments), call.part, of_whole[rows])
                     d_k[..., other.here, :] += found.k
                     d_v[..., other.here, :] += found.v
                     for name, total in sums.items():
@@ -170,8 +171,8 @@ class PartsAttention(torch.autograd.Function):
 
         with without_autocast(q):
             tables = plan.tables(x)
-            tables.want(wanted, lse.dtype)
-            d_held = plan.rounds.backward(held, _like(x, lse.dtype), step)
+            tables.want(wanted, out.dtype)
+            d_held = plan.rounds.backward(held, _like(x, out.dtype), step)
             sums |= {**tables.gradients(), **dict(zip("kv", d_held, strict=True))}
         gradients = [sums[name].to(x[name].dtype) if name in wanted else None for name in DIFFERENTIABLE]
         return (None, *gradients, *(None for _ in LABELS))

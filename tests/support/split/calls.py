@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "segments": {"causal": True, "rel_k": "table", "segments": "one"},
     "segments of padding": {"span": Span.clipped(2), "rel_k": "table", "segments": "pair"},
     "a boolean mask": {"causal": True, "rel_k": "table", "mask": "boolean"},
+    "a mask far away": {"causal": True, "mask": "far"},
     "an additive mask": {"span": Span.clipped(2), "rel_k": "table", "mask": "additive"},
     "dropout": {"causal": True, "rel_k": "table", "dropout": 0.4, "seed": 3, "offset": 2, "span": Span.clipped(30)},
 }
@@ -60,10 +61,11 @@ def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if options.pop("rel_q", None):
         shapes["rel_q"] = shapes["q"]
     shapes |= {name: (H,) for name in ("sinks", "scale", "rel_scale") if options.pop(name, None)}
-    if options.get("mask") == "additive":
-        del options["mask"]
-        shapes["mask"] = (2, 1, n, length)
+    additive = options.pop("mask") if options.get("mask") in ("additive", "far") else None
+    shapes |= {"mask": (2, 1, n, length)} if additive else {}
     arrays = {name: torch.randn(shape, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+    if additive == "far":  # a log-sum-exp does not hold the number of keys
+        arrays["mask"] = torch.full_like(arrays["mask"], -1e17).requires_grad_()
     if "mask" in options:
         options["mask"] = torch.rand(H, n, length) < 0.7
     if "segments" in options:

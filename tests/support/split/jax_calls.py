@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zigzag": {"causal": True, "window": (7, None), "span": Span.clipped(3), "rel_v": "table", "mask": "additive"},
     "striped": {"causal": True, "span": Span(9, 2, "zero"), "rel_k": "table", "rel_bias": "by head", "scale": True},
 }
+FAR = {"causal": True, "mask": "far"}
 CROSS = {"n_queries": 8, "offset": 3, "span": Span.clipped(4), "key_table": "table", "rel_k": "table", "rel_q": True}
 
 
@@ -126,7 +127,7 @@ def sends_no_more_than_a_ring(mesh: Any) -> None:
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     devices = jax.make_mesh((DEVICES,), ("ring",), axis_types=(AxisType[sys.argv[1]],))
-    for layout, case in [*CASES.items(), ("contiguous", CROSS)]:
+    for layout, case in [*CASES.items(), ("contiguous", CROSS), ("zigzag", FAR)]:
         agrees(layout, case, devices)
     sends_no_more_than_a_ring(devices)
     print("all agree")

@@ -35,7 +35,7 @@ from relskew_core.backends._torch.triton.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys", "offset", "lowest", "highest", "band_low", "band_high"])
 def forward_kernel(
-    q, k, v, rel_q, rel_k, rel_v, rel_bias, mask, out, lse,
+    q, k, v, rel_q, rel_k, rel_v, rel_bias, mask, out, row_sums,
     q_b, q_h, q_i, k_b, k_h, k_j, v_b, v_h, v_j, rel_q_b, rel_q_h, rel_q_i,
     rel_k_h, rel_k_r, rel_v_h, rel_v_r, rel_bias_h, mask_b, mask_h, mask_i, mask_j,
     heads, group, n_queries, n_keys, offset, before, after, block_size,
@@ -142,4 +142,5 @@ def forward_kernel(
     seen_some = tl.where(total == 0, 1.0, total)
     row = tl.program_id(1).to(tl.int64) * n_queries
     store_rows(out + row * DV, i, DV, here, sums / seen_some[:, None], DV, BLOCK_DV)
-    tl.store(lse + row + i, largest + tl.log(seen_some), mask=here)
+    tl.store(row_sums + 2 * (row + i), largest, mask=here)
+    tl.store(row_sums + 2 * (row + i) + 1, tl.log(seen_some), mask=here)

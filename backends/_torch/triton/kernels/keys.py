@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from relskew_core.backends._torch.triton.kernels.queries import tile_gradient
+from relskew_core.backends._torch.triton.kernels.queries import load_sums, tile_gradient
 from relskew_core.backends._torch.triton.kernels.tiles import (
     load_rows,
     queries_of,
@@ -28,7 +28,7 @@ def key_gradient_kernel(
     rel_k_h, rel_k_r, rel_v_h, rel_v_r, rel_bias_h, mask_b, mask_h, mask_i, mask_j,
     heads, group, n_queries, n_keys, offset, before, after, block_size,
     span_left, table_rows, lowest, highest, band_low, band_high, scale, rel_scale, softcap,
-    d_out, lse, delta, d_k, d_v,
+    d_out, row_sums, delta, d_k, d_v,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr, B: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -66,8 +66,7 @@ def key_gradient_kernel(
                 seen = i < n_queries
                 q_tile = load_rows(q + b * q_b + h * q_h, i, q_i, seen, D, BLOCK_D)
                 do = load_rows(d_out + rows_before * DV, i, DV, seen, DV, BLOCK_DV)
-                lse_row = tl.load(lse + rows_before + i, mask=seen, other=float("inf"))
-                lse_row = tl.where(lse_row == -float("inf"), float("inf"), lse_row)
+                most, log = load_sums(row_sums + 2 * rows_before, i, seen)
                 delta_row = tl.load(delta + rows_before + i, mask=seen, other=0.0)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
                 first = j0 - i0 - offset
@@ -109,8 +108,8 @@ def key_gradient_kernel(
                 if MASK:
                     mask_of_head = mask + b * mask_b + h * mask_h
                 p, _, ds = tile_gradient(
-                    s, dp, lse_row, delta_row, i0, j0, mask_of_head, mask_i, mask_j, n_queries, n_keys, offset, before,
-                    after, block_size, softcap, BEFORE, AFTER, LOCAL, MASK, SOFTCAP, B)  # fmt: skip
+                    s, dp, most, log, delta_row, i0, j0, mask_of_head, mask_i, mask_j, n_queries, n_keys, offset,
+                    before, after, block_size, softcap, BEFORE, AFTER, LOCAL, MASK, SOFTCAP, B)  # fmt: skip
                 v_sums = tl.dot(tl.trans(p.to(do.dtype)), do, v_sums, input_precision=PRECISION)
                 k_sums = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, k_sums, input_precision=PRECISION)
     store_rows(d_k + program * n_keys * D, j, D, here, k_sums * scale, D, BLOCK_D)

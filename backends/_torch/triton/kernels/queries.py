@@ -1,6 +1,6 @@
 """Triton: the backward kernels for the queries. Every program writes to separate memory, without atomics.
 
-``dS = P ∘ (dO · (V + EV) - Δ)``, with the weights ``P`` made anew from the log-sum-exp. Where a tile's ``dS`` is turned
+``dS = P ∘ (dO · (V + EV) - Δ)``, with the weights ``P`` made anew from their sums. Where a tile's ``dS`` is turned
 into its two windows of relative positions (:func:`unskew`), the earlier window is complete: it is multiplied by the
 table rows for the gradient of the queries, and is stored for the table's.
 """
@@ -33,7 +33,8 @@ from relskew_core.backends._torch.triton.kernels.tiles import (
 
 @triton.jit
 def tile_gradient(
-    s, dp, lse, delta, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after, block_size, softcap,
+    s, dp, most, log, delta, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after, block_size,
+    softcap,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
@@ -42,13 +43,22 @@ def tile_gradient(
     logits = masked(capped, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after, block_size,
                     BEFORE, AFTER, LOCAL, MASK, B)  # fmt: skip
     unseen = logits == -float("inf")  # products with hidden keys may be NaN
-    p = tl.where(unseen, 0.0, tl.exp2((logits - lse[:, None]) * LOG2E))
+    p = tl.where(unseen, 0.0, tl.exp2((logits - most[:, None] - log[:, None]) * LOG2E))
     ds = tl.where(unseen, 0.0, p * (dp - delta[:, None]))
     before_cap = ds
     if SOFTCAP:
         ratio = capped / softcap
         before_cap = tl.where(unseen, 0.0, ds * (1.0 - ratio * ratio))
     return p, ds, before_cap
+
+
+@triton.jit
+def load_sums(row_sums, i, here):
+    """Load the largest logit of each query and the logarithm of its weights' sum."""
+    most = tl.load(row_sums + 2 * i, mask=here, other=float("inf"))
+    seen = most != -float("inf")  # weights of queries that see nothing are zero
+    log = tl.load(row_sums + 2 * i + 1, mask=here & seen, other=0.0)
+    return tl.where(seen, most, float("inf")), log
 
 
 @triton.jit
@@ -81,7 +91,7 @@ def query_gradient_kernel(
     rel_k_h, rel_k_r, rel_v_h, rel_v_r, rel_bias_h, mask_b, mask_h, mask_i, mask_j,
     heads, group, n_queries, n_keys, offset, before, after, block_size,
     span_left, table_rows, lowest, highest, band_low, band_high, scale, rel_scale, softcap,
-    d_out, lse, delta, d_q, d_rel_q, d_mask, d_logits, weights, far_logits, far_weights,
+    d_out, row_sums, delta, d_q, d_rel_q, d_mask, d_logits, weights, far_logits, far_weights,
     chunk_start, chunk_stop, first_position, width,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr, B: tl.constexpr,
@@ -109,8 +119,7 @@ def query_gradient_kernel(
     position = i0 + offset
     q_tile = load_rows(q + b * q_b + h * q_h, i, q_i, here, D, BLOCK_D)
     do = load_rows(d_out + program * n_queries * DV, i, DV, here, DV, BLOCK_DV)
-    lse_row = tl.load(lse + program * n_queries + i, mask=here, other=float("inf"))
-    lse_row = tl.where(lse_row == -float("inf"), float("inf"), lse_row)  # weights of queries that see nothing are zero
+    most, log = load_sums(row_sums + 2 * program * n_queries, i, here)
     delta_row = tl.load(delta + program * n_queries + i, mask=here, other=0.0)
     k += b * k_b + h // group * k_h
     v += b * v_b + h // group * v_h
@@ -188,7 +197,7 @@ def query_gradient_kernel(
             elif REL_V:
                 dp += v_relative
             p, ds_mask, ds = tile_gradient(
-                s, dp, lse_row, delta_row, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after,
+                s, dp, most, log, delta_row, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after,
                 block_size, softcap, BEFORE, AFTER, LOCAL, MASK, SOFTCAP, B)  # fmt: skip
             if KEEP_MASK:
                 store_window(d_mask, n_keys, row, j0, ds_mask.to(d_mask.dtype.element_ty), here, n_keys, B)

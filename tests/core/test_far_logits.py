@@ -1,0 +1,156 @@
+"""Rows whose logits are all far from zero, as under a mask of -1e9, next to which a log-sum-exp loses the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from libraries import GATES, LIBRARIES, Library, of_name
+from relskew_core import Span, merge_attention, paged_attention, relative_attention, relative_attention_2d
+from relskew_core import relative_attention_vjp as attention_vjp
+
+FAR = {
+    "float64": (-1e17, 1e12),
+    "float32": (-1e9, 3e38),
+    "float16": (-65504.0, 65504.0),
+    "bfloat16": (float(torch.finfo(torch.bfloat16).min), 1e8),
+}
+"""Numbers that are added to all logits of some rows."""
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((1, 2, length, 6)) for length in (9, 40, 40))
+D_OUT, D_LSE = RNG.standard_normal(Q.shape), RNG.standard_normal(Q.shape[:-1])
+
+
+def far(kind: str, value: float) -> dict[str, Any]:
+    """Return the arrays and options of a call; the products of queries and keys are too small to be seen."""
+    half = abs(value) in map(abs, (*FAR["float16"], *FAR["bfloat16"]))
+    options: dict[str, Any] = {"scale": 1e-4 if half else 1e-20, "offset": 31}
+    arrays = {"q": Q, "k": K, "v": V}
+    some = np.where(np.arange(9) % 3, value, 0.0)[:, None]  # of the rows
+    if kind == "rel_bias":
+        return {**arrays, "rel_bias": np.full((2, 9), value), "span": Span.clipped(4), **options}
+    if kind == "few queries":
+        return {"q": Q[:, :, :2], "k": K, "v": V, "mask": np.full((2, 40), value), **options}
+    more = {"sinks": {"sinks": np.asarray([value, 0.0])}, "causal": {"causal": True}, "chunks": {"chunk_size": 4}}
+    return {**arrays, "mask": np.repeat(some, 40, -1), **options, **more.get(kind, {})}
+
+
+KINDS = ("mask", "rel_bias", "few queries", "sinks", "causal", "chunks")
+CALLS = [
+    (row, dtype, KINDS[(at + turn) % len(KINDS)], ("auto", "portable")[(at + turn) % 2])
+    for at, row in enumerate(LIBRARIES)
+    for turn, dtype in enumerate(row.dtypes)
+] + [(row, "float32", kind, "auto") for row in LIBRARIES if row.name in ("numpy", "torch, CPU") for kind in KINDS]
+
+
+@pytest.mark.parametrize(("row", "dtype", "kind", "impl"), CALLS, ids=str)
+def test_results_and_gradients(row: Library, dtype: str, kind: str, impl: Any) -> None:
+    of_name(row.name)
+    for value in FAR[dtype]:
+        given = far(kind, value)
+        with row.setting():
+            arrays = {name: row.asarray(x, dtype) for name, x in given.items() if isinstance(x, np.ndarray)}
+            options = {name: x for name, x in given.items() if name not in arrays}
+            cotangents = {"d_out": row.asarray(D_OUT[:, :, : given["q"].shape[2]], dtype)}
+            out, lse = row.call(relative_attention, arrays, **options, return_lse=True, impl=impl)
+            d_lse = row.asarray(D_LSE[:, :, : given["q"].shape[2]], str(lse.dtype).rpartition(".")[2])
+            found = row.call(attention_vjp, {**cotangents, "d_lse": d_lse, **arrays}, **options, impl=impl)
+            exact = {name: torch.tensor(row.to_numpy(x)).double().requires_grad_() for name, x in arrays.items()}
+            d_out = torch.tensor(row.to_numpy(cotangents["d_out"])).double()
+            expected = oracles.attention(**exact, **{name: x for name, x in options.items() if name != "chunk_size"})
+            results = torch.autograd.grad(
+                expected, [*exact.values()], (d_out, torch.tensor(row.to_numpy(d_lse)).double())
+            )
+            pairs = [(out, expected.out), (lse, expected.lse)]
+            pairs += [(getattr(found, name), each) for name, each in zip(exact, results, strict=True)]
+            for index, (actual, wanted) in enumerate(pairs):
+                error = oracles.relative_error(row.to_numpy(actual), wanted.detach().numpy())
+                assert error <= GATES[dtype], (value, index, error)
+
+
+@pytest.mark.parametrize("value", FAR["float32"])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_libraries_differentiate_calls(library: str, value: float) -> None:
+    given = far("mask", value)
+    arrays, scale = {name: given[name].astype("float32") for name in ("q", "k", "v", "mask")}, given["scale"]
+    exact = {name: torch.tensor(x).double().requires_grad_(name != "mask") for name, x in arrays.items()}
+    expected = oracles.attention(**exact, scale=scale, offset=31).out
+    wanted = torch.autograd.grad(expected, [exact[name] for name in "qkv"], torch.tensor(D_OUT))
+    if library == "torch":
+        own: dict[str, Any] = {name: torch.tensor(x).requires_grad_(name != "mask") for name, x in arrays.items()}
+        out: Any = relative_attention(**own, scale=scale, offset=31)
+        ways = [torch.autograd.grad(out, [own[name] for name in "qkv"], torch.tensor(D_OUT, dtype=torch.float32))]
+    else:
+        jax = pytest.importorskip("jax")
+        with jax.enable_x64(False):
+
+            def loss(q: Any, k: Any, v: Any) -> Any:
+                mask = jax.numpy.asarray(arrays["mask"])
+                return (relative_attention(q, k, v, mask=mask, scale=scale, offset=31) * D_OUT.astype("float32")).sum()
+
+            pull = jax.grad(loss, argnums=(0, 1, 2))
+            ways = [each(*(jax.numpy.asarray(arrays[name]) for name in "qkv")) for each in (pull, jax.jit(pull))]
+    for found in ways:
+        for name, x, y in zip("qkv", found, wanted, strict=True):
+            assert oracles.relative_error(np.asarray(x), y.numpy()) <= GATES["float32"], name
+
+
+@pytest.mark.parametrize("queries", [1, 96])
+def test_a_row_in_several_tasks(queries: int) -> None:
+    """The compiled kernels cut the keys; the parts of a row are not equally long."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, length, 64)).astype("float32") for length in (queries, 30_000, 30_000))
+    mask = np.where(np.arange(30_000) < 29_000, -1e9, -1e9 + 64).astype("float32")[None]
+    mask[:, :17_000] = -1e9
+    for same, weights in ((np.full_like(mask, -1e9), np.ones(30_000)), (mask, np.arange(30_000) >= 29_000)):
+        out = relative_attention(q, k, v, mask=same, scale=1e-20, offset=0)
+        expected = (weights[:, None] * v.astype("float64")[0]).sum(0) / weights.sum()
+        assert oracles.relative_error(out[0], np.broadcast_to(expected, out[0].shape)) <= 1e-5
+        found = attention_vjp(np.ones_like(out), q, k, v, mask=same, scale=1e-20, offset=0)
+        share = queries * weights / weights.sum()
+        assert oracles.relative_error(found.v[0], np.broadcast_to(share[:, None], v[0].shape)) <= GATES["float32"]
+
+
+def test_uneven_blocks_of_dask() -> None:
+    da = pytest.importorskip("dask.array")
+    given = far("mask", -1e9)
+    arrays = {name: given[name].astype("float32") for name in ("q", "k", "v", "mask")}
+    wide: dict[str, Any] = {name: torch.tensor(x).double() for name, x in arrays.items()}
+    expected = oracles.attention(**wide, scale=1e-20, offset=31)
+    chunks = {"q": (1, 1, 4, -1), "k": (1, 1, (1, 7, 32), -1), "v": (1, 1, (1, 7, 32), -1), "mask": (4, (1, 7, 32))}
+    cut = {name: da.from_array(x, chunks=chunks[name]) for name, x in arrays.items()}
+    found: Any = relative_attention(**cut, scale=1e-20, offset=31, return_lse=True, impl="native")
+    for one, other in zip(found, expected, strict=True):
+        assert oracles.relative_error(one.compute(), other.numpy()) <= GATES["float32"]
+
+
+def test_grids_and_pages() -> None:
+    q, k, v = (x.astype("float32") for x in (Q[:, :, :4], K[:, :, :12], V[:, :, :12]))
+    mean = np.broadcast_to(v.astype("float64").mean(-2, keepdims=True), q.shape)
+    mask = np.full((4, 12), -1e9, "float32")
+    grid: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (3, 4), "scale": 1e-20, "mask": mask}
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    out: Any = relative_attention_2d(*tensors, **{**grid, "mask": torch.tensor(mask)})
+    (found,) = torch.autograd.grad(out.sum(), tensors[2:])
+    assert oracles.relative_error(out.detach().numpy(), mean) <= GATES["float32"]
+    assert oracles.relative_error(found.numpy(), np.full(v.shape, 4 / 12)) <= GATES["float32"]
+    pages = (np.moveaxis(x, 1, 2).reshape(4, 3, 2, 6) for x in (k, v))
+    bias = np.full((2, 12), -1e9, "float32")
+    way: Any = {"page_table": [[0, 1, 2, 3]], "lengths": [12], "span": Span(11, 0), "rel_bias": bias, "scale": 1e-20}
+    last: Any = paged_attention(q[:, :, :1], *pages, **way)
+    assert oracles.relative_error(last, mean[:, :, :1]) <= GATES["float32"]
+
+
+def test_parts_merge_as_far_as_a_log_sum_exp_can_say() -> None:
+    """A log-sum-exp of -1e9 does not say how many keys a part has, which the page says; one of 100 does."""
+    parts = [relative_attention(Q, K[:, :, part], V[:, :, part], mask=np.full((9, 1), 100.0), scale=0.5, offset=0,
+                                return_lse=True) for part in (slice(3), slice(3, 40))]  # fmt: skip
+    out, lse = merge_attention(*map(list, zip(*parts, strict=True)))
+    whole = relative_attention(Q, K, V, mask=np.full((9, 1), 100.0), scale=0.5, offset=0, return_lse=True)
+    for one, other in zip((out, lse), whole, strict=True):
+        assert oracles.relative_error(one, other) <= GATES["float64"]
