@@ -36,7 +36,8 @@ class Own(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
+        handle: Any = super().__torch_function__
+        return handle(func, types, args, kwargs or {})
 
 
 def masked(x: Any) -> Any:
