@@ -150,15 +150,12 @@ def test_a_report_says_so_of_weights() -> None:
 
 @pytest.mark.parametrize("case", ["drawn", "to_onnx", "flax", "equinox", "mlx"])
 def test_what_a_class_of_tensors_adds_is_not_lost_in_a_conversion(case: str) -> None:
-    class Measured(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return super().__torch_function__(function, types, args, kwargs)
-
+    protocol: Any = torch.Tensor.__torch_function__
+    measured = type("Measured", (torch.Tensor,), {"__torch_function__": classmethod(protocol.__func__)})
     function, arrays = CASES[case]
     tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
     function(**tensors)
     for name, x in tensors.items():
         with pytest.raises(TypeError, match="must be a tensor of numbers alone") as error:
-            function(**{**tensors, name: x.as_subclass(Measured)})
+            function(**{**tensors, name: x.as_subclass(measured)})
         assert name in str(error.value)
