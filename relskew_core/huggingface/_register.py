@@ -265,13 +265,14 @@ def _offset(mask: Tensor | None, n: Any, m: Any, causal: bool | None) -> Any:
     end, latest = ends.amax(), (ends - queries).amax()
     offset = (end - n).clamp(0)  # the earliest position of the first query
     clear = (latest <= offset) | (end == m)
+    wanted = f"`attention_mask` must show which {n} of {m} keys are those of the queries"
     if torch.compiler.is_compiling():
-        torch._assert_async(clear)
+        torch.ops.aten._assert_async.msg(clear, wanted)
         return offset
     if not clear:
         raise ValueError(
-            f"`attention_mask` must show which {n} of {m} keys are those of the queries, got {describe(mask)}: "
-            "queries see keys after their own, or not their own; pass a mask of two axes, and pad on the left"
+            f"{wanted}, got {describe(mask)}: queries see keys after their own, or not their own; pass a mask of two "
+            "axes, and pad on the left"
         )
     return int(offset)
 

@@ -123,6 +123,18 @@ def test_a_mask_shows_where_queries_are(registered: dict[str, Any], dtype: torch
     assert not hidden.any()
 
 
+@pytest.mark.no_cover
+def test_a_compiled_call_checks_where_queries_are(registered: dict[str, Any]) -> None:
+    register_attention("ours", rel_bias=torch.randn(H, 3, dtype=torch.float64))
+    attend, module = registered["attention"]["ours"], SimpleNamespace(is_causal=True)
+    q, k, v = heads(1, N), heads(2, M + 4), heads(3, M + 4)
+    compiled = torch.compile(lambda mask: attend(module, q, k, v, mask)[0], backend="aot_eager", fullgraph=True)
+    seen = registered["masks"]["ours"](q_length=N, kv_length=M + 4, q_offset=M - N, kv_offset=0)
+    assert torch.allclose(compiled(seen.clone()), attend(module, q, k, v, seen)[0])
+    with pytest.raises(RuntimeError, match="`attention_mask` must show which 3 of 9 keys are those of the queries"):
+        compiled(seen | (torch.arange(M + 4) < M))
+
+
 def test_keys_of_another_text_have_no_bias(registered: dict[str, Any]) -> None:
     """Modules that attend to both say which: by their class, by their attributes, or they are refused."""
     register_attention("ours", rel_bias=torch.full((H, 2 * M - 1), 1e3).cumsum(-1).double(), span=Span.full(M))
