@@ -145,8 +145,8 @@ def check_forward(original: Any, name: str, drop_in: type[DropIn]) -> None:
             continue
         if not (hooked and isinstance(value, functools.partial) and value.args[:1] == (original,)):
             raise ValueError(
-                f"`model` must have modules without a `{hidden}` of their own, except for accelerate's hooks, got "
-                f"{name or 'a model'!r} ({kind.__name__}) with one: call `replace_attention` before it is set"
+                "`model` must have the methods of its classes, except under accelerate's hooks, got another "
+                f"`{hidden}` in {name or 'the model'!r} ({kind.__name__}): call `replace_attention` before it is set"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,25 @@ def test_modules_stay_whole_in_torch_fx(name: str) -> None:
         torch.testing.assert_close(traced(x), Model()(x))
     with pytest.raises(TypeError, match=rf"^torch\.jit\.script cannot compile {name}: use torch\.compile"):
         torch.jit.script(layer)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_forked_worker_with_one_thread() -> None:
+    """After a parent with several threads, as docs/other-tools.md says; with several, torch itself waits forever."""
+    script = """
+        import os
+        import torch
+        from relskew_core import BlockSpec
+        from relskew_core.layers.torch import RelativeMultiheadAttention
+
+        torch.set_num_threads(2)
+        layer = RelativeMultiheadAttention(BlockSpec.t5(64, 4)).eval()
+        x = torch.randn(4, 300, 64)
+        expected = layer(x).detach()
+        if not (child := os.fork()):
+            torch.set_num_threads(1)
+            os._exit(0 if torch.allclose(layer(x), expected, atol=1e-5) else 3)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

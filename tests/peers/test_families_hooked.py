@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +105,11 @@ def test_features_by_torch_fx(package: str, extractor: str, nodes: list[str], ve
     assert len(want) == 2
     for x, y in zip(got, want, strict=True):
         check(x, y, family.gate)
+
+
+def test_the_page_of_other_tools_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "other-tools.md").read_text()
+    (block,) = (x for x in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "accelerate" in x)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert len(drop_ins(names["model"])) == 2
