@@ -69,7 +69,8 @@ def shares_of(parts: Sequence[Array], *, xp: Namespace) -> tuple[Array, Array]:
     joined = xp.stack(parts, axis=-2)
     largest = _largest(joined[..., 0], xp=xp)
     dead = largest == -math.inf
-    logits = xp.where(dead, 0.0, joined[..., 0] - largest + joined[..., 1])
+    logits = joined[..., 0] - xp.where(dead, 0.0, largest) + joined[..., 1]
+    logits = xp.where(dead, 0.0, logits)
     native = getattr(xp, "softmax", None)
     if native is not None:  # as in `softmax`; the largest of these logits may be above 0
         shares = native(logits, -1)

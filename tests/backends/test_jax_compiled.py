@@ -434,7 +434,7 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
     given = problem(Arguments(x, x, x))
     numbers = _compiled.call.numbers(given.operands(), given.options)
     there = [name in ("q", "k", "v") for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
-    whole = np.asarray([*(numbers[name] for name in _compiled.call.WHOLE), 1, 1, *there, 1, 0], np.int64)
+    whole = np.asarray([*(numbers[name] for name in _compiled.call.WHOLE), 1, 1, *there, 1, 0, 0], np.int64)
     smaller = whole.copy()
     smaller[_compiled.call.WHOLE.index("queries")] = 3
 
