@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from relskew_core._array.autocast import undisturbed
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import floating, from_doubles
+from relskew_core._array.gather import within
 from relskew_core._array.integers import integers
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import symbolic
@@ -179,7 +180,7 @@ def _weights(columns: Array, new: int, method: Method, *, align_corners: bool, x
     t = xp.astype(above - start * below, columns.dtype) / below
     matrix = xp.zeros((old, new), dtype=columns.dtype, device=device(columns))
     for index, tap in (_linear(t) if method == "linear" else _cubic(t)).items():
-        nearest = xp.clip(start + index, 0, old - 1)
+        nearest = within(start + index, old, xp=xp)
         matrix = matrix + xp.where(olds[:, None] == nearest, tap, 0.0)
     return matrix
 

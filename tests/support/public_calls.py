@@ -35,6 +35,11 @@ def of_arrays(*names: str) -> Made:
     return lambda n: {name: rows(n) for name in names}
 
 
+def of_results(n: int) -> Given:
+    out, lse = relskew_core.relative_attention(*[rows(n)] * 3, return_lse=True)
+    return {"out": out, "lse": lse}
+
+
 def with_prefix(n: int) -> Given:
     return {**{name: rows(5 * n + 1) for name in "qkv"}, "prefix": (1, 1)}
 
@@ -106,13 +111,13 @@ OPTIONS: dict[str, Made] = {
     "impl": lambda n: {"impl": "native"},
     "k_step": lambda n: {"q_step": (2, 1), "k_step": (2, 1)},
     "key_table": lambda n: {"key_table": randn(11, 4), "span": CLIP},
-    "lse": lambda n: {"out": rows(n), "lse": randn(3, 2, n)},
+    "lse": of_results,
     "mask": lambda n: {"mask": randn(n, n) > -1},
     "method": lambda n: {"method": "cubic"},
     "neighborhood": lambda n: {"neighborhood": (3, 2)},
     "offset": lambda n: {"offset": n},
     "order": lambda n: {"order": "interleaved"},
-    "out": lambda n: {"out": rows(n), "lse": randn(3, 2, n)},
+    "out": of_results,
     "positions": lambda n: {"positions": (arange(n).flip(0), arange(n)), "causal": True},
     "prefix": with_prefix,
     "prefix_bias": lambda n: {**with_prefix(n), "prefix_bias": randn(2, 3)},
