@@ -56,7 +56,7 @@ def check(example: Example) -> None:
     spec, keep = SPECS_OF_CACHES[example.spec], 3
     module = made(spec).eval()
     whole = made(replace(spec, window=(keep, 0))).eval() if example.kind == "sliding" else module
-    room = {"growing": {}, "sliding": {"keep": keep}}.get(example.kind, {"length": ROOM})
+    room: dict[str, Any] = {"growing": {}, "sliding": {"keep": keep}}.get(example.kind, {"length": ROOM})
     cache: Any = module.empty_cache(BATCH, **room)
     if example.kind == "by item":
         cache = cache._replace(length=torch.zeros(BATCH, dtype=torch.int64))

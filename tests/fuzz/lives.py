@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ def replaced(name: str) -> Any:
     return replace_attention(STAND_INS[name][0]()).eval()
 
 
-BUILT = {
+BUILT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     **{name: (make, call) for name, make in MODULES.items()},
     **{f"drop-in {name}": (partial(replaced, name), called) for name, (_, called) in STAND_INS.items()},
 }

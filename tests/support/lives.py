@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def parametrised(life: Life) -> None:
     for part in list(life.module.modules()):
         if isinstance(part, (nn.Linear, nn.Embedding)) and not parametrize.is_parametrized(part):
             parametrize.register_parametrization(part, "weight", nn.Identity())
-            life.ends.append(lambda part=part: parametrize.remove_parametrizations(part, "weight"))
+            life.ends.append(partial(parametrize.remove_parametrizations, part, "weight"))
 
 
 def offloaded(life: Life) -> None:

@@ -55,8 +55,9 @@ def mutated(function: ast.AST) -> Iterator[tuple[str, str]]:
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [getattr(node, "target", None)]
         changed = [x for target in targets if target is not None for x in ast.walk(target)]
         for target in changed if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)) else []:
-            stored = isinstance(target, (ast.Attribute, ast.Subscript)) and not isinstance(target.ctx, ast.Load)
-            if stored and (name := root_of(target)):
+            if not isinstance(target, (ast.Attribute, ast.Subscript)) or isinstance(target.ctx, ast.Load):
+                continue
+            if name := root_of(target):
                 yield name, ast.unparse(target if isinstance(target, ast.Attribute) else target.value)
         method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
         if method is not None and method.attr in MUTATORS and (name := root_of(method.value)):

@@ -23,10 +23,11 @@ from relskew_core.backends._torch.watched import is_transformed
 Function = Callable[..., Tensor]
 
 
-def kept(most: int) -> Callable[[Function], Function]:
+def kept(most: int, *, constant: bool = False) -> Callable[[Function], Function]:
     """Make a function keep its last results, but none that a transformation or a mode of torch takes part in.
 
-    Such tensors may be fake or functional, and have no numbers for later calls.
+    Such tensors may be fake or functional, and have no numbers for later calls. ``torch.compile`` takes ``constant``
+    results as they are while it traces.
     """
 
     def decorate(make: Function) -> Function:
@@ -47,13 +48,12 @@ def kept(most: int) -> Callable[[Function], Function]:
                 found[key] = made
             return made
 
-        return call
+        return torch.compiler.assume_constant_result(call) if constant else call  # type: ignore[no-any-return]  # untyped
 
     return decorate
 
 
-@torch.compiler.assume_constant_result
-@kept(64)
+@kept(64, constant=True)
 def buckets(
     left: int, right: int, num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device
 ) -> Tensor:
@@ -64,8 +64,7 @@ def buckets(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-@torch.compiler.assume_constant_result
-@kept(64)
+@kept(64, constant=True)
 def slopes(num_heads: int, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ALiBi's slopes of some of the heads."""
     return torch.tensor(alibi_slopes(num_heads)[first : first + count], dtype=dtype, device=device)
