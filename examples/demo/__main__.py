@@ -54,7 +54,7 @@ def export(tune: Melody, path: Path, console: Console) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     save(to_onnx(spec, single), path, overwrite=True)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": x.astype(np.float32)})
+    y = np.asarray(session.run(None, {"x": x.astype(np.float32)})[0])
     expected = attention_block(x, weights, spec)
     error = float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
     report = validate(path, spec, single)

@@ -140,7 +140,7 @@ def check_filled(
             f"`past.length` must be one for all items, or one for each of the leading axes of `x`, {lead}, got "
             f"{describe(length)}"
         )
-    values = known(length)
+    values: Any = known(length)
     values = [values] if isinstance(values, int) else values
     for _ in length.shape[1:]:
         values = values if values is None else list(chain.from_iterable(values))
