@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.page import pivot
-from relskew_core.cli._measure import resident_peak
+from relskew_core.cli._libraries import resident_peak
 
 if TYPE_CHECKING:
     from benchmarks.record import Record

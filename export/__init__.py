@@ -15,7 +15,7 @@ try:
     from relskew_core.export._model import to_onnx
     from relskew_core.export._quantise import quantize
     from relskew_core.export._save import save
-    from relskew_core.export._validate.report import Check, Report
+    from relskew_core.export._validate.inspect import Check, Report
     from relskew_core.export._validate.validate import validate
     from relskew_core.export._whole.decoder import decoder_to_onnx
     from relskew_core.export._whole.encoder_decoder import encoder_decoder_to_onnx

@@ -16,11 +16,11 @@ from relskew_core.export._graph.attention_nodes import (
     shared,
     store,
 )
-from relskew_core.export._graph.filled import CACHE_LENGTH
 from relskew_core.export._graph.functions import refill
+from relskew_core.export._graph.in_place import CACHE_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE, attending, with_caches
 from relskew_core.export._graph.side_by_side import read_side_by_side
-from relskew_core.export._profiles import IN_PLACE_OPSET
+from relskew_core.export._plan import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
 """The input with the number of filled places of the caches."""

@@ -14,8 +14,7 @@ import onnx
 from relskew_core import __version__
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import BOOL, CONSTANT, INT64, Shape
-from relskew_core.export._plan import GraphPlan
-from relskew_core.export._profiles import PROFILES
+from relskew_core.export._plan import PROFILES, GraphPlan
 
 
 class GraphInput(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import onnx
 
 from relskew_core import __version__
-from relskew_core._array.checks import check_bool, describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_bool, describe, explains
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._description import digest, inputs_of, metadata, summary
 from relskew_core.export._graph.attend import attend
@@ -21,8 +20,7 @@ from relskew_core.export._graph.operator import Places, attributes_of_block, pla
 from relskew_core.export._graph.parts import AttentionInputs, Present, Projected, scaled
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
-from relskew_core.export._plan import GraphPlan, make_plan
-from relskew_core.export._profiles import ProfileName
+from relskew_core.export._plan import GraphPlan, ProfileName, make_plan
 from relskew_core.export._weights import (
     StoredWeight,
     graph_layout,

@@ -8,12 +8,76 @@ from typing import Any, Literal
 import numpy as np
 
 from relskew_core._array.checks import check_bool, check_choice, check_int
-from relskew_core._block.checks import ENDLESS
-from relskew_core._block.spec import BlockSpec
+from relskew_core._block.spec import ENDLESS, BlockSpec
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
-from relskew_core.export._plan_checks import check_in_place, check_past
-from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
+
+
+def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
+    """Refuse arguments that exclude caches written in place."""
+    if not spec.causal:
+        raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
+    if past is not True:
+        raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
+    if profile != "ort":
+        raise ValueError(f"`in_place=True` requires `profile='ort'`, which alone has TensorScatter, got {profile!r}")
+    if chunk_size not in (None, "auto"):
+        raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
+
+
+def check_past(spec: BlockSpec) -> None:
+    """Refuse blocks that cannot have a past."""
+    if spec.cross:
+        raise ValueError("`past=True` excludes `spec.cross`: a memory does not grow, got cross=True")
+    if not spec.causal and spec.block_size is None:
+        raise ValueError("`past=True` requires `spec.causal` or `spec.blocks_before`, got causal=False")
+
+
+ProfileName = Literal["ort", "portable", "trt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The form for a group of runtimes: its opset, and how attention, table windows and causality are written."""
+
+    name: str
+    opset: int
+    fused: bool = False  # one Attention node; else separate nodes
+    slice_window: bool = False  # the window of the table by Slice, its edges by Pad; else by Gather, Expand, Concat
+    causal_attribute: bool = False  # Attention's is_causal; else causality in the mask
+    cache_inputs: bool = False  # Attention's past_key and past_value; else Concat
+    branches: bool = False  # an If between inputs of one chunk and longer ones; else a loop even for one chunk
+    by_head: bool = False  # chunks of one key head at a time; else of all heads at once
+
+
+PROFILES = {
+    "ort": Profile(
+        "ort",
+        23,
+        fused=True,
+        slice_window=True,
+        causal_attribute=True,
+        cache_inputs=True,
+        branches=True,
+        by_head=True,
+    ),
+    "portable": Profile("portable", 18),
+    "trt": Profile("trt", 23, fused=True),
+}
+
+NEWEST_OPSET = 28
+EXPORTER_OPSET = 24  # the newest opset that torch's exporter writes; its nodes are the same up to NEWEST_OPSET
+IN_PLACE_OPSET = 24  # the first opset with TensorScatter
+IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that introduced these opsets; later opsets need at most 10
+
+
+def checked_opset(opset: object, newest: int = NEWEST_OPSET) -> int:
+    """Return a checked version of the standard operators for graphs of torch models."""
+    oldest, chosen = PROFILES["portable"].opset, check_int("opset", opset)
+    if not oldest <= chosen <= newest:
+        raise ValueError(f"`opset` must be {oldest} … {newest}, got {chosen}")
+    return chosen
+
 
 LONGEST = 2**31
 """Longer than any input: a window of this size hides nothing."""

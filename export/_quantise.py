@@ -16,14 +16,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from relskew_core._array.checks import check_choice, describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_choice, describe, explains
+from relskew_core._array.extras import warn_caller
 from relskew_core._array.namespace import check_plain
-from relskew_core._array.warned import warn_caller
 from relskew_core.export import _table_products as table_products
 from relskew_core.export._graph.functions import all_graphs, cut_axes, names_read, readers_of, refill, vectors_of
 from relskew_core.export._save import save
-from relskew_core.export._table_static import round_tables
+from relskew_core.export._table_products import round_tables
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)

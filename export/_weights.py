@@ -12,7 +12,7 @@ import numpy as np
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_plain
 from relskew_core._block.spec import BlockSpec
-from relskew_core._functions.distance import alibi_slopes
+from relskew_core._functions.buckets import alibi_slopes
 from relskew_core.export._plan import GraphPlan
 
 DTYPES: dict[str, np.dtype[Any]] = {

@@ -8,15 +8,13 @@ from relskew_core._block.spec import BlockSpec
 from relskew_core._block.weights import init_weights
 from relskew_core._functions.attention import relative_attention, relative_attention_vjp
 from relskew_core._functions.bias import toeplitz
-from relskew_core._functions.buckets import deberta_buckets, t5_buckets
-from relskew_core._functions.distance import alibi_bias, proximal_bias
+from relskew_core._functions.buckets import alibi_bias, deberta_buckets, proximal_bias, t5_buckets
 from relskew_core._functions.grid import relative_logits_2d, relative_logits_nd, toeplitz_2d, toeplitz_nd
 from relskew_core._functions.grid_attention import relative_attention_2d, relative_attention_nd
 from relskew_core._functions.logits import relative_logits, relative_values
-from relskew_core._functions.merge import merge_attention
 from relskew_core._functions.paged import paged_attention
 from relskew_core._functions.tables import resize_table, sinusoidal_table
-from relskew_core._functions.weights import attention_weights
+from relskew_core._functions.weights import attention_weights, merge_attention
 from relskew_core._positions.skew import skew, unskew
 from relskew_core._positions.span import Span
 

@@ -9,9 +9,8 @@ import os
 import platform
 import sys
 
-from relskew_core._array.extras import compile_line, where_to_run
+from relskew_core._array.extras import compile_line, warn_caller, where_to_run
 from relskew_core._array.namespace import is_compiling, on_cpu
-from relskew_core._array.warned import warn_caller
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.call import NOT_LOADED

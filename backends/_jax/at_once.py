@@ -16,9 +16,7 @@ import numpy as np
 from jax import lax
 
 from relskew_core._array.checks import is_symbol
-from relskew_core._array.masks import joint
-from relskew_core._array.ranks import of_rank
-from relskew_core._array.softmax import NEGLIGIBLE
+from relskew_core._array.softmax import NEGLIGIBLE, joint, of_rank
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unsupported
 from relskew_core._kernel.forward import capped, grouped_matmul

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax import lax
 
-from relskew_core._array.masks import joint
-from relskew_core._array.ranks import of_rank, same_rank
-from relskew_core._array.softmax import softmax
+from relskew_core._array.softmax import joint, of_rank, same_rank, softmax
 from relskew_core._array.typing import Array
 from relskew_core._kernel import dropout
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed

@@ -31,8 +31,8 @@ from relskew_core._kernel.call import (
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
-from relskew_core.backends._batch import mask_by_batch
 from relskew_core.backends._compiled.call import REAL, WHOLE, Call, numbers
+from relskew_core.backends._ragged import mask_by_batch
 
 SHARED = (*TABLES, "seed")
 """The numbers that all items of a call share; in a mapped call each entry may have different ones."""

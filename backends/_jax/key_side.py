@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from relskew_core._array.gather import gather
+from relskew_core._array.softmax import gather
 from relskew_core._array.typing import Array
 from relskew_core._kernel.by_value import LookUpChunk
 from relskew_core._kernel.call import Options

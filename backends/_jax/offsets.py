@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from relskew_core._array.integers import integer
-from relskew_core._array.ranks import of_rank
+from relskew_core._array.precision import integer
+from relskew_core._array.softmax import of_rank
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.ragged import RaggedVisibility

@@ -12,8 +12,8 @@ from relskew_core._array.namespace import namespace_of
 from relskew_core._array.precision import wide
 from relskew_core._kernel.call import Gradients, Operands, Options, shape_of_out, shape_of_rows, shape_of_sums
 from relskew_core.backends import _compiled, _threads
-from relskew_core.backends._batch import by_batch, flattened
 from relskew_core.backends._compiled import Call, Library
+from relskew_core.backends._ragged import by_batch, flattened
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core.export._from_torch.call import TracedCall, shape_of
 from relskew_core.export._from_torch.emitter import InnerEmitter, TracedEmitter
-from relskew_core.export._graph.chunks import even_chunks, joined
+from relskew_core.export._graph.attend import even_chunks, joined
 from relskew_core.export._graph.emitter import BOOL, INT64, Dim, Value
-from relskew_core.export._plan import AUTO_CHUNK
-from relskew_core.export._profiles import PROFILES
+from relskew_core.export._plan import AUTO_CHUNK, PROFILES
 
 Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
 """Translates a call, and returns its output and its log-sum-exp."""

@@ -11,8 +11,8 @@ import onnx
 from onnx import helper
 
 from relskew_core._kernel.call import Operands, Options
+from relskew_core.export._from_torch.call import Ends
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._from_torch.fitted import Ends
 from relskew_core.export._graph.emitter import Emitter, Shape, Value
 from relskew_core.export._graph.in_place_node import ALIGNED
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS, VERSION, attributes_of

@@ -9,11 +9,10 @@ import numpy as np
 
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.span import Span
-from relskew_core.export._from_torch.call import TracedCall, adopted_table, stored_table
+from relskew_core.export._from_torch.call import FittedWindow, Reach, TracedCall, adopted_table, stored_table
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._from_torch.fitted import FittedWindow, Reach
+from relskew_core.export._graph.attend import guarded
 from relskew_core.export._graph.emitter import BOOL, Shape, Value
-from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import (
     FLOAT32,

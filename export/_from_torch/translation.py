@@ -15,10 +15,9 @@ from relskew_core._block.spec import CallSpec
 from relskew_core._kernel.call import TABLES, Operands, Options, unsupported
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
-from relskew_core.export._from_torch.call import TracedCall, with_one_leading_axis
+from relskew_core.export._from_torch.call import Ends, Reach, TracedCall, dims_of, ends_of, with_one_leading_axis
 from relskew_core.export._from_torch.chunked import attend_by_length, chunk_sizes
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._from_torch.fitted import Ends, Reach, dims_of, ends_of
 from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks
 from relskew_core.export._graph.emitter import Value
@@ -26,8 +25,7 @@ from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.parts import content_logits, hide, scaled, weighted_values
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
-from relskew_core.export._plan import GraphPlan, checked_chunk, make_plan
-from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES, checked_opset
+from relskew_core.export._plan import EXPORTER_OPSET, PROFILES, GraphPlan, checked_chunk, checked_opset, make_plan
 
 SUPPORTED = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"

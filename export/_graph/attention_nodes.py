@@ -11,8 +11,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from relskew_core.export._graph.emitter import INT64, Emitter, Shape, Value
-from relskew_core.export._graph.filled import attend_filled
 from relskew_core.export._graph.functions import read_once
+from relskew_core.export._graph.in_place import attend_filled
 
 KEPT = ("scale", "softcap", "softmax_precision")
 """The attributes of an Attention that may have any value; others must be zero."""

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value, element_type
-from relskew_core.export._graph.skew import skew, unskew
 from relskew_core.export._graph.visible import Segments, broadcast
-from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow
+from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow, skew, unskew
 from relskew_core.export._plan import GraphPlan
 
 FLOAT32 = np.dtype(np.float32)

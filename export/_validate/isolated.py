@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
 from relskew_core.export._validate.run import Request, run
 
 # The child gets the parent's sys.path, so that it imports the same modules.

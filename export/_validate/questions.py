@@ -10,8 +10,7 @@ import numpy as np
 
 from relskew_core._reference import TOLERANCES, reference_attention, reference_block
 from relskew_core.export._plan import GraphPlan
-from relskew_core.export._validate.inspect import Subject
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check, Subject
 from relskew_core.export._validate.runtimes import DEVICES, Feeds, Runner, UnavailableError, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._library import has_operator
-from relskew_core.export._validate.inspect import Subject, inspect_model
+from relskew_core.export._validate.inspect import Check, Subject, inspect_model
 from relskew_core.export._validate.questions import Questions, reason
-from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import WITH_OPERATOR, Provider, Runtime, opener, provider_name
 from relskew_core.export._validate.trials import Trial, empty_batch, make_trials
 

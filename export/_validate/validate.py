@@ -11,12 +11,11 @@ from typing import Any
 
 import onnx
 
-from relskew_core._array.checks import check_int, check_real
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_int, check_real, explains
 from relskew_core._block.spec import BlockSpec, check_spec
+from relskew_core.export._validate.inspect import Check, Report
 from relskew_core.export._validate.isolated import run_isolated
 from relskew_core.export._validate.questions import reason
-from relskew_core.export._validate.report import Check, Report
 from relskew_core.export._validate.run import Request, run
 from relskew_core.export._validate.runtimes import Provider, Runtime, provider_name
 from relskew_core.export._weights import to_numpy

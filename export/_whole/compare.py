@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE
 from relskew_core.export._library import custom_ops_library, open_session
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
+from relskew_core.export._whole.convert import Flat
+from relskew_core.export._whole.encoder_decoder_parts import GraphPart, source_of
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
@@ -210,3 +213,157 @@ def _relative_error(given: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) ->
     x, y = (np.where(known, array, 0).astype(np.float64) for array in (given, right))
     norm = np.linalg.norm(y)
     return float(np.linalg.norm(x - y) / norm) if norm else float(np.abs(x).max(initial=0))
+
+
+Draw = Callable[[int], list[Tensor]]
+"""Makes a memory for this many rows, or none."""
+
+LONGEST = 40
+FAR = 300
+FULL = 4
+LARGEST = 2**29
+"""The most bytes of caches that are tried."""
+
+
+def check_decoder(
+    flat: Flat,
+    run: Run,
+    names: Sequence[str],
+    memory: Draw,
+    *,
+    reach: int | None,
+    tolerance: float | None,
+    checks: list[Check],
+) -> None:
+    """Raise unless a graph gives torch's logits and caches, its outputs ``names``.
+
+    ``reach`` is where its tables or its caches end.
+    """
+    tokens, *rest = flat.inputs()
+    shown = rest[: len(names) - 1]
+    vocabulary = results_of(flat, [tokens, *rest])[0].shape[2]
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(batch: int, length: int) -> Tensor:
+        return torch.randint(vocabulary, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
+
+    def caches(batch: int, length: int) -> list[Tensor]:
+        shapes = [(batch, like.shape[1], length, like.shape[3]) for like in shown]
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        made = [
+            torch.randn(shape, generator=generator, **wide).to(like.dtype)
+            for shape, like in zip(shapes, shown, strict=True)
+        ]
+        return [*made, *memory(batch)]
+
+    def same(given: Sequence[Tensor], wanted: Sequence[Tensor], case: str) -> None:
+        check_equal(names, run(given, case), wanted, case, tolerance, checks)
+
+    one = [drawn(1, 1), *caches(1, 0)]
+    same(one, results_of(flat, one), "one token")
+    prompt = [drawn(3, min(LONGEST, reach or LONGEST)), *caches(3, 0)]
+    while True:
+        try:
+            wanted = results_of(flat, prompt)
+            break
+        except Exception:  # another part of the model may not support this length
+            length = prompt[0].shape[1]
+            if length < 4:
+                raise
+            prompt[0] = prompt[0][:, : length // 2]
+    length = prompt[0].shape[1]
+    same(prompt, wanted, f"a prompt of {length}")
+    pieces = {0, length // 2, min(length // 2 + 1, length), length}
+    whole = _in_pieces(run, prompt, len(shown), pieces)
+    check_equal(names, whole, wanted, f"a prompt of {length} in pieces", tolerance, checks)
+    far = FAR if reach is None else reach - 1
+    if 2 * (far + 1) * sum(like[0, :, 0].nbytes for like in shown) > LARGEST:
+        return
+    later = [drawn(2, 1), *caches(2, far)]
+    try:
+        wanted = results_of(flat, later)
+    except Exception:
+        if reach is None:  # as above
+            return
+        raise
+    same(later, wanted, f"one token after {far}")
+    if reach is not None:
+        end = f"position {reach}, although its tables or caches end after {reach}"
+        _must_fail(run, [drawn(1, 1), *caches(1, reach)], "one token past the end", end)
+
+
+def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
+    """Raise unless a graph with caches of any one length fails where they are full."""
+    tokens, *shown = flat.inputs()
+    seen = memory(1)
+    caches = [like.new_zeros((1, like.shape[1], FULL, like.shape[3])) for like in shown[: len(shown) - len(seen)]]
+    end = f"position {FULL}, although its caches hold {FULL}"
+    _must_fail(run, [tokens[:1, :1], *caches, *seen], "one token more than the caches hold", end, length=FULL)
+
+
+def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[int]) -> Arrays:
+    """Return the logits and caches of a prompt in pieces."""
+    tokens, past, memory = prompt[0], list(prompt[1 : 1 + caches]), prompt[1 + caches :]
+    logits = []
+    for start, stop in pairwise(sorted(cuts)):
+        results = run([tokens[:, start:stop], *past, *memory], f"positions {start} … {stop - 1} of a prompt")
+        logits.append(torch.from_numpy(results[0]))
+        past = [torch.from_numpy(array) for array in results[1:]]
+    return [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]
+
+
+def _must_fail(run: Callable[..., Arrays], inputs: Sequence[Tensor], case: str, end: str, **options: Any) -> None:
+    """Raise unless a graph fails for inputs past an end."""
+    try:
+        run(inputs, case, **options)
+    except RuntimeError:
+        return
+    raise RuntimeError(f"the exported graph gives numbers for {end}")
+
+
+CASES = ((1, 1, 1), (3, 7, 4), (2, 150, 20))
+"""The rows, the length of the memory, and the length of the text before single tokens."""
+
+
+def check_parts(
+    parts: Sequence[GraphPart],
+    files: Sequence[Path],
+    tolerance: float | None,
+    checks: list[Check],
+    *,
+    operator: bool = False,
+) -> None:
+    """Raise unless each graph, given torch's results of the part before, gives torch's results."""
+    runs = [runner(file, part.inputs, operator=operator) for part, file in zip(parts, files, strict=True)]
+    model: Any = parts[0].module.model
+    generator = torch.Generator("cpu").manual_seed(1)
+    vocabulary = model.config.vocab_size
+
+    def text(rows: int, length: int) -> Tensor:
+        return torch.randint(vocabulary, (rows, length), generator=generator, dtype=torch.int64, device="cpu")
+
+    def same(which: int, inputs: Sequence[Tensor], case: str) -> list[Tensor]:
+        part = parts[which]
+        wanted = results_of(Flat(part.module, _arguments(part, inputs), {}), inputs)
+        check_equal(part.outputs, runs[which](inputs, case), wanted, f"{files[which].name}, {case}", tolerance, checks)
+        return wanted
+
+    for rows, memory_length, length in CASES:
+        case = f"{rows} rows, a memory of {memory_length} and a text of {length}"
+        mask = torch.ones((rows, memory_length), dtype=torch.int64, device="cpu")
+        if rows > 1:
+            mask[-1, memory_length // 2 + 1 :] = 0
+        (memory,) = same(0, [source_of(model, rows, memory_length, generator), mask], case)
+        _, *caches = same(1, [mask, text(rows, length), memory], case)
+        for pieces in (1, 1, 3):
+            _, *grown = same(2, [mask, text(rows, pieces), *caches], f"{case}, {pieces} more")
+            layers = [grown[at : at + 2] + caches[2 * at + 2 : 2 * at + 4] for at in range(0, len(grown), 2)]
+            caches = [cache for layer in layers for cache in layer]
+
+
+def _arguments(part: GraphPart, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return tensors as the arguments of a part's module."""
+    first = len([x for x in part.example if isinstance(x, Tensor)])
+    if first == len(inputs):
+        return tuple(inputs)
+    return (*inputs[:first], [list(inputs[at : at + 4]) for at in range(first, len(inputs), 4)])

@@ -20,11 +20,9 @@ from relskew_core import __version__
 from relskew_core._array.checks import describe
 from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table
-from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
-from relskew_core.export._whole.accepted import compute_in_float32, expand_rotary
+from relskew_core.export._plan import EXPORTER_OPSET, checked_opset
 from relskew_core.export._whole.exported import ExportOptions
-from relskew_core.export._whole.names import name_lengths, name_nodes
-from relskew_core.export._whole.stored import store_once
+from relskew_core.export._whole.names import compute_in_float32, expand_rotary, name_lengths, name_nodes, store_once
 
 _PREFIX = "model."
 

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_bool, check_choice, check_int, describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe, explains
 from relskew_core.export._caches import INT8, PAST_LENGTH, caches_in_place
-from relskew_core.export._graph.filled import CACHE_LENGTH
-from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
+from relskew_core.export._graph.in_place import CACHE_LENGTH
+from relskew_core.export._plan import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
+from relskew_core.export._whole.decoder_calls import memory_path, split_off
 from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 from relskew_core.export._whole.genai import NAME as CONFIG
 from relskew_core.export._whole.genai import check_config, config_text
-from relskew_core.export._whole.memory import memory_path, split_off
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -185,11 +184,10 @@ def decoder_to_onnx(
     """
     import torch
 
-    from relskew_core.export._whole.cast import in_dtype, torch_dtype
-    from relskew_core.export._whole.compare import OF_INT8, after, runner, runner_in_place
+    from relskew_core.export._whole.compare import OF_INT8, after, check_decoder, check_full, runner, runner_in_place
     from relskew_core.export._whole.convert import Flat, checked_model, convert, evaluating
     from relskew_core.export._whole.decoder_calls import Causal, Memories, called_alike, empty_past, example, memory_of
-    from relskew_core.export._whole.decoder_check import check_decoder, check_full
+    from relskew_core.export._whole.names import in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import explains
 from relskew_core._files import cannot_write
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
 from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ def encoder_decoder_to_onnx(
     """
     import torch
 
-    from relskew_core.export._whole.cast import in_dtype, torch_dtype
+    from relskew_core.export._whole.compare import check_parts
     from relskew_core.export._whole.convert import Flat, checked_model, convert, evaluating
-    from relskew_core.export._whole.encoder_decoder_check import check_parts
     from relskew_core.export._whole.encoder_decoder_parts import parts_of
+    from relskew_core.export._whole.names import in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)

@@ -12,9 +12,9 @@ import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe
-from relskew_core._array.warned import warn_caller
+from relskew_core._array.extras import warn_caller
 from relskew_core.export._save import write
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
 
 Why = Callable[[str, int], str]
 """Returns the reason why an axis of an input is fixed."""

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_int, describe
-from relskew_core._array.keywords import explains
-from relskew_core._array.warned import warn_caller
+from relskew_core._array.checks import check_int, describe, explains
+from relskew_core._array.extras import warn_caller
 from relskew_core.export._publish import check_target, target_path
-from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.inspect import Check
 from relskew_core.export._whole.exported import ExportOptions, ExportReport, publish
 from relskew_core.export._whole.names import first_free
 
@@ -148,9 +147,9 @@ def torch_to_onnx(
     import torch
     from torch.utils import _pytree as pytree
 
-    from relskew_core.export._whole.cast import cast, in_dtype, torch_dtype
     from relskew_core.export._whole.convert import Flat, Varying, checked_model, convert, evaluating, varying
     from relskew_core.export._whole.fixed import explained, fixed_by_chance, reasons_of
+    from relskew_core.export._whole.names import cast, in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)

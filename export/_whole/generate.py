@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import check_int, describe, explains
 from relskew_core._array.extras import needs_extra
-from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_plain
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._graph.in_place_node import SCALE
 from relskew_core.export._save import SET
 from relskew_core.export._whole.decoder import GROWING, IN_PLACE
-from relskew_core.export._whole.generate_encoded import EncoderDecoder
-from relskew_core.export._whole.generate_memory import TYPES, results_for_memory, with_library
-from relskew_core.export._whole.memory import MADE, memory_path
-from relskew_core.export._whole.sampling import Array, Sampler
+from relskew_core.export._whole.decoder_calls import MADE, memory_path
+from relskew_core.export._whole.generate_encoded import (
+    TYPES,
+    Array,
+    EncoderDecoder,
+    Sampler,
+    results_for_memory,
+    with_library,
+)
 
 _CACHED = re.compile(rf"past_key_values\.(\d+)\.((?:key|value)(?:{SCALE})?)")
 

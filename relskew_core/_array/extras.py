@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 RELEASED = False
 """Whether a package index has the distribution: ``RELEASING.md`` says when to change it."""
 
@@ -33,3 +36,52 @@ def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotF
     if package == "relskew_core":
         raise error
     return ModuleNotFoundError(f"{part} needs {package}: {to_install(extra)}", name=error.name)
+
+
+BETWEEN = frozenset(("relskew_core", "torch", "jax", "flax", "equinox", "mlx"))
+"""Packages whose lines help no reader of a warning: modules are called through those of their library."""
+
+
+def module_beyond(*modules: str) -> str:
+    """Return the module that calls, of those whose names do not begin with one of these."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(modules):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the first line outside relskew and the libraries that call it: wrappers make `stacklevel` too small."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
+    """Warn at the line of the user's code that calls what is deprecated.
+
+    ``tests/project/test_deprecations.py`` reads the versions, so write them out.
+
+    Parameters
+    ----------
+    what : str
+        The function or argument as a user writes it.
+    since, removed_in : str
+        The version that warns first, and the one in which it is gone.
+    instead : str
+        What to use.
+
+    Examples
+    --------
+    >>> def old():
+    ...     warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     old()
+    >>> print(caught[0].message)
+    `old` is deprecated since relskew-core 0.3 and will be removed in 0.5: use `new`
+    """
+    message = f"{what} is deprecated since relskew-core {since} and will be removed in {removed_in}: use {instead}"
+    warn_caller(message, DeprecationWarning)

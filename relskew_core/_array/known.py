@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from relskew_core._array.namespace import is_compiling, is_torch, on_cpu
-from relskew_core._array.typing import Array
+from relskew_core._array.namespace import device, is_compiling, is_torch, on_cpu
+from relskew_core._array.typing import Array, Namespace
 
 
 def varies(x: Any) -> bool:
@@ -86,3 +87,51 @@ def known_values(x: Array) -> Any:
         return x.tolist() if hasattr(x, "tolist") else None
     except ValueError:  # raised by MLX while it compiles or maps
         return None
+
+
+def nothing(shape: tuple[int, ...], of: Iterable[Array | None], *, value: float = 0, xp: Namespace) -> Array:
+    """Return an array with one value that depends on all arrays, with the dtype and device of the first."""
+    arrays = [x for x in of if x is not None]
+    made = xp.full(shape, value, dtype=arrays[0].dtype, device=device(arrays[0]))
+    return depending(made, arrays, xp=xp)
+
+
+def depending(x: Array, others: Iterable[Any], *, xp: Namespace) -> Array:
+    """Return an array unchanged, but depending on those of the other arrays that can be learned.
+
+    torch goes by what is computed, and takes sums of none of their entries for it; other libraries go by arguments.
+    """
+    for other in others:
+        if is_torch(other) and other.dtype.is_floating_point:
+            x = x + xp.sum(other[None, ...][:0, ...])
+    return x
+
+
+def in_turn(arrays: Any, names: Sequence[str], done: list[Array], *, xp: Namespace) -> Any:
+    """Return arrays, the named ones of which wait until others are computed, in libraries that compute lazily.
+
+    MLX would compute many pieces side by side, and keep what each needs.
+    """
+    wait = getattr(xp, "after", None)
+    if wait is None or not done:
+        return arrays
+    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+    return arrays._replace(**{name: wait(x, done) for name, x in given.items()})
+
+
+def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """Return the ranges of ``size`` numbers, and a last one of the rest, that ``0 … n - 1`` consists of.
+
+    A program of ``torch.compile`` depends on how many there are, but not on ``n``; ``range`` would make it a constant.
+    """
+    start = 0
+    while start + size < n:
+        yield start, start + size
+        start += size
+    if start < n:
+        yield start, n
+
+
+def joined(pieces: list[Array], *, axis: int, xp: Namespace) -> Array:
+    """Return arrays side by side along an axis; a single one is not copied."""
+    return xp.concat(pieces, axis=axis) if len(pieces) > 1 else pieces[0]

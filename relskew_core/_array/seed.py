@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe, is_array
-from relskew_core._array.integers import integer
 from relskew_core._array.namespace import check_companion, device, is_torch
+from relskew_core._array.precision import integer
 from relskew_core._array.typing import Array, Namespace
 
 BITS = 2**31 - 1

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from relskew_core._array.extras import module_beyond, warn_caller
+from relskew_core._array.known import known_values
+from relskew_core._array.namespace import device, is_torch, on_cpu
 from relskew_core._array.typing import Array, Namespace
 
 NEGLIGIBLE = -70.0
@@ -91,3 +95,140 @@ def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
         return xp.exp(difference)
     pair = native(xp.stack([difference, xp.zeros_like(difference)], axis=-1), -1)  # torch's exp can be wrong, see above
     return pair[..., 0] / pair[..., 1]
+
+
+def of_rank(x: Array, rank: int) -> Array:
+    """Return an array with at least ``rank`` axes; new ones come first."""
+    return x if x.ndim >= rank else x[(*(None,) * (rank - x.ndim), ...)]
+
+
+def same_rank(x: Array, y: Array) -> tuple[Array, Array]:
+    """Return two arrays that broadcast, with the same number of axes."""
+    return of_rank(x, y.ndim), of_rank(y, x.ndim)
+
+
+def moved(x: Array, axis: int, to: int, *, xp: Namespace) -> Array:
+    """Return an array with an axis moved; ``torch.vmap`` does not support the name ``moveaxis``."""
+    order = [place for place in range(x.ndim) if place != axis % x.ndim]
+    order.insert(to % x.ndim, axis % x.ndim)
+    return xp.permute_dims(x, tuple(order))
+
+
+READ = 2**10
+"""The most numbers of a mask that are read to find out what kind of mask it is."""
+
+INNER = ("_array", "_kernel", "_functions.attention", "_functions.prepared")
+BIASES = ("_functions.grid_parts", "_functions.grid_windows", "_functions.grid_kernels", "huggingface")
+"""Modules that check masks; and those that pass them masks again, or biases, which may be zeros and ones."""
+
+
+def joint(x: Array | None, y: Array | None, *, xp: Namespace) -> Array | None:
+    """Return two masks as one: numbers are added, and what either hides is hidden."""
+    if x is None or y is None:
+        return y if x is None else x
+    x, y = same_rank(x, y)
+    if x.dtype == y.dtype == xp.bool:
+        return xp.logical_and(x, y)
+    if xp.bool not in (x.dtype, y.dtype):
+        return x + y
+    seen, numbers = (x, y) if x.dtype == xp.bool else (y, x)
+    return xp.where(seen, numbers, -math.inf)
+
+
+def warn_of_ones(mask: Array) -> None:
+    """Warn of an additive mask of zeros and ones, which hides nothing, if its values can be read at no cost.
+
+    Of a large mask, the beginnings of its first and its last row are read.
+    """
+    if not on_cpu(mask) or _is_recorded(mask) or mask.ndim == 0 or 0 in mask.shape:
+        return
+    if hasattr(mask, "aval"):  # JAX would compile a program for a part
+        mask = sys.modules["numpy"].asarray(mask)
+    for end in (0, -1):
+        part = mask
+        while part.ndim > 1 and math.prod(part.shape) > READ:
+            part = part[end, ...]
+        if {*_flat(known_values(part[..., : min(READ, part.shape[-1])]))} == {0.0, 1.0}:
+            inner, biases = ([f"relskew_core.{name}" for name in names] for names in (INNER, BIASES))
+            if module_beyond(*inner).startswith(tuple(biases)):
+                return
+            warn_caller(
+                "`mask` has the numbers 0 and 1 alone, which are added to the logits and hide nothing: pass a boolean "
+                "mask, which is True where a query may attend, as `mask == 1`"
+            )
+            return
+
+
+def _flat(values: Any) -> list[float]:
+    return [each for value in values for each in _flat(value)] if isinstance(values, list) else [values]
+
+
+def _is_recorded(mask: Array) -> bool:
+    """Whether torch records operations on a mask, as tracers and counters do, or another class has defined them."""
+    if not is_torch(mask):
+        return False
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+
+
+def gather(x: Array, index: Array, *, xp: Namespace) -> Array:
+    """Return ``x[..., h, i, index[..., 0, i, j]]``: (..., H, n, w) and (..., 1, n, m) to (..., H, n, m)."""
+    n, m = index.shape[-2:]
+    heads, width = x.shape[-3], x.shape[-1]
+    # one of them has no leading axes, or both have the same
+    lead = index.shape[:-3] if index.ndim >= x.ndim else x.shape[:-3]
+    x = xp.broadcast_to(x, (*lead, heads, n, width))
+    index = xp.broadcast_to(index, (*lead, 1, n, m))
+    if hasattr(xp, "gather") and heads:  # torch, where copying short rows is slow
+        own = index[..., 0, :, :]
+        return xp.stack([xp.gather(x[..., head, :, :], -1, own) for head in range(heads)], axis=-3)
+    rows = xp.reshape(_heads_last(x, xp=xp), (math.prod(lead) * n * width, heads))
+    found = xp.take(rows, _places(index, width, xp=xp), axis=0)
+    return _heads_first(xp.reshape(found, (*lead, n, m, heads)), xp=xp)
+
+
+def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return the adjoint of :func:`gather`: sums of ``s`` by column, (..., H, n, m) to (..., H, n, w)."""
+    *lead, heads, n, _ = s.shape
+    index = xp.broadcast_to(index, (*lead, 1, *index.shape[-2:]))
+    size, places = math.prod(lead) * n * width, _places(index, width, xp=xp)
+    if hasattr(xp, "index_add"):  # torch
+        rows = xp.reshape(_heads_last(s, xp=xp), (math.prod(lead) * n * s.shape[-1], heads))
+        return _heads_first(
+            s.new_zeros((size, heads)).index_add(0, places, rows).reshape(*lead, n, width, heads), xp=xp
+        )
+    if not hasattr(xp, "bincount"):
+        return xp.stack([xp.sum(xp.where(index == c, s, 0.0), axis=-1) for c in range(width)], axis=-1)
+    # JAX has an argument for a size that does not depend on values
+    length = "length" if "jax" in xp.__name__ else "minlength"
+    by_head = [
+        xp.bincount(places, weights=xp.reshape(s[..., head, :, :], (-1,)), **{length: size}) for head in range(heads)
+    ]
+    return xp.stack([xp.astype(xp.reshape(own, (*lead, n, width)), s.dtype) for own in by_head], axis=-3)
+
+
+def within(index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return columns clipped to the ``width`` columns that exist.
+
+    array-api-compat's ``clip`` looks at types in a way that torch 2.8 cannot compile.
+    """
+    return xp.where(index < 0, 0, xp.where(index >= width, width - 1, index))
+
+
+def _places(index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return the indices of columns among all columns of all items and queries, flat."""
+    *lead, _, n, _ = index.shape
+    first = xp.arange(math.prod(lead) * n, dtype=index.dtype, device=device(index)) * width
+    return xp.reshape(index + xp.reshape(first, (*lead, 1, n, 1)), (-1,))
+
+
+def _heads_last(x: Array, *, xp: Namespace) -> Array:
+    lead = x.ndim - 3
+    return xp.permute_dims(x, (*range(lead), lead + 1, lead + 2, lead))
+
+
+def _heads_first(x: Array, *, xp: Namespace) -> Array:
+    lead = x.ndim - 3
+    return xp.permute_dims(x, (*range(lead), lead + 2, lead, lead + 1))

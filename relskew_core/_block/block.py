@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
-from relskew_core._array.autocast import casts
-from relskew_core._array.checks import describe, shape_of
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import describe, explains, shape_of
 from relskew_core._array.namespace import check_plain, namespace_of_arrays
-from relskew_core._array.precision import cast
-from relskew_core._array.ranks import of_rank
+from relskew_core._array.precision import autocast, cast, casts
+from relskew_core._array.softmax import joint, of_rank
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._block.biases import with_bias
 from relskew_core._block.cache import PAST, Cache, Growing
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
+from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.weights import attention_weights
+from relskew_core._kernel.shapes import check_mask
 
 
 @explains
@@ -188,3 +187,40 @@ def _linear(weights: Mapping[str, Array], name: str, x: Array, *, xp: Namespace)
 def weights_alone(q: Array, k: Array, v: Array, *, rel_v: Any = None, impl: Any = None, **others: Any) -> Array:
     """Return the arguments of a call of attention that its weights depend on; the values are not among them."""
     return attention_weights(q, k, **others)
+
+
+X = TypeVar("X")
+"""The input and output arrays of a module."""
+
+Past = TypeVar("Past", bound=tuple[Any, ...])
+"""The input and output cache of a module."""
+
+
+class Seen(TypedDict, total=False):
+    """The options of a module's call, for type checkers: the modules of all frameworks have them."""
+
+    mask: Array | None
+    key_padding_mask: Array | None
+    offset: int | Sequence[int] | Array | None
+    segments: Array | tuple[Array, Array] | None
+    positions: tuple[Array, Array] | None
+
+
+def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
+    """Return which keys are padding, from a valid padding mask."""
+    shape = (*k.shape[:-3], k.shape[-2])
+    check_plain("key_padding_mask", padding)
+    if getattr(padding, "dtype", None) != xp.bool or tuple(padding.shape) != shape:
+        raise ValueError(
+            f"`key_padding_mask` must be a boolean array of shape {shape}, True where a key is padding, "
+            f"got {describe(padding)}"
+        )
+    return padding
+
+
+def without_keys(hidden: Array | None, mask: Array | None, q: Array, k: Array, *, xp: Namespace) -> Array | None:
+    """Return a mask that hides these keys (..., Lk) from all heads and queries, in addition to ``mask``."""
+    if hidden is None:
+        return mask
+    mask = None if mask is None else check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
+    return joint(mask, ~hidden[..., None, None, :], xp=xp)

@@ -7,10 +7,9 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from relskew_core._array.checks import check_int, describe, has_shape, is_array
-from relskew_core._array.integers import integers
 from relskew_core._array.known import known_values, symbolic
 from relskew_core._array.namespace import check_plain, device, is_torch
-from relskew_core._array.precision import cast
+from relskew_core._array.precision import cast, integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 

@@ -5,21 +5,50 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, overload
 
-from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_choice, check_int, check_real, describe, explains
 from relskew_core._array.namespace import check_plain, is_floating
-from relskew_core._array.precision import cast
-from relskew_core._array.typing import Array, Namespace
-from relskew_core._block.biases import with_bias
-from relskew_core._block.block import apply_block, check_inputs, project_heads, weights_alone
+from relskew_core._array.precision import autocast, cast
+from relskew_core._array.typing import IMPLS, Array, Impl, Namespace
+from relskew_core._block.block import (
+    X,
+    apply_block,
+    check_inputs,
+    check_padding,
+    project_heads,
+    weights_alone,
+    without_keys,
+)
 from relskew_core._block.cache import PAST, Cache, Growing, check_room
-from relskew_core._block.masks import X, check_padding, without_keys
-from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
+from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
+
+
+class Settings(NamedTuple):
+    """The options of a module that are not arrays."""
+
+    dropout: float
+    impl: Impl
+    chunk_size: int | None
+
+    def chosen(self) -> list[str]:
+        """Return the options that are not as by default."""
+        usual = Settings(0.0, "auto", None)
+        pairs = zip(self._fields, self, usual, strict=True)
+        return [f"{name}={value!r}" for name, value, default in pairs if value != default]
+
+    @classmethod
+    def of(cls, spec: Any, dropout: float, impl: Impl, chunk_size: int | None) -> Settings:
+        """Return what a caller chose, if it can be chosen."""
+        check_spec(spec)
+        dropout = check_real("dropout", dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
+        check_choice("impl", impl, IMPLS)
+        return cls(dropout, impl, None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1))
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 Fixed = TypeVar("Fixed")

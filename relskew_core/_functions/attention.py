@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from relskew_core import backends
-from relskew_core._array.autocast import autocast, undisturbed
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
+from relskew_core._array.precision import autocast, undisturbed
 from relskew_core._array.softmax import as_sums, log_sum_exp
 from relskew_core._array.typing import Array, Impl
 from relskew_core._functions import prepared

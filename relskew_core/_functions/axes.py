@@ -12,7 +12,7 @@ from typing import Any
 
 from relskew_core._array.checks import describe
 from relskew_core._array.known import exported
-from relskew_core._array.ranks import moved
+from relskew_core._array.softmax import moved
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.bias import bias_between, check_span, diagonals
 from relskew_core._functions.grid_layout import Grids, Surroundings, extent

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from relskew_core import backends
-from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core._array.integers import integers
-from relskew_core._array.keywords import explains
-from relskew_core._array.known import exported, symbolic
+from relskew_core._array.checks import check_bool, check_int, describe, explains
+from relskew_core._array.known import exported, nothing, symbolic
 from relskew_core._array.namespace import device, namespace_of_arrays
-from relskew_core._array.nothing import nothing
+from relskew_core._array.precision import integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_offset, default_span
 from relskew_core._positions.skew import pad_last, skew_from

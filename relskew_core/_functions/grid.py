@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relskew_core._array.autocast import casts
-from relskew_core._array.checks import describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import describe, explains
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._array.precision import cast, widened
+from relskew_core._array.precision import cast, casts, widened
 from relskew_core._array.typing import Array
 from relskew_core._functions.axes import axis_bias, axis_logits, check_bias, check_tables
 from relskew_core._functions.grid_layout import Grids, Surroundings, check_axes

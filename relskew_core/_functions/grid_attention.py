@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relskew_core._array.autocast import casts
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import explains
+from relskew_core._array.precision import casts
 from relskew_core._array.typing import Array
 from relskew_core._functions import grid_windows
 from relskew_core._functions.grid_call import GridCall, matters

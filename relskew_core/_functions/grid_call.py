@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, has_shape, is_array
-from relskew_core._array.known import compiled_for_any
+from relskew_core._array.known import compiled_for_any, depending, joined
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._array.nothing import depending
-from relskew_core._array.pieces import joined
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relskew_core._array.checks import check_int, check_window, describe
-from relskew_core._array.integers import integers
 from relskew_core._array.known import exported, same_length
+from relskew_core._array.precision import integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility

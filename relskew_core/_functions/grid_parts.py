@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from relskew_core._array.known import exported
-from relskew_core._array.masks import joint
+from relskew_core._array.known import exported, ranges
 from relskew_core._array.namespace import device
-from relskew_core._array.pieces import ranges
-from relskew_core._array.ranks import of_rank
+from relskew_core._array.softmax import joint, of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.axes import axis_bias, axis_logits

@@ -15,9 +15,8 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from relskew_core import backends
-from relskew_core._array.integers import integer
 from relskew_core._array.namespace import device, is_compiling, namespace_of_arrays
-from relskew_core._array.precision import wide
+from relskew_core._array.precision import integer, wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels
 from relskew_core._functions.attention import relative_attention

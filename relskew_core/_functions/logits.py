@@ -6,19 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from relskew_core._array.autocast import casts
-from relskew_core._array.checks import check_bool, check_choice, check_int, describe
-from relskew_core._array.integers import integers
-from relskew_core._array.keywords import explains
-from relskew_core._array.known import exported
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe, explains
+from relskew_core._array.known import exported, nothing
 from relskew_core._array.namespace import device, namespace_of_arrays
-from relskew_core._array.nothing import nothing
-from relskew_core._array.precision import cast, widened
+from relskew_core._array.precision import cast, casts, integers, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
 from relskew_core._kernel.chunk import Chunk
-from relskew_core._kernel.pattern import Pattern
-from relskew_core._kernel.shapes import check_tables, default_offset
+from relskew_core._kernel.shapes import Pattern, check_tables, default_offset
 from relskew_core._positions.labels import check_place, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew, unskew_from

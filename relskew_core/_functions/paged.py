@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from relskew_core._array.autocast import casts
-from relskew_core._array.checks import check_bool, check_window, describe, shape_of
-from relskew_core._array.gather import within
-from relskew_core._array.integers import integer, integers
-from relskew_core._array.keywords import explains
-from relskew_core._array.known import known_values
+from relskew_core._array.checks import check_bool, check_window, describe, explains, shape_of
+from relskew_core._array.known import known_values, nothing
 from relskew_core._array.namespace import check_companion, device, namespace_of_arrays
-from relskew_core._array.nothing import nothing
+from relskew_core._array.precision import casts, integer, integers
+from relskew_core._array.softmax import within
 from relskew_core._array.typing import Array, Impl, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._positions.span import Span

@@ -6,16 +6,11 @@ import math
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from relskew_core._array.autocast import undisturbed
-from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
-from relskew_core._array.doubles import floating, from_doubles
-from relskew_core._array.gather import within
-from relskew_core._array.integers import integers
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe, explains
 from relskew_core._array.known import symbolic
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
-from relskew_core._array.precision import cast, widened
-from relskew_core._array.ranks import moved
+from relskew_core._array.precision import cast, floating, from_doubles, integers, undisturbed, widened
+from relskew_core._array.softmax import moved, within
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 

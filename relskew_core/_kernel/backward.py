@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relskew_core._array.pieces import in_turn, joined
+from relskew_core._array.known import in_turn, joined
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import placed

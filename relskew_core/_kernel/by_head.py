@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relskew_core._array.checks import check_real, describe, is_array, layout_hint
-from relskew_core._array.known import varies
+from relskew_core._array.known import depending, varies
 from relskew_core._array.namespace import check_companion
-from relskew_core._array.nothing import depending
 from relskew_core._array.precision import cast, settled, widened
-from relskew_core._array.ranks import of_rank
-from relskew_core._array.softmax import as_sums, share_of, shares_of
+from relskew_core._array.softmax import as_sums, of_rank, share_of, shares_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients, with_gradients
 from relskew_core._kernel.chunk import is_empty

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from relskew_core._array.gather import gather, scatter_add
-from relskew_core._array.integers import shifted
-from relskew_core._array.ranks import same_rank
+from relskew_core._array.precision import shifted
+from relskew_core._array.softmax import gather, same_rank, scatter_add
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk

@@ -14,9 +14,8 @@ from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, repla
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
-from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import check_int, check_real, is_array
-from relskew_core._array.keywords import refuse_unknown, wraps
+from relskew_core._array.checks import check_int, check_real, is_array, refuse_unknown, wraps
+from relskew_core._array.precision import autocast
 from relskew_core._array.typing import Array, Impl
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from relskew_core._array.checks import is_symbol
-from relskew_core._array.known import exported
+from relskew_core._array.known import exported, ranges
 from relskew_core._array.namespace import on_cpu
-from relskew_core._array.pieces import ranges
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.labels import Documents

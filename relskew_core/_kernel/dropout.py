@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from relskew_core._array.namespace import device
-from relskew_core._array.ranks import of_rank, same_rank
+from relskew_core._array.softmax import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options, Part
 from relskew_core._kernel.chunk import Chunk

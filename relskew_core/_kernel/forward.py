@@ -10,12 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relskew_core._array.masks import joint
+from relskew_core._array.known import in_turn, nothing
 from relskew_core._array.namespace import device
-from relskew_core._array.nothing import nothing
-from relskew_core._array.pieces import in_turn
-from relskew_core._array.ranks import of_rank, same_rank
-from relskew_core._array.softmax import softmax
+from relskew_core._array.softmax import joint, of_rank, same_rank, softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
 from relskew_core._kernel.call import BY_QUERY, Operands, Options

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relskew_core._array.pieces import joined, ranges
+from relskew_core._array.known import joined, ranges
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk
 from relskew_core._kernel.call import Options

@@ -14,10 +14,9 @@ from relskew_core._array.checks import (
     describe,
     is_array,
 )
-from relskew_core._array.integers import integers
 from relskew_core._array.known import exporting
 from relskew_core._array.namespace import device, namespace_of_arrays
-from relskew_core._array.precision import cast, wide, widened
+from relskew_core._array.precision import cast, integers, wide, widened
 from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_head import HeadScales, check_by_head
@@ -36,8 +35,14 @@ from relskew_core._kernel.call import (
     named,
     names_of,
 )
-from relskew_core._kernel.pattern import check_pattern
-from relskew_core._kernel.shapes import check_layout, check_mask, check_shapes, check_tables, check_widths
+from relskew_core._kernel.shapes import (
+    check_layout,
+    check_mask,
+    check_pattern,
+    check_shapes,
+    check_tables,
+    check_widths,
+)
 from relskew_core._positions.labels import Pair, check_labels, check_reach_of, consecutive_offsets
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ragged, ragged_offsets
 

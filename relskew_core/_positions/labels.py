@@ -8,10 +8,9 @@ from itertools import chain, groupby
 from typing import Any
 
 from relskew_core._array.checks import describe, has_shape, layout_hint
-from relskew_core._array.integers import bits_of, integer, widest
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
-from relskew_core._array.precision import cast
+from relskew_core._array.precision import bits_of, cast, integer, widest
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility

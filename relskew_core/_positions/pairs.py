@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relskew_core._array.pieces import joined
+from relskew_core._array.known import joined
 from relskew_core._positions.span import Beyond, Span
 
 

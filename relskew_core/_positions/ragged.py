@@ -14,11 +14,10 @@ from itertools import chain
 from typing import Any
 
 from relskew_core._array.checks import check_offset, describe, has_shape, is_array
-from relskew_core._array.gather import within
-from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
 from relskew_core._array.known import comparable
 from relskew_core._array.namespace import check_companion, device, is_torch, on_cpu
-from relskew_core._array.ranks import of_rank
+from relskew_core._array.precision import bits_of, integer, integers, shifted, widest
+from relskew_core._array.softmax import of_rank, within
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.labels import known_items
 from relskew_core._positions.span import Beyond, Span

@@ -7,9 +7,8 @@ the absolute layout is a *view*: drop some entries of the flattened rows and cut
 from __future__ import annotations
 
 from relskew_core._array.checks import describe
-from relskew_core._array.known import exported
+from relskew_core._array.known import exported, joined
 from relskew_core._array.namespace import device, namespace_of_arrays
-from relskew_core._array.pieces import joined
 from relskew_core._array.typing import Array, Namespace
 
 

@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 
 from relskew_core._array.checks import describe
-from relskew_core._array.gather import within
-from relskew_core._array.integers import integers
-from relskew_core._array.known import exported
+from relskew_core._array.known import exported, joined
 from relskew_core._array.namespace import device
-from relskew_core._array.pieces import joined
+from relskew_core._array.precision import integers
+from relskew_core._array.softmax import within
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.skew import pad_last
 from relskew_core._positions.span import Beyond

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import reduce
 
-from relskew_core._array.integers import blocks, integers, shifted
 from relskew_core._array.known import holds
-from relskew_core._array.ranks import same_rank
+from relskew_core._array.precision import blocks, integers, shifted
+from relskew_core._array.softmax import same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 

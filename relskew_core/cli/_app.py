@@ -14,8 +14,7 @@ import typer
 
 from relskew_core._array.extras import to_install
 from relskew_core.cli import _draw
-from relskew_core.cli._console import count, output, progress
-from relskew_core.cli._errors import CliError, need, reason
+from relskew_core.cli._console import CliError, count, need, output, progress, reason
 from relskew_core.cli._options import (
     LARGEST,
     BlockOptions,
@@ -119,7 +118,7 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Run a block on every installed array library and ONNX runtime, and compare it with float64."""
-    from relskew_core.cli import _verify, _verify_table
+    from relskew_core.cli import _verify
 
     what = _verify.plan(tuple(library or ()), tuple(dtype or ()), tuple(case or ()), every=every)
     with progress("verify", len(what.steps)) as advance:
@@ -127,7 +126,7 @@ def verify(
     if as_json:
         _print_json(found.to_dict())
     else:
-        _verify_table.show(found, output(), every=every or bool(case))
+        _verify.show(found, output(), every=every or bool(case))
     return 0 if found.ok else 1
 
 
@@ -171,7 +170,7 @@ def export(
     """Write an attention block as an ONNX model."""
     need("onnx", "onnx", "exporting")
     from relskew_core.cli import _export
-    from relskew_core.cli._weights import chosen_weights, load_weights
+    from relskew_core.cli._export import chosen_weights, load_weights
     from relskew_core.export import save, to_onnx
 
     whole = not no_projections
@@ -220,7 +219,7 @@ def validate(
 ) -> int:
     """Run a model over a sweep of inputs and compare it with float64."""
     from relskew_core.cli import _export
-    from relskew_core.cli._weights import chosen_weights
+    from relskew_core.cli._export import chosen_weights
 
     if (positions := max(length or [1]) * max(batch or [1])) > LARGEST:
         raise CliError(f"--length times --batch must be {LARGEST} at most, got {positions}")

@@ -16,7 +16,7 @@ from relskew_core import __version__, backends
 from relskew_core.backends._compiled.availability import availability
 from relskew_core.cli._libraries import Missing, libraries
 from relskew_core.cli._runtimes import runtimes
-from relskew_core.cli._verify_table import show_missing
+from relskew_core.cli._verify import show_missing
 
 PACKAGES = ("array-api-compat", "onnx", "safetensors", "matplotlib")
 

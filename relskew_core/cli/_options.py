@@ -14,9 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
 from relskew_core import BlockSpec, Span
-from relskew_core._block.checks import BUCKETS
+from relskew_core._block.spec import BUCKETS
 from relskew_core._positions.span import BEYOND, Beyond
-from relskew_core.cli._errors import CliError
+from relskew_core.cli._console import CliError
 
 Given = TypeVar("Given")
 

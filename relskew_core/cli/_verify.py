@@ -5,18 +5,115 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from relskew_core import __version__, attention_block
-from relskew_core._reference import TOLERANCES
-from relskew_core.cli._cases import Case, CaseInputs, call, cases, inputs, relative_error
-from relskew_core.cli._errors import CliError, reason
-from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
-from relskew_core.cli._measure import measure
+from relskew_core import BlockSpec, Span, __version__, attention_block, init_weights
+from relskew_core._block.weights import starts_at_zero
+from relskew_core._reference import TOLERANCES, reference_block
+from relskew_core.cli._console import CliError, as_bytes, as_time, count, reason, show_table
+from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries, measure
 from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
 from relskew_core.cli._runtimes import Runtime, runtimes
+
+BATCH, QUERIES, MEMORY = 2, 128, 160
+F64 = NDArray[np.float64]
+# A block of some library: (x, memory, past) -> y, or (y, (keys, values)) with a past.
+BlockFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A block and its call: ``steps`` are the lengths that are decoded one after the other with a cache."""
+
+    name: str
+    spec: BlockSpec
+    steps: tuple[int, ...] = ()
+
+
+def cases() -> list[Case]:
+    """Return the representative cases, one for each way to use relative positions."""
+    size = (64, 4)
+    return [
+        Case("full", BlockSpec(*size, Span.full(QUERIES))),
+        Case("causal", BlockSpec(*size, Span.causal(QUERIES), causal=True)),
+        Case("cross", BlockSpec(*size, Span.full(MEMORY), cross=True)),
+        Case("window", BlockSpec(*size, Span(24, 8), window=(24, 8))),
+        Case("local", BlockSpec(*size, Span.causal(64), causal=True, block_size=32)),
+        Case("stream", BlockSpec(*size, Span(63, 31), block_size=32, blocks_before=1, sinks=True)),
+        Case("clip+values", BlockSpec(*size, Span.clipped(16), rel_values=True)),
+        Case("grouped", BlockSpec(*size, Span.causal(QUERIES), causal=True, num_kv_heads=2, shared_table=True)),
+        Case("cached", BlockSpec(*size, Span.causal(QUERIES), causal=True), steps=(QUERIES - 28, 1, 27)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseInputs:
+    """The inputs of a case for every library, float64 numbers that the dtype holds exactly, and the right answer."""
+
+    weights: dict[str, F64]
+    x: F64
+    memory: F64 | None
+    past: tuple[F64, F64] | None
+    expected: list[F64]
+
+
+def inputs(case: Case, dtype: str) -> CaseInputs:
+    """Draw the inputs of a case and compute the answer in float64."""
+    spec = case.spec
+    rng = np.random.default_rng(len(case.name))
+    drawn = {key: np.asarray(weight, dtype=np.float64) for key, weight in init_weights(spec, seed=0).items()}
+    # Biases and sinks start at zero, where an omitted one would not show.
+    drawn |= {key: 0.1 * rng.standard_normal(w.shape) for key, w in drawn.items() if starts_at_zero(key)}
+    weights = {key: rounded(weight, dtype) for key, weight in drawn.items()}
+    x = rounded(rng.standard_normal((BATCH, QUERIES, spec.embed_dim)), dtype)
+    memory = rounded(rng.standard_normal((BATCH, MEMORY, spec.embed_dim)), dtype) if spec.cross else None
+    empty = np.zeros((BATCH, spec.num_kv_heads, 0, spec.head_dim), dtype=np.float64)
+    past = (empty, empty) if case.steps else None
+
+    def reference(x: F64, memory: F64 | None, past: tuple[F64, F64] | None) -> Any:
+        y, *present, _ = reference_block(spec, weights, x, memory, past=past)
+        return y if past is None else (y, tuple(present))
+
+    return CaseInputs(weights, x, memory, past, call(case, reference, x, memory, past))
+
+
+def call(case: Case, block: BlockFunction, x: Any, memory: Any, past: Any) -> list[Any]:
+    """Call a block on arrays of any library, step by step if cached: ``[y, …]``, then the last keys and values."""
+    if not case.steps:
+        return [block(x, memory, None)]
+    parts, start = [], 0
+    for length in case.steps:
+        y, past = block(x[:, start : start + length, :], None, past)
+        parts.append(y)
+        start += length
+    return [*parts, *past]
+
+
+def relative_error(got: list[F64], expected: list[F64]) -> float:
+    """Return the largest relative L2 error of the outputs; infinite where a shape differs or a number is not finite."""
+    worst = 0.0
+    for one, other in zip(got, expected, strict=True):
+        if one.shape != other.shape or not np.all(np.isfinite(one)):
+            return float("inf")
+        worst = max(worst, float(np.linalg.norm(one - other) / np.linalg.norm(other)))
+    return worst
+
+
+def rounded(values: F64, dtype: str) -> F64:
+    """Round float64 numbers to ``dtype``."""
+    if dtype != "bfloat16":
+        return values.astype(dtype).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    to_even = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (to_even & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
 
 FEW = ("causal", "clip+values")  # together they use all kernels
 
@@ -175,3 +272,60 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     peak_of = None if runtime.device == "cpu" else lambda call: None
     measured = measure(lambda: call(case, block, x, memory, past), peak_of)
     return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak
+
+
+def show(found: Verification, console: Console, *, every: bool = False) -> None:
+    """Print one line for each library, device and dtype, or for every case; then failures and missing libraries."""
+    cases = "case" if every else "cases (worst)"
+    columns = dict.fromkeys(("library", "device", "dtype", cases), False)
+    columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
+    groups = [list(rows) for _, rows in groupby(found.rows, lambda row: (row.library, row.device, row.dtype))]
+    rows: list[tuple[list[str | Text], bool]] = []
+    for group, after in zip_longest(groups, groups[1:]):
+        lines = [[row] for row in group] if every else [group]
+        ends = after is None or after[0].library != group[0].library
+        rows += [(_line(line), line is lines[-1] and ends) for line in lines]
+    spare = ("peak memory", "device", "gate", "time")
+    show_table("One block on every library here, against float64", columns, rows, console, spare=spare)
+    console.print(
+        "error: relative L2, the largest of the cases; time: median of up to 3, mean of the cases.", style="dim"
+    )
+    show_missing(found.missing, console)
+    failures = [row for row in found.rows if not row.ok]
+    for row in failures:
+        where = f"{row.library} {row.device} {row.dtype}, {row.case}"
+        console.print(Text.assemble(("not ok ", "bold red"), f"{where}: {row.detail}"))
+    total = count(len(found.rows), "case")
+    if found.ok:
+        console.print(Text.assemble(("ok ", "bold green"), f"{total} within the tolerances"))
+    elif found.rows:
+        console.print(Text.assemble(("not ok ", "bold red"), f"{len(failures)} of {total} failed"))
+    else:
+        console.print(Text.assemble(("not ok ", "bold red"), "there was nothing to verify"))
+
+
+def show_missing(missing: list[Missing], console: Console) -> None:
+    """Print the libraries and runtimes that are missing, and why."""
+    if missing:
+        grid = Table.grid(padding=(0, 2))
+        for one in missing:
+            grid.add_row(Text("missing", style="yellow"), one.name, one.reason)
+        console.print(grid)
+
+
+def _line(rows: list[Finding]) -> list[str | Text]:
+    worst = max(rows, key=lambda row: (not row.ok, float("inf") if row.error is None else row.error))
+    case = worst.case if len(rows) == 1 else f"{len(rows)} ({worst.case})"
+    times = [row.seconds for row in rows if row.seconds is not None]
+    peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
+    return [
+        worst.library,
+        worst.device,
+        worst.dtype,
+        case,
+        Text("–" if worst.error is None else f"{worst.error:.1e}", style="green" if worst.ok else "bold red"),
+        f"{worst.gate:.0e}",
+        as_time(sum(times) / len(times) if times else None),
+        as_bytes(max(peaks, default=None)),
+        Text("yes", style="green") if worst.ok else Text("NO", style="bold red"),
+    ]

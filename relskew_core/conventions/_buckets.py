@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core._array.integers import integer
 from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.precision import integer
 from relskew_core._array.typing import Array
 from relskew_core._functions.buckets import deberta_buckets, t5_buckets
 from relskew_core._positions.span import Span, check_span_given

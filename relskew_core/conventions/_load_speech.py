@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_biases, read_weights
 from relskew_core.conventions._ascending import SHAW, VITS
 from relskew_core.conventions._convention import load_named
-from relskew_core.conventions._state import State
+from relskew_core.conventions._state import FORMS, State, Weights, as_block, note_head_width, read_biases, read_weights
 
 
 def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:

@@ -8,11 +8,10 @@ from relskew_core._array.checks import check_bool, check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._positions.span import Span
-from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_weights
 from relskew_core.conventions._ascending import SHAW, TENSOR2TENSOR_CAUSAL, TENSOR2TENSOR_UNMASKED
 from relskew_core.conventions._buckets import T5
 from relskew_core.conventions._convention import load_named
-from relskew_core.conventions._state import State
+from relskew_core.conventions._state import FORMS, State, Weights, as_block, note_head_width, read_weights
 
 
 def load_tensor2tensor(

@@ -8,9 +8,8 @@ parameters. ``register_attention`` gives a bias by position to models that use t
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
-    from relskew_core.huggingface._register import register_attention
+    from relskew_core.huggingface._register import register_attention, replace_rotary
     from relskew_core.huggingface._replace import replace_attention
-    from relskew_core.huggingface._rotary import replace_rotary
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.huggingface", "torch", error) from error
 

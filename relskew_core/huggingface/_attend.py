@@ -14,8 +14,7 @@ from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 from relskew_core.backends._torch.untranslated import must_decompose
-from relskew_core.huggingface._banded import banded
-from relskew_core.huggingface._exported import exported
+from relskew_core.huggingface._exported import banded, exported
 from relskew_core.huggingface._masks import register_masks
 from relskew_core.layers.torch._constants import buckets
 from relskew_core.layers.torch._whole import Whole

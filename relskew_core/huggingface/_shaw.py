@@ -117,3 +117,66 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
         dropout = self.share_dropped() if self.training else 0.0
         far = self.config.max_position_embeddings
         return self.finish(self._in_blocks(*self.project(hidden_states), far, mask, dropout)), None
+
+
+class VitsRelativeAttention(DropIn):
+    """``VitsAttention``."""
+
+    replaces = ("VitsAttention",)
+    reads = "window_size emb_rel_k emb_rel_v"
+
+    emb_rel_k: nn.Parameter
+    emb_rel_v: nn.Parameter
+
+    @classmethod
+    def serves(cls, original: Any) -> bool:
+        return super().serves(original) and bool(original.window_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
+        refuse_weights(output_attentions)
+        out = self.attend(
+            *self.project(hidden_states), rel_k=self.emb_rel_k[0], rel_v=self.emb_rel_v[0],
+            span=Span(self.window_size, self.window_size, "zero"), mask=attention_mask,
+        )  # fmt: skip
+        return self.finish(out), None
+
+
+class Wav2Vec2BertRelativeKeyAttention(DropIn):
+    """``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``."""
+
+    replaces = ("Wav2Vec2BertSelfAttention",)
+    projections = ("linear_q", "linear_k", "linear_v", "linear_out")
+    reads = "position_embeddings_type distance_embedding left_max_position_embeddings right_max_position_embeddings"
+    local = True
+    masks: ClassVar[tuple[str, ...]] = ("Wav2Vec2BertEncoder",)
+
+    distance_embedding: nn.Embedding
+
+    @classmethod
+    def serves(cls, original: Any) -> bool:
+        return super().serves(original) and bool(original.position_embeddings_type == "relative_key")
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, like the original module."""
+        refuse_weights(kwargs.get("output_attentions"))
+        span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
+        table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))
+        out = self.attend(*self.project(hidden_states), rel_k=table, span=span, mask=attention_mask)
+        return self.finish(out), None
+
+
+class SeamlessM4Tv2RelativeKeyAttention(Wav2Vec2BertRelativeKeyAttention):
+    """``SeamlessM4Tv2ConformerSelfAttention``, whose model passes a mask of the visible chunks."""
+
+    replaces = ("SeamlessM4Tv2ConformerSelfAttention",)
+    local = False
+    masks = ()

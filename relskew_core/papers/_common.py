@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from relskew_core._array.checks import describe
-from relskew_core._array.integers import integers
 from relskew_core._array.namespace import device
+from relskew_core._array.precision import integers
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 

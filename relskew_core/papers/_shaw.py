@@ -6,8 +6,8 @@ from math import prod
 from typing import Any, Literal
 
 from relskew_core._array.checks import check_choice, check_int
-from relskew_core._array.integers import integers
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
+from relskew_core._array.precision import integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_offset
 from relskew_core.papers._common import check_leading, check_table, check_trailing, weigh

@@ -27,7 +27,7 @@ from relskew_core._array.extras import compile_line, to_install
 from relskew_core.backends import _compiled
 from relskew_core.cli import _draw, main
 from relskew_core.cli._app import app
-from relskew_core.cli._errors import reason
+from relskew_core.cli._console import reason
 
 onnx = pytest.importorskip("onnx")
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]

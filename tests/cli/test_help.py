@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.main import get_command
 
-from relskew_core.cli import _verify_table, main
+from relskew_core.cli import _verify, main
 from relskew_core.cli._app import app
 from relskew_core.cli._options import PANELS
 from relskew_core.cli._verify import Finding, Verification
@@ -84,7 +84,7 @@ def test_tables_fit_the_terminal(width: int) -> None:
         Finding("onnxruntime", "1.31", "cuda", "bfloat16", case, 1.23e-4, 2e-2, 0.0123, 123 << 20, True)
         for case in ("causal", "clip+values")
     ]
-    _verify_table.show(Verification(findings, []), console, every=True)
+    _verify.show(Verification(findings, []), console, every=True)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, told.splitlines())) <= width
     assert "…" not in told

@@ -15,10 +15,10 @@ import oracles
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
-from relskew_core.cli import _cases, _console, _measure, _verify, main
-from relskew_core.cli._cases import Case, cases
+from relskew_core.cli import _console, _libraries, _verify, main
 from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
 from relskew_core.cli._runtimes import runtimes
+from relskew_core.cli._verify import Case, cases
 
 CASES = {case.name: case for case in cases()}
 
@@ -41,10 +41,10 @@ def rows_of(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_its_reference_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cases, "QUERIES", 33)
-    monkeypatch.setattr(_cases, "MEMORY", 37)
-    monkeypatch.setattr(_cases, "BATCH", 1)
-    given = _cases.inputs(Case(case.name, case.spec, (30, 1, 2) if case.steps else ()), "float64")
+    monkeypatch.setattr(_verify, "QUERIES", 33)
+    monkeypatch.setattr(_verify, "MEMORY", 37)
+    monkeypatch.setattr(_verify, "BATCH", 1)
+    given = _verify.inputs(Case(case.name, case.spec, (30, 1, 2) if case.steps else ()), "float64")
     spec = case.spec
     past = (np.zeros((1, 4, 5, 16)), np.ones((1, 4, 5, 16))) if case.steps else None
     y, keys, values = oracles.attention_block(given.x, given.weights, spec, memory=given.memory, past=past)
@@ -56,7 +56,7 @@ def test_its_reference_equals_plain_loops(case: Case, monkeypatch: pytest.Monkey
 
 
 def test_its_reference_refuses_positions_without_a_row() -> None:
-    given = _cases.inputs(CASES["window"], "float64")
+    given = _verify.inputs(CASES["window"], "float64")
     with pytest.raises(ValueError, match="no row for the relative positions"):
         reference_block(BlockSpec(64, 4, Span(24, 8)), given.weights, given.x)
 
@@ -67,19 +67,19 @@ def test_numbers_are_rounded_as_torch_rounds() -> None:
     for dtype in ("bfloat16", "float32"):
         # Through float32, in which every library gets them.
         expected = torch.from_numpy(values.astype(np.float32)).to(getattr(torch, dtype)).to(torch.float64).numpy()
-        assert np.array_equal(_cases.rounded(values, dtype), expected)
-    halves = _cases.rounded(values[:600], "float16")
+        assert np.array_equal(_verify.rounded(values, dtype), expected)
+    halves = _verify.rounded(values[:600], "float16")
     assert np.array_equal(halves, values[:600].astype(np.float16).astype(np.float64))
 
 
 def test_the_error_sees_shapes_and_numbers_that_are_none() -> None:
     right = [np.ones((2, 3)), np.full((4,), 2.0)]
-    assert _cases.relative_error(right, right) == 0
-    assert _cases.relative_error([right[0], right[1] * 1.5], right) == pytest.approx(0.5)
-    assert _cases.relative_error([right[0].T, right[1]], right) == np.inf
-    assert _cases.relative_error([right[0], right[1] * np.nan], right) == np.inf
+    assert _verify.relative_error(right, right) == 0
+    assert _verify.relative_error([right[0], right[1] * 1.5], right) == pytest.approx(0.5)
+    assert _verify.relative_error([right[0].T, right[1]], right) == np.inf
+    assert _verify.relative_error([right[0], right[1] * np.nan], right) == np.inf
     with pytest.raises(ValueError, match="zip"):
-        _cases.relative_error(right[:1], right)
+        _verify.relative_error(right[:1], right)
 
 
 # What it finds
@@ -237,44 +237,44 @@ def test_without_onnx_the_runtimes_say_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_peak_memory_is_that_of_the_call() -> None:
-    if not _measure.STATUS.exists():
+    if not _libraries.STATUS.exists():
         pytest.skip("only Linux tells")
 
     def call() -> int:
         return int(np.ones(8 * 2**20).sum())  # 64 MiB, written and freed
 
-    first, second = (_measure.resident_peak(call) for _ in range(2))
+    first, second = (_libraries.resident_peak(call) for _ in range(2))
     assert first is not None
     assert second is not None
     assert 60 * 2**20 < first < 80 * 2**20
     assert 60 * 2**20 < second < 80 * 2**20
-    none = _measure.resident_peak(lambda: None)
+    none = _libraries.resident_peak(lambda: None)
     assert none is not None
     assert none < 2**20
 
 
 def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
-    monkeypatch.setattr(_measure, "STATUS", tmp_path / "none")
-    monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "no folder" / "none")
-    assert _measure.resident_peak(lambda: calls.append(1)) is None
-    measured = _measure.measure(lambda: calls.append(1))
+    monkeypatch.setattr(_libraries, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(_libraries, "CLEAR_REFS", tmp_path / "no folder" / "none")
+    assert _libraries.resident_peak(lambda: calls.append(1)) is None
+    measured = _libraries.measure(lambda: calls.append(1))
     assert measured.peak is None
     assert measured.seconds >= 0
-    monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "refs")
+    monkeypatch.setattr(_libraries, "CLEAR_REFS", tmp_path / "refs")
     (tmp_path / "none").write_text("VmSize: 1 kB\n")
-    assert _measure.resident_peak(lambda: None) is None
+    assert _libraries.resident_peak(lambda: None) is None
 
 
 def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(_measure, "ENOUGH", 0.0)
-    _measure.measure(lambda: calls.append(1))
+    monkeypatch.setattr(_libraries, "ENOUGH", 0.0)
+    _libraries.measure(lambda: calls.append(1))
     assert len(calls) == 1 + 1 + 1
-    monkeypatch.setattr(_measure, "ENOUGH", 1e9)
+    monkeypatch.setattr(_libraries, "ENOUGH", 1e9)
     calls.clear()
-    _measure.measure(lambda: calls.append(1))
-    assert len(calls) == 1 + 1 + _measure.REPEATS
+    _libraries.measure(lambda: calls.append(1))
+    assert len(calls) == 1 + 1 + _libraries.REPEATS
 
 
 # Words

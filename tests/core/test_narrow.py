@@ -9,9 +9,9 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from relskew_core._array.integers import blocks, shifted
+from relskew_core._array.precision import blocks, shifted
 from relskew_core._kernel.dropout import narrowed
-from relskew_core._kernel.pattern import Pattern
+from relskew_core._kernel.shapes import Pattern
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged
 from relskew_core._positions.visibility import FURTHEST
 

@@ -18,8 +18,8 @@ from relskew_core import Span
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
-from relskew_core._kernel.pattern import Pattern, check_pattern
 from relskew_core._kernel.problem import problem
+from relskew_core._kernel.shapes import Pattern, check_pattern
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.visibility import FURTHEST, Visibility

@@ -14,7 +14,7 @@ import pytest
 from export_forms import FORMS, made, random_weights
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block
-from relskew_core.cli._measure import resident_peak
+from relskew_core.cli._libraries import resident_peak
 from relskew_core.export import to_onnx, validate
 
 LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onnx_sessions import opened
 from relskew_core import Span, relative_attention
-from relskew_core.cli._measure import resident_peak
+from relskew_core.cli._libraries import resident_peak
 from relskew_core.export import torch_to_onnx, torch_translation_table
 from torch_exports import VARY, assert_same, export, random, session
 

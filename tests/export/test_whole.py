@@ -32,7 +32,7 @@ from relskew_core.export import (
     torch_to_onnx,
 )
 from relskew_core.export._whole import convert, decoder, genai
-from relskew_core.export._whole.stored import store_once
+from relskew_core.export._whole.names import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 VOCABULARY = 30

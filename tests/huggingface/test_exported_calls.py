@@ -11,8 +11,7 @@ import torch
 import oracles
 from relskew_core import Span
 from relskew_core._kernel.call import Operands
-from relskew_core.huggingface._banded import banded
-from relskew_core.huggingface._exported import exported
+from relskew_core.huggingface._exported import banded, exported
 
 H, D = 4, 3
 ZERO, CLIP = Span(2, 1, "zero"), Span(2, 1, "clip")

@@ -29,7 +29,7 @@ from benchmarks.record import Record, machine
 from benchmarks.runner import Benchmark, Case, Row, child, distance, reason, turns
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
-from relskew_core.cli._measure import resident_peak
+from relskew_core.cli._libraries import resident_peak
 from relskew_core.export._library import found_library
 
 ROOT = Path(__file__).parents[2]

@@ -25,8 +25,11 @@ DEVICES_TOO = {"torch", "xp"}
 """Whose functions take a device; CuPy and JAX have one that is current."""
 
 EXCEPTIONS = {
-    ("relskew_core/_array/integers.py", "xp.asarray(0)"): "asks which integers are the library's own",
-    ("relskew_core/_array/doubles.py", "xp.asarray(0.0, dtype=dtype)"): "asks for the default dtype, as is documented",
+    ("relskew_core/_array/precision.py", "xp.asarray(0)"): "asks which integers are the library's own",
+    (
+        "relskew_core/_array/precision.py",
+        "xp.asarray(0.0, dtype=dtype)",
+    ): "asks for the default dtype, as is documented",
     (
         "relskew_core/_block/weights.py",
         "xp.zeros(shape, dtype=xp.float32)",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import relskew_core
-from relskew_core._array.deprecation import warn_deprecated
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import explains
+from relskew_core._array.extras import warn_deprecated
 from tracked import ROOT, tracked
 
 SOURCES = [

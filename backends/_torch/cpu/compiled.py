@@ -13,7 +13,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 
 from relskew_core._array.precision import wide
 from relskew_core._kernel.call import DIFFERENTIABLE, Operands, Options, shape_of_rows
-from relskew_core.backends import _batch, _compiled
+from relskew_core.backends import _compiled, _ragged
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 
@@ -21,7 +21,7 @@ SHARED = 2**20
 """The multiplications for which waking one of torch's threads pays; usually it is awake."""
 
 
-flattened = partial(_batch.flattened, xp=xp)
+flattened = partial(_ragged.flattened, xp=xp)
 """Operands with one batch axis."""
 
 

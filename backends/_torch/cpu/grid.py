@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._array.masks import joint
-from relskew_core._array.softmax import log_sum_exp
+from relskew_core._array.softmax import joint, log_sum_exp
 from relskew_core._kernel.call import GridOperands, GridOptions, Operands, Options, named
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 

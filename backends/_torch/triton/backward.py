@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._positions.table import Extension
-from relskew_core.backends._batch import by_batch
+from relskew_core.backends._ragged import by_batch
 from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of
 from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
 from relskew_core.backends._torch.triton.kernels.queries import delta_kernel, query_gradient_kernel

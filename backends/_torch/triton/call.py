@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.call import KINDS, SEQUENCES, Operands, Options
-from relskew_core.backends._batch import by_batch, mask_by_batch
+from relskew_core.backends._ragged import by_batch, mask_by_batch
 from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 

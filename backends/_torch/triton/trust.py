@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from relskew_core._array.extras import warn_caller
 from relskew_core._array.softmax import log_sum_exp
-from relskew_core._array.warned import warn_caller
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.forward import attention as portable

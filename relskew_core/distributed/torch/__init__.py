@@ -5,8 +5,7 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 try:
     from relskew_core.distributed.torch._attention import context_parallel_attention
     from relskew_core.distributed.torch._sequence import shard_sequence, unshard_sequence
-    from relskew_core.distributed.torch._sharding import register_sharding
-    from relskew_core.distributed.torch._style import ContextParallel
+    from relskew_core.distributed.torch._style import ContextParallel, register_sharding
     from relskew_core.distributed.torch._tables import shard_table
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.distributed.torch", "torch", error) from error

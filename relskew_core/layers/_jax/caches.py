@@ -16,6 +16,8 @@ from relskew_core._array.namespace import check_plain, is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import Growing, SlidingCache, check_fixed
 from relskew_core._block.module import ModuleBlock
+from relskew_core._block.spec import BlockSpec
+from relskew_core._block.weights import starts_at_zero, uniform_bound
 
 
 class FixedCache(NamedTuple):
@@ -97,3 +99,12 @@ class JaxBlock(ModuleBlock[FixedCache, SlidingCache]):
             return jnp.array(x)
         # NumPy has no bfloat16 for torch, and JAX's `copy=True` would share the memory.
         return jnp.from_dlpack(x.detach().to("cpu", copy=True))
+
+
+def drawn(spec: BlockSpec, name: str, key: Array, dtype: Any) -> Array:
+    """Draw the weight of a name, in the bounds of :func:`relskew_core.init_weights`."""
+    shape = spec.weight_shapes()[name]
+    if starts_at_zero(name):
+        return jnp.zeros(shape, dtype)
+    bound = uniform_bound(spec, name)
+    return jax.random.uniform(key, shape, dtype, -bound, bound)

@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import wadler_lindig
 
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import explains
 from relskew_core._array.typing import Array, Impl
-from relskew_core._block.masks import Past, Seen, X
-from relskew_core._block.module import called
-from relskew_core._block.settings import Settings
+from relskew_core._block.block import Past, Seen, X
+from relskew_core._block.module import Settings, called
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core.layers._jax.caches import Cache, JaxBlock
-from relskew_core.layers._jax.weights import drawn
+from relskew_core.layers._jax.caches import Cache, JaxBlock, drawn
 
 
 class SeenByEquinox(Seen, total=False):

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import is_floating
 from relskew_core._array.typing import Impl
-from relskew_core._block.biases import with_bias
-from relskew_core._block.masks import check_padding, without_keys
-from relskew_core._block.settings import Settings
+from relskew_core._block.block import check_padding, without_keys
+from relskew_core._block.module import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
+from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
 from relskew_core.layers.torch._constants import buckets, slopes
 from relskew_core.layers.torch._whole import Whole

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from relskew_core._array.checks import describe, has_shape
 from relskew_core._block.cache import check_fixed, slid
 
 
@@ -108,3 +110,42 @@ class SlidingCache(NamedTuple):
         # Separate memory: a view would keep the whole prompt, and its strides would differ at the next step.
         keys, values = (x.contiguous() for x in present[:2])
         return k, v, SlidingCache(keys, values, present.length), seen
+
+
+def by_item(function: Callable[..., Any], inputs: Mapping[str, Tensor], refused: Mapping[str, Any]) -> Tensor:
+    """Apply a function to every sequence of nested tensors, and nest the results in the same way."""
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"`{name}` must be None for nested tensors, got {describe(value)}")
+    for name, x in inputs.items():
+        if not x.is_nested:
+            raise TypeError(f"`{name}` must be a nested tensor because another input is one, got {describe(x)}")
+    first: Any = next(iter(inputs.values()))
+    items = [function(*item) for item in zip(*(x.unbind() for x in inputs.values()), strict=True)]
+    if first.layout == torch.jagged and first.lengths() is None:  # torch only adds nested tensors that share offsets
+        return torch.nested.nested_tensor_from_jagged(torch.cat(items), first.offsets())
+    return torch.nested.as_nested_tensor(items, layout=first.layout)
+
+
+def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's ``attn_mask``, (L, S) or (N · H, L, S), in our convention: True may attend, or additive."""
+    *lead, n_queries, _ = q.shape
+    square = (n_queries, k.shape[-2])
+    mask = _turned("attn_mask", mask, q, (square, (math.prod(lead), *square)))
+    return mask.reshape(*lead, *square) if mask.ndim == 3 else mask
+
+
+def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's ``key_padding_mask``, (N, S), in our convention."""
+    return _turned("key_padding_mask", mask, q, ((*k.shape[:-3], k.shape[-2]),))[..., None, None, :]
+
+
+def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+    floating = isinstance(mask, Tensor) and mask.is_floating_point()
+    if (not floating and getattr(mask, "dtype", None) != torch.bool) or not has_shape(mask, *shapes):
+        expected = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(
+            f"`{name}` must be a boolean tensor, True where nothing is attended to, or an additive one, of shape "
+            f"{expected}, got {describe(mask)}"
+        )
+    return mask.to(q.dtype) if floating else ~mask

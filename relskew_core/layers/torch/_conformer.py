@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.checks import check_choice, check_int, describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import check_choice, check_int, describe, explains
 from relskew_core._array.typing import Impl
 from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec

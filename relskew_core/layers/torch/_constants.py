@@ -14,8 +14,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._functions.buckets import t5_buckets
-from relskew_core._functions.distance import alibi_slopes
+from relskew_core._functions.buckets import alibi_slopes, t5_buckets
 from relskew_core._functions.tables import Direction, sinusoid_rates, sinusoids
 from relskew_core._positions.span import Span
 from relskew_core.backends._torch.watched import is_transformed

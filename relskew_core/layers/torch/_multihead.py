@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core._array.keywords import explains
-from relskew_core._array.masks import joint
+from relskew_core._array.checks import check_bool, check_int, describe, explains
+from relskew_core._array.softmax import joint
 from relskew_core._array.typing import Impl
 from relskew_core._block.block import weights_alone
 from relskew_core._block.spec import TABLES, CallSpec
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
-from relskew_core.layers.torch._masks import attention_mask, padding_mask
-from relskew_core.layers.torch._nested import by_item
+from relskew_core.layers.torch._caches import attention_mask, by_item, padding_mask
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 """torch's names for the weights of inputs that differ in width."""

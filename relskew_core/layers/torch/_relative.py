@@ -10,20 +10,17 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import describe
-from relskew_core._array.keywords import explains
+from relskew_core._array.checks import describe, explains
+from relskew_core._array.precision import autocast
 from relskew_core._array.typing import Impl, Namespace
-from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.block import Past, Seen, apply_block, check_inputs
 from relskew_core._block.cache import Growing
-from relskew_core._block.masks import Past, Seen
 from relskew_core._block.module import CalledBlock
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
-from relskew_core.layers.torch._caches import FixedCache, SlidingCache
-from relskew_core.layers.torch._nested import by_item
+from relskew_core.layers.torch._caches import FixedCache, SlidingCache, by_item
 
 Cache = Growing | FixedCache | SlidingCache
 
