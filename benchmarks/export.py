@@ -18,7 +18,7 @@ from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, Row, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import custom_ops_library
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._nodes.functions import all_graphs
 
 DECODING = "decoding"
 FORMS = ("causal", "full", "clip", "blocks", DECODING)

@@ -20,7 +20,7 @@ from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, distance
 from relskew_core import BlockSpec, Span, backends, relative_attention
 from relskew_core.export import decoder_to_onnx
-from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
+from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 HEADS, LAYERS, VOCABULARY = 8, 4, 256

@@ -9,19 +9,19 @@ from __future__ import annotations
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
-    from relskew_core.export._caches import caches_in_place
-    from relskew_core.export._from_torch.translation import TranslationTable, torch_translation_table
-    from relskew_core.export._library import custom_ops_library, without_operator
-    from relskew_core.export._model import to_onnx
-    from relskew_core.export._quantise import quantize
-    from relskew_core.export._save import save
-    from relskew_core.export._validate.inspect import Check, Report
-    from relskew_core.export._validate.validate import validate
-    from relskew_core.export._whole.decoder import decoder_to_onnx
-    from relskew_core.export._whole.encoder_decoder import encoder_decoder_to_onnx
-    from relskew_core.export._whole.exported import ExportedGraph, ExportReport, GraphTensor
-    from relskew_core.export._whole.from_torch import torch_to_onnx
-    from relskew_core.export._whole.generate import generate
+    from relskew_core.export._block.model import to_onnx
+    from relskew_core.export._check.inspect import Check, Report
+    from relskew_core.export._check.validate import validate
+    from relskew_core.export._files.library import custom_ops_library, without_operator
+    from relskew_core.export._files.save import save
+    from relskew_core.export._generate.generate import generate
+    from relskew_core.export._models.caches import caches_in_place
+    from relskew_core.export._models.decoder import decoder_to_onnx
+    from relskew_core.export._models.encoder_decoder import encoder_decoder_to_onnx
+    from relskew_core.export._models.exported import ExportedGraph, ExportReport, GraphTensor
+    from relskew_core.export._models.from_torch import torch_to_onnx
+    from relskew_core.export._quantise.quantise import quantize
+    from relskew_core.export._translate.translation import TranslationTable, torch_translation_table
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.export", "onnx", error) from error
 

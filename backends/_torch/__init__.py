@@ -16,7 +16,7 @@ from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import eager, operator
 from relskew_core.backends._torch.cpu import prepared as prepared
-from relskew_core.backends._torch.watched import (
+from relskew_core.backends._torch.transformations import (
     differentiates_by_function,
     has_tangents,
     is_watched,

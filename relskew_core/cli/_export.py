@@ -41,14 +41,14 @@ ADVICE_BFLOAT16 = (
 
 def files_of(path: Path) -> list[Path]:
     """Return the file of a model, and that of its weights if they are separate."""
-    from relskew_core.export._publish import weights_of
+    from relskew_core.export._files.publish import weights_of
 
     return [path, *weights_of(path)]
 
 
 def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list[str]) -> dict[str, Any]:
     """Return the results of an export as ``--json`` prints them; ``validate`` is the command that checks the file."""
-    from relskew_core.export._whole.exported import ExportReport, described
+    from relskew_core.export._models.exported import ExportReport, described
 
     graph = described(model, path.name, lambda name, axis: "the heads and widths of the block")
     files = files_of(path)

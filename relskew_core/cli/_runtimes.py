@@ -28,7 +28,7 @@ class Runtime:
 
     def load(self, model: Any) -> Session:
         """Return a function from a dictionary of inputs to the outputs in order."""
-        export = importlib.import_module("relskew_core.export._validate.runtimes")
+        export = importlib.import_module("relskew_core.export._check.runtimes")
         runner = export.opener(self.key)(export.Source(model, None), self.provider)
         if runner.misplaced:  # pragma: gpu only
             raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")
@@ -49,7 +49,7 @@ def _reference() -> Iterator[Runtime]:
 
 
 def _openvino() -> Iterator[Runtime]:
-    openvino = importlib.import_module("relskew_core.export._validate.runtimes").import_openvino()
+    openvino = importlib.import_module("relskew_core.export._check.runtimes").import_openvino()
     yield Runtime("openvino", "cpu", openvino.__version__.partition("-")[0], "portable", ("float32",), "openvino")
 
 

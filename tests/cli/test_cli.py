@@ -145,7 +145,7 @@ def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -
 
 
 def test_a_broken_export_is_not_called_a_missing_extra() -> None:
-    program = "import sys; sys.modules['relskew_core.export._plan'] = None; import relskew_core.export"
+    program = "import sys; sys.modules['relskew_core.export._form.plan'] = None; import relskew_core.export"
     done = python("-c", program)
     assert done.returncode == 1
     assert "pip install" not in done.stderr

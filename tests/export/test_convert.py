@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span
 from relskew_core.export import decoder_to_onnx
-from relskew_core.export._whole.convert import Flat, checked_model, evaluating, varying
-from relskew_core.export._whole.decoder_calls import empty_past
-from relskew_core.export._whole.from_torch import _cases, _lengths, _names
+from relskew_core.export._models.convert import Flat, checked_model, evaluating, varying
+from relskew_core.export._models.decoder_calls import empty_past
+from relskew_core.export._models.from_torch import _cases, _lengths, _names
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 sympy: Any = pytest.importorskip("sympy")  # a dependency of torch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core.export import decoder_to_onnx
-from relskew_core.export._whole import decoder_calls
+from relskew_core.export._models import decoder_calls
 
 
 class HiddenStates(nn.Module):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import small_decoder
 from relskew_core.export import save
-from relskew_core.export._whole import compare
-from relskew_core.export._whole.compare import check_decoder, check_full
-from relskew_core.export._whole.convert import Flat
+from relskew_core.export._models import compare
+from relskew_core.export._models.compare import check_decoder, check_full
+from relskew_core.export._models.convert import Flat
 
 NAMES = ["logits", "present.0.key", "present.0.value"]
 
@@ -160,7 +160,7 @@ def test_long_pasts_of_wide_caches_are_not_tried(monkeypatch: pytest.MonkeyPatch
     """Half a GiB and more: for a past, one more position and two rows of keys and of values."""
     tried = []
     for largest in (2 * 301 * 128 - 1, 2 * 301 * 128):
-        monkeypatch.setattr("relskew_core.export._whole.compare.LARGEST", largest)
+        monkeypatch.setattr("relskew_core.export._models.compare.LARGEST", largest)
         graph = Graph(Summing(heads=4))
         graph.check()
         tried.append(graph.cases[-1])

@@ -15,9 +15,9 @@ from export_forms import FORMS, IN_PLACE, PROFILES, made
 from onnx_sessions import BROADCASTS_EMPTY, opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import quantize, to_onnx, validate
-from relskew_core.export._plan import GraphPlan, make_plan
-from relskew_core.export._validate.runtimes import Source, open_reference, refuses_empty_batch
-from relskew_core.export._validate.trials import Trial, make_inputs, make_trials
+from relskew_core.export._check.runtimes import Source, open_reference, refuses_empty_batch
+from relskew_core.export._check.trials import Trial, make_inputs, make_trials
+from relskew_core.export._form.plan import GraphPlan, make_plan
 
 CHUNKS = {"chunk_size": 3}
 CASES = [

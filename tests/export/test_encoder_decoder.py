@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from onnx_sessions import shapes
 from relskew_core import Span, relative_attention
 from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate
-from relskew_core.export._library import found_library
-from relskew_core.export._whole import convert
-from relskew_core.export._whole.encoder_decoder import FILES
+from relskew_core.export._files.library import found_library
+from relskew_core.export._models import convert
+from relskew_core.export._models.encoder_decoder import FILES
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
 

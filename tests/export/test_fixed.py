@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relskew_core.export._whole.convert import Flat
-from relskew_core.export._whole.fixed import drawn, explained, fixed_by_chance
+from relskew_core.export._models.convert import Flat
+from relskew_core.export._models.fixed import drawn, explained, fixed_by_chance
 
 
 class Sum(nn.Module):

@@ -12,8 +12,8 @@ from onnx.reference.ops import op_attention
 from export_forms import FORMS, PROFILES, made
 from onnx_sessions import opened
 from relskew_core.export import to_onnx, validate
-from relskew_core.export._plan import make_plan
-from relskew_core.export._validate.trials import make_inputs, make_trials
+from relskew_core.export._check.trials import make_inputs, make_trials
+from relskew_core.export._form.plan import make_plan
 
 form = pytest.mark.parametrize("form", FORMS)
 TYPED = [

@@ -16,8 +16,8 @@ import small_decoder
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import generate, save, to_onnx
-from relskew_core.export._whole import genai
-from relskew_core.export._whole.generate_encoded import Sampler
+from relskew_core.export._generate.encoded import Sampler
+from relskew_core.export._models import genai
 from small_decoder import VOCABULARY, greedy, growing, in_place
 
 PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from graph_text import FOLDER, WRITTEN, model_of, plans, text
-from relskew_core.export._graph.emitter import Emitter
+from relskew_core.export._nodes.emitter import Emitter
 
 
 @pytest.mark.parametrize("name", WRITTEN)

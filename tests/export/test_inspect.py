@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 from export_forms import FORMS, PROFILES, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, save, to_onnx
-from relskew_core.export._validate.inspect import Subject, inspect_model
+from relskew_core.export._check.inspect import Subject, inspect_model
 
 ONNX = f"onnx {onnx.__version__}"
 CAUSAL = FORMS["causal"][0]

@@ -12,7 +12,7 @@ from export_forms import random_weights
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
-from relskew_core.export._plan import make_plan
+from relskew_core.export._form.plan import make_plan
 
 CAUSAL = BlockSpec(8, 2, Span.causal(16), causal=True, block_size=8)
 STREAM = BlockSpec(8, 2, Span(23, 7), block_size=8, blocks_before=2)

@@ -303,7 +303,7 @@ def test_weights_of_other_libraries() -> None:
 
 
 def test_a_tensor_too_large_for_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relskew_core.export._weights.TENSOR_LIMIT", 300)
+    monkeypatch.setattr("relskew_core.export._form.weights.TENSOR_LIMIT", 300)
     with pytest.raises(ValueError, match=r"`weights.'rel_k'.` must be at most 2 GiB"):
         to_onnx(CAUSAL, random_weights(CAUSAL))
 

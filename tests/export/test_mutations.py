@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from export_forms import IN_PLACE, made
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
-from relskew_core.export._graph.functions import rename
+from relskew_core.export._nodes.functions import rename
 
 FORMS: dict[str, dict[str, Any]] = {
     "cache": {},

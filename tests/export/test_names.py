@@ -8,7 +8,7 @@ import onnx
 import onnx_ir
 from onnx import TensorProto, helper
 
-from relskew_core.export._whole.names import SCOPES, name_lengths, name_nodes
+from relskew_core.export._models.names import SCOPES, name_lengths, name_nodes
 
 
 def node(op_type: str, inputs: str, output: str, scopes: list[str] | None, name: str = "", **more: Any) -> Any:

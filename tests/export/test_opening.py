@@ -25,12 +25,12 @@ import pytest
 from export_forms import FORMS, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, save, to_onnx, validate
-from relskew_core.export._validate import isolated, runtimes
-from relskew_core.export._validate.run import Request
+from relskew_core.export._check import isolated, runtimes
+from relskew_core.export._check.run import Request
 
 CAUSAL = FORMS["causal"][0]
 # the package exports a function of the same name
-module = importlib.import_module("relskew_core.export._validate.validate")
+module = importlib.import_module("relskew_core.export._check.validate")
 
 
 class Onnxruntime:

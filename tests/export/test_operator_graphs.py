@@ -15,10 +15,10 @@ from onnx_sessions import opened
 from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import custom_ops_library, save, to_onnx, validate, without_operator
-from relskew_core.export._graph.operator import DOMAIN, NAME
-from relskew_core.export._plan import make_plan
-from relskew_core.export._validate import runtimes
-from relskew_core.export._validate.trials import make_inputs, make_trials
+from relskew_core.export._check import runtimes
+from relskew_core.export._check.trials import make_inputs, make_trials
+from relskew_core.export._form.plan import make_plan
+from relskew_core.export._nodes.operator import DOMAIN, NAME
 
 pytestmark = needs_library
 

@@ -23,7 +23,7 @@ from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.export import custom_ops_library
-from relskew_core.export._graph.operator import INPUTS, OUTPUTS, attributes_of
+from relskew_core.export._nodes.operator import INPUTS, OUTPUTS, attributes_of
 
 pytestmark = needs_library
 

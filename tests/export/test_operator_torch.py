@@ -19,10 +19,10 @@ from onnx_sessions import opened, tokens_of_genai
 from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
-from relskew_core.export._from_torch.translation import torch_translation_table
-from relskew_core.export._graph.in_place_node import NUMBERS, _quantising
-from relskew_core.export._graph.operator import INPUTS, NAME
-from relskew_core.export._whole import generate_encoded
+from relskew_core.export._generate import encoded
+from relskew_core.export._nodes.in_place_node import NUMBERS, _quantising
+from relskew_core.export._nodes.operator import INPUTS, NAME
+from relskew_core.export._translate.translation import torch_translation_table
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 pytestmark = needs_library
@@ -224,7 +224,7 @@ def test_decoders_give_the_same_tokens(
     assert len(nodes(graph, "Reshape")) == len(turned) == 4 * grows
     wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
-    monkeypatch.setattr(generate_encoded, "found_library", lambda: None)
+    monkeypatch.setattr(encoded, "found_library", lambda: None)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
@@ -247,7 +247,7 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
     with_library = generate(made, prompts, 12)
     wanted = generate(decoder_to_onnx(Decoder(), tmp_path / "plain.onnx", check=False), prompts, 12)
     np.testing.assert_array_equal(with_library, wanted)
-    monkeypatch.setattr(generate_encoded, "found_library", lambda: None)
+    monkeypatch.setattr(encoded, "found_library", lambda: None)
     np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)

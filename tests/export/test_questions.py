@@ -12,11 +12,11 @@ import pytest
 from export_forms import random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, to_onnx
-from relskew_core.export._validate import questions
-from relskew_core.export._validate.inspect import Subject, inspect_model
-from relskew_core.export._validate.questions import Questions, expected_outputs
-from relskew_core.export._validate.runtimes import Feeds, Runner, open_onnxruntime
-from relskew_core.export._validate.trials import Trial, make_inputs
+from relskew_core.export._check import questions
+from relskew_core.export._check.inspect import Subject, inspect_model
+from relskew_core.export._check.questions import Questions, expected_outputs
+from relskew_core.export._check.runtimes import Feeds, Runner, open_onnxruntime
+from relskew_core.export._check.trials import Trial, make_inputs
 
 CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
 OPEN = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)

@@ -21,8 +21,9 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from export_forms import FORMS, random_weights
-from relskew_core.export import Report, _publish, save, to_onnx, validate
-from relskew_core.export._save import write
+from relskew_core.export import Report, save, to_onnx, validate
+from relskew_core.export._files import publish
+from relskew_core.export._files.save import write
 
 SPEC = FORMS["causal"][0]
 
@@ -163,7 +164,7 @@ def ballast(path: Path) -> int | None:
 
 def test_weights_in_use_stay_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of a network's file system may be wrong by hours."""
-    monkeypatch.setattr(_publish, "_GRACE", -1e6)
+    monkeypatch.setattr(publish, "_GRACE", -1e6)
     path = tmp_path / "block.onnx"
     for seed in (0, 1, 1):
         save(model(seed), path, external_threshold=0, overwrite=True)
@@ -278,14 +279,14 @@ def test_what_others_remove_meanwhile_is_no_error(tmp_path: Path, monkeypatch: p
     assert ballast(path) == 1
     age(tmp_path)
     (tmp_path / ".killed.relskew-saving").mkdir()
-    real, gone = _publish._idle, []
+    real, gone = publish._idle, []
 
     def others_first(path: Path, seconds: float, *, inside: bool = False) -> bool:
         gone.append(path)
         path.rmdir() if path.is_dir() else path.unlink()
         return real(path, seconds, inside=inside) if inside else True
 
-    monkeypatch.setattr(_publish, "_idle", others_first)
+    monkeypatch.setattr(publish, "_idle", others_first)
     save(model(2), path, overwrite=True)
     assert len(gone) == 2
     assert names(tmp_path) == ["block.onnx"]
@@ -619,9 +620,9 @@ def test_whom_a_temporary_folder_belongs_to(
     with contextlib.ExitStack() as stack:
         if lock == "held":
             for folder in tmp_path.iterdir():
-                assert stack.enter_context(_publish._locked(folder)) == (folder != link)
+                assert stack.enter_context(publish._locked(folder)) == (folder != link)
         elif lock == "unknown":
-            monkeypatch.setattr(_publish, "fcntl", None)
+            monkeypatch.setattr(publish, "fcntl", None)
         if other:
             monkeypatch.setattr(os, "geteuid", lambda: 10**6)
         save(model(), tmp_path / "block.onnx")

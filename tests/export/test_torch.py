@@ -17,7 +17,7 @@ from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unsupported
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
-from relskew_core.export._from_torch.translation import SUPPORTED
+from relskew_core.export._translate.translation import SUPPORTED
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
 from torch_exports import VARY, assert_same, export, operators, random, session

@@ -20,9 +20,9 @@ from relskew_core._kernel.call import Operands, Part
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat
 from relskew_core.export import torch_translation_table
-from relskew_core.export._from_torch.call import TracedCall
-from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._graph.emitter import Value
+from relskew_core.export._nodes.emitter import Value
+from relskew_core.export._translate.call import TracedCall
+from relskew_core.export._translate.emitter import TracedEmitter
 from traced_calls import CASES, FOLDER, WRITTEN, Case, Drawn, Operators, Traced, exporting, written
 
 ATTENTION = OPERATOR.op._opoverload

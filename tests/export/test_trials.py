@@ -12,9 +12,9 @@ import pytest
 from export_forms import random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
-from relskew_core.export._plan import GraphPlan, make_plan
-from relskew_core.export._validate import trials
-from relskew_core.export._validate.trials import Trial, empty_batch, longest, make_inputs, make_trials
+from relskew_core.export._check import trials
+from relskew_core.export._check.trials import Trial, empty_batch, longest, make_inputs, make_trials
+from relskew_core.export._form.plan import GraphPlan, make_plan
 
 SEED = 10**6  # random trials have seeds from here on
 CACHE = {"past": True}

@@ -25,7 +25,7 @@ from onnx import helper, numpy_helper
 from export_forms import FORMS, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, Report, save, to_onnx, validate
-from relskew_core.export._validate import isolated, runtimes
+from relskew_core.export._check import isolated, runtimes
 
 CACHE, CACHE_OPTIONS = FORMS["cache"]
 CAUSAL = FORMS["causal"][0]

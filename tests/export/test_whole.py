@@ -31,8 +31,8 @@ from relskew_core.export import (
     save,
     torch_to_onnx,
 )
-from relskew_core.export._whole import convert, decoder, genai
-from relskew_core.export._whole.names import store_once
+from relskew_core.export._models import convert, decoder, genai
+from relskew_core.export._models.names import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 VOCABULARY = 30

@@ -17,7 +17,7 @@ from fuzz.engine import Target, WrongError, same, told
 from libraries import GATES
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
 from relskew_core.export import to_onnx
-from relskew_core.export._library import found_library
+from relskew_core.export._files.library import found_library
 
 Arrays = dict[str, NDArray[Any]]
 SHARED = ("span", "causal", "window", "block_size", "blocks_before")

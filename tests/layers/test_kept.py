@@ -19,7 +19,7 @@ import lives
 import relskew_core
 import state
 from relskew_core import relative_attention, relative_attention_2d
-from relskew_core.backends._torch.watched import TYPES
+from relskew_core.backends._torch.transformations import TYPES
 from relskew_core.huggingface import replace_attention
 
 

@@ -16,7 +16,7 @@ from relskew_core import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core.cli._libraries import resident_peak
 from relskew_core.export import torch_to_onnx, torch_translation_table
-from relskew_core.export._graph.functions import all_graphs
+from relskew_core.export._nodes.functions import all_graphs
 from relskew_core.huggingface import register_attention, replace_attention
 
 HEADS = 12

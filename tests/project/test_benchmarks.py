@@ -30,7 +30,7 @@ from benchmarks.runner import Benchmark, Case, Row, child, distance, reason, tur
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.cli._libraries import resident_peak
-from relskew_core.export._library import found_library
+from relskew_core.export._files.library import found_library
 
 ROOT = Path(__file__).parents[2]
 PAGES = [name for name in cli.NAMES if (name != "gpu_registers" or find_spec("triton")) and cli.load(name).page]

@@ -24,7 +24,7 @@ import libraries
 import relskew_core
 from relskew_core._array.extras import compile_line
 from relskew_core.export import custom_ops_library
-from relskew_core.export._library import found_library
+from relskew_core.export._files.library import found_library
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

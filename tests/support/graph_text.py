@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from export_forms import FORMS, IN_PLACE, PROFILES
 from relskew_core import BlockSpec
 from relskew_core.export import caches_in_place, to_onnx
-from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._form.plan import GraphPlan, make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
 CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable"))

@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_sessions import opened
-from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
-from relskew_core.export._library import found_library
+from relskew_core.export._files.library import found_library
+from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 
 needs_library = pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
 

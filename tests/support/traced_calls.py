@@ -26,9 +26,9 @@ from relskew_core._kernel.call import TABLES, Arguments, Operands, Options
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import NAMES, flat
 from relskew_core.export import torch_translation_table
-from relskew_core.export._from_torch import translation
-from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._graph.emitter import Value
+from relskew_core.export._nodes.emitter import Value
+from relskew_core.export._translate import translation
+from relskew_core.export._translate.emitter import TracedEmitter
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "traced"

@@ -241,22 +241,22 @@ def test_explicit_gradients_are_the_operators() -> None:
 
 
 def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import trust
+    from relskew_core.backends._torch.triton import self_check
 
     call, _ = checked(FULL)
-    monkeypatch.setattr(trust, "LENGTH", 34)
+    monkeypatch.setattr(self_check, "LENGTH", 34)
     tried: list[Any] = []
 
-    def errors(arguments: Any, errors: Any = trust.errors) -> dict[str, float]:
+    def errors(arguments: Any, errors: Any = self_check.errors) -> dict[str, float]:
         tried.append(arguments)
         return errors(arguments)
 
-    monkeypatch.setattr(trust, "errors", errors)
-    trust._verdict.cache_clear()
-    assert trust.refusal(call.given, call.options) is None
-    assert trust.refusal(call.given, call.options) is None
+    monkeypatch.setattr(self_check, "errors", errors)
+    self_check._verdict.cache_clear()
+    assert self_check.refusal(call.given, call.options) is None
+    assert self_check.refusal(call.given, call.options) is None
     assert torch.compile(
-        lambda q: q + (trust.refusal(call.given, call.options) is None), fullgraph=True, backend="eager"
+        lambda q: q + (self_check.refusal(call.given, call.options) is None), fullgraph=True, backend="eager"
     )(torch.zeros(())) == torch.ones(())
     assert len(tried) == 1
 
@@ -272,20 +272,20 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core._kernel.problem import problem
-    from relskew_core.backends._torch.triton import trust
+    from relskew_core.backends._torch.triton import self_check
 
-    monkeypatch.setattr(trust, "LENGTH", 40)
-    arguments = trust.trial(torch.device("cpu"), torch.float32, features, (W, 5, W), grouped=True)
+    monkeypatch.setattr(self_check, "LENGTH", 40)
+    arguments = self_check.trial(torch.device("cpu"), torch.float32, features, (W, 5, W), grouped=True)
     call = problem(arguments)
-    assert set(trust.features(call.given, call.options)) == {"q", "k", "v", *features}
-    found = trust.errors(arguments)
+    assert set(self_check.features(call.given, call.options)) == {"q", "k", "v", *features}
+    found = self_check.errors(arguments)
     assert {"out", "lse", "q", "k", "v"} <= set(found)
     assert max(found.values()) < 1e-5
 
 
 @pytest.mark.parametrize("wrong", ["out", "rel_bias"])
 def test_a_kernel_that_is_wrong_is_told_of_once_and_not_taken(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import backward, forward, trust
+    from relskew_core.backends._torch.triton import backward, forward, self_check
 
     def off(*given: Any, attention: Any = forward.attention) -> Any:
         out, sums = attention(*given)
@@ -296,16 +296,16 @@ def test_a_kernel_that_is_wrong_is_told_of_once_and_not_taken(wrong: str, monkey
         assert gradients.rel_bias is not None
         return gradients._replace(rel_bias=gradients.rel_bias.roll(1, -1))
 
-    monkeypatch.setattr(trust, "LENGTH", 34)
+    monkeypatch.setattr(self_check, "LENGTH", 34)
     if wrong == "out":
         monkeypatch.setattr(forward, "attention", off)
     else:
         monkeypatch.setattr(backward, "attention_vjp", off_in_the_bias)
-    trust._verdict.cache_clear()
+    self_check._verdict.cache_clear()
     call, _ = checked(FULL)
     with pytest.warns(RuntimeWarning, match=rf"differ from the portable code in .*{wrong} by .*please report"):
-        reason = trust.refusal(call.given, call.options)
+        reason = self_check.refusal(call.given, call.options)
     assert reason is not None
     with warnings.catch_warnings(action="error"):
-        assert trust.refusal(call.given, call.options) == reason
-    trust._verdict.cache_clear()
+        assert self_check.refusal(call.given, call.options) == reason
+    self_check._verdict.cache_clear()

@@ -15,7 +15,7 @@ import pytest
 
 from export_forms import FORMS, made
 from relskew_core.export import to_onnx, validate
-from relskew_core.export._validate import runtimes
+from relskew_core.export._check import runtimes
 
 HERE = Path(__file__).parent
 PACKAGES = HERE.parents[1] / ".venv-web"

@@ -12,7 +12,7 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import compiled, grid
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat, saved_by
-from relskew_core.backends._torch.watched import are_mapped, is_ordinary, requires_gradients
+from relskew_core.backends._torch.transformations import are_mapped, is_ordinary, requires_gradients
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:

@@ -11,16 +11,16 @@ import torch
 from relskew_core._kernel.call import Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
-from relskew_core.backends._torch import watched
+from relskew_core.backends._torch import transformations
 from relskew_core.backends._torch.cpu import compiled, eager
 
-TYPES = frozenset((*watched.TYPES, NoneType))
+TYPES = frozenset((*transformations.TYPES, NoneType))
 """The types of arguments; subclasses may behave differently."""
 
 HALF = True
 """Whether the kernels accept half precision."""
 
-ordinary = watched.is_ordinary
+ordinary = transformations.is_ordinary
 
 about = attrgetter("dtype", "device", "layout")
 """The properties of a tensor that a call's checks depend on, except for its shape."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from relskew_core._kernel.call import Operands, Options
-from relskew_core.backends._torch.triton import trust
+from relskew_core.backends._torch.triton import self_check
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """The widest heads that fit the registers."""
@@ -25,7 +25,7 @@ def refusal(operands: Operands, options: Options) -> str | None:
     """Return why the fused kernels do not support a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
     reason = reason or refusal_of_operands(operands) or refusal_of_options(options)
-    return reason or trust.refusal(operands, options)
+    return reason or self_check.refusal(operands, options)
 
 
 def refusal_of_options(options: Options) -> str | None:

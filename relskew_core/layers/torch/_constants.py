@@ -17,7 +17,7 @@ from torch import Tensor
 from relskew_core._functions.buckets import alibi_slopes, t5_buckets
 from relskew_core._functions.tables import Direction, sinusoid_rates, sinusoids
 from relskew_core._positions.span import Span
-from relskew_core.backends._torch.watched import is_transformed
+from relskew_core.backends._torch.transformations import is_transformed
 
 Function = Callable[..., Tensor]
 

@@ -1,0 +1,1 @@
+"""The attention block as a graph."""

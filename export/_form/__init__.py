@@ -1,0 +1,1 @@
+"""What a graph will be: its plan, its profile and its weights."""

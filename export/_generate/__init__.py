@@ -1,0 +1,1 @@
+"""Tokens from the files of a decoder."""

@@ -1,0 +1,313 @@
+"""The arguments of a decoder: the caches of a first call, an example, and a common form of Hugging Face decoders."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from relskew_core._array.checks import describe
+from relskew_core.export._models.fixed import drawn
+from relskew_core.export._models.names import cast
+from relskew_core.export._nodes.functions import all_graphs, names_read, rename
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+Layers = Sequence[Sequence[Tensor]]
+"""The caches of every layer: keys and values, and four tensors with those of a memory."""
+
+BATCH = 2
+"""The number of rows of the examples."""
+
+
+def cache_of(past: Layers) -> Any:
+    """Return a transformers cache with these keys and values."""
+    cache = _caches().DynamicCache()
+    _fill(cache, past)
+    return cache
+
+
+def cache_with_memory(past: Layers, of_memory: Layers = ()) -> Any:
+    """Return the cache of a decoder with cross-attention; keys and values of the memory are computed if not given."""
+    cache = _caches().EncoderDecoderCache(cache_of(()), cache_of(()))
+    for own, layers in ((cache.self_attention_cache, past), (cache.cross_attention_cache, of_memory)):
+        _fill(own, layers)
+    cache.is_updated.update(dict.fromkeys(range(len(of_memory)), True))
+    return cache
+
+
+def _fill(cache: Any, layers: Layers) -> None:
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys, values, layer)
+
+
+def _caches() -> Any:
+    return importlib.import_module("transformers.cache_utils")
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name of the model's argument for its past, which transformers 5.24 has shortened."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def pairs_of(cache: Any) -> list[list[Tensor]]:
+    """Return the keys and values in a transformers cache."""
+    return [[layer.keys, layer.values] for layer in cache.layers]
+
+
+class Causal(nn.Module):
+    """A transformers decoder, from tokens and pairs of keys and values to logits and pairs."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        signature = inspect.signature(model.forward).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
+        if not signature.keys() & {"cache", "past_key_values"} and not takes_all:
+            raise TypeError(
+                "`model` must keep its past in `cache` or `past_key_values`, a cache of keys and values, got "
+                f"{type(model).__name__}, which has no such argument: torch_to_onnx exports it without a past"
+            )
+        self.cache_name = cache_name(model)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        past: Layers,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Call the model with a transformers cache without keys of a memory."""
+        given: dict[str, Any] = {"encoder_attention_mask": encoder_attention_mask}
+        if encoder_hidden_states is None:
+            given, cache = {}, cache_of(past)
+            own = cache
+        else:
+            given["encoder_hidden_states"], cache = encoder_hidden_states, cache_with_memory(past)
+            own = cache.self_attention_cache
+        given[self.cache_name] = cache
+        results = self.model(input_ids=tokens, use_cache=True, return_dict=True, **given)
+        return results.logits, pairs_of(own)
+
+    def empty_cache(self, batch: int) -> list[list[Tensor]]:
+        """Return the caches of a first call, with the shapes that the model fills."""
+        token = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+        with torch.no_grad():
+            _, pairs = self(token, ())
+        if not pairs or not all(isinstance(x, Tensor) and x.ndim == 4 for pair in pairs for x in pair):
+            raise TypeError(
+                "`model` must fill a DynamicCache with keys and values (batch, heads, positions, D) in every layer, "
+                f"got {type(self.model).__name__}, which leaves {describe(pairs)}: a model that caches something else, "
+                "such as hidden states, is exported without a past by torch_to_onnx"
+            )
+        return [[x.new_zeros((batch, x.shape[1], 0, x.shape[3])) for x in pair] for pair in pairs]
+
+
+def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Module:
+    """Return a model that is called with tokens and pairs, wrapping transformers models."""
+    generates = callable(getattr(model, "prepare_inputs_for_generation", None))
+    if past is not None or callable(getattr(model, "empty_cache", None)) or not generates:
+        return model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TypeError(
+            f"`model` must be a decoder, got the encoder–decoder {type(model).__name__}: encoder_decoder_to_onnx "
+            "writes it"
+        )
+    return Causal(model)
+
+
+def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:
+    """Return a function that makes the caches of a first call."""
+    if past is not None:
+        if not callable(past):
+            raise TypeError(f"`past` must be a function that returns the caches of a batch, got {describe(past)}")
+        return past
+    own = getattr(model, "empty_cache", None)
+    if callable(own):
+        return own
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, RelativeMultiheadAttention) and module.spec.causal and not module.spec.cross
+    ]
+    if not layers:
+        raise ValueError(
+            "`past` must be given because the model has no `empty_cache` and no causal RelativeMultiheadAttention: a "
+            "function that returns for a batch one pair of keys and values (batch, heads, 0, D) a layer"
+        )
+    return lambda batch: [layer.empty_cache(batch) for layer in layers]
+
+
+def example(
+    model: nn.Module, empty: Callable[[int], Any], memory: Sequence[Tensor], dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """Return example arguments, whose lengths are neither 0 nor 1 and all differ from the batch."""
+    batch, length = BATCH, 3
+    past = empty(batch)
+    if dtype is not None:
+        past = pytree.tree_map(partial(cast, dtype=dtype), past)
+    given = _check_caches("what `past(batch)` returns", past, batch, 0)
+    tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
+    try:
+        inspect.signature(model.forward).bind(tokens, past, *memory)
+    except TypeError as error:
+        called = ", ".join(["tokens", "past", *("memory", "mask")[: len(memory)]])
+        raise TypeError(f"`model` must be called as model({called}), got {type(model).__name__}: {error}") from error
+    result = model(tokens, past, *memory)
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise TypeError(f"`model` must return (logits, past), got {describe(result)}")
+    logits, present = result
+    if logits.ndim != 3 or logits.shape[:2] != (batch, length) or not logits.is_floating_point():
+        raise ValueError(
+            f"`model` must return logits (batch, length, vocabulary), got {describe(logits)} for tokens (2, 3)"
+        )
+    if _check_caches("the past that `model` returns", present, batch, length) != given:
+        raise ValueError("`model` must return as many caches as it is given, with the same heads and widths")
+    return torch.zeros((batch, 2), dtype=torch.int64, device="cpu"), present, *memory
+
+
+def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the arguments of a decoder besides tokens and a past."""
+    if given is None:
+        return []
+    tensors = list(given) if isinstance(given, tuple | list) else [given]
+    if not tensors or not all(isinstance(x, Tensor) and x.ndim > 1 and x.numel() for x in tensors):
+        raise TypeError(
+            "`memory` must be a tensor (batch, length, width), or a list of tensors that begin with these axes, got "
+            f"{describe(given)}"
+        )
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = [drawn(x.detach(), (BATCH, *x.shape[1:]), generator) for x in tensors]
+    return rows if dtype is None else [cast(x, dtype) for x in rows]
+
+
+class Memories:
+    """Draws memories like an example, with other lengths in turn where these may vary.
+
+    What is of one length in the example stays so.
+    """
+
+    def __init__(self, shown: Sequence[Tensor], lengths: Sequence[int | None]) -> None:
+        self._shown, self._lengths = shown, lengths
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._turns = itertools.cycle((1, 9, 4))
+
+    def __call__(self, rows: int) -> list[Tensor]:
+        """Return a memory for this many rows."""
+        sizes = dict.fromkeys(x.shape[1] for x in self._shown)
+        lengths = dict(zip(sizes, self._turns, strict=False))
+        return [
+            drawn(x, (rows, fixed or lengths[x.shape[1]], *x.shape[2:]), self._generator)
+            for x, fixed in zip(self._shown, self._lengths, strict=True)
+        ]
+
+
+def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:
+    """Check keys and values of that many positions, and return heads and width of every tensor of the caches."""
+    pairs = list(caches) if isinstance(caches, tuple | list) else []
+    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError(
+            f"{name} must be a list with one pair of keys and values a layer (caches that grow, `empty_cache(batch)`), "
+            f"got {describe(caches)}"
+        )
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        right = isinstance(tensor, Tensor) and tensor.ndim == 4
+        if not right or (tensor.shape[0], tensor.shape[2]) != (batch, length):
+            raise ValueError(
+                f"{name} must hold tensors (batch, heads, positions, D), of {batch} and {length} positions here, got "
+                f"{describe(tensor)}"
+            )
+    return [(tensor.shape[1], tensor.shape[3]) for pair in pairs for tensor in pair]
+
+
+MADE = "memory."
+"""The numbered names of the results of the memory's graph, and of the decoder's inputs for them."""
+
+
+def memory_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the graph of the memory, next to the decoder's."""
+    return Path(path).with_name(f"{Path(path).stem}_memory.onnx")
+
+
+def split_off(model: onnx.ModelProto, inputs: Sequence[str]) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Split the nodes that depend on these inputs alone into a model; return it and the rest, which uses its output."""
+    graph = model.graph
+    given = {value.name for value in graph.input}
+    of_memory, others = set(inputs), given - set(inputs)
+    first: list[onnx.NodeProto] = []
+    later: list[onnx.NodeProto] = []
+    fixed: list[onnx.NodeProto] = []  # these depend on no input, and both graphs may need them
+    for node in graph.node:
+        read = set(names_read([node]))
+        if read & others:
+            others.update(node.output)
+            later.append(node)
+        elif read & of_memory:
+            of_memory.update(node.output)
+            first.append(node)
+        else:
+            fixed.append(node)
+    needed = set(names_read(later)) | {value.name for value in graph.output}
+    crossing = [name for node in first for name in node.output if name in needed]
+    crossing = [*(name for name in inputs if name in needed), *crossing]
+    if not crossing:
+        raise ValueError(f"`memory` must affect the outputs of `model`, got a model that reads none of {list(inputs)}")
+    renamed = {name: f"{MADE}{number}" for number, name in enumerate(crossing)}
+    known = {value.name: value for value in (*graph.value_info, *graph.input)}
+    between = []
+    for old, new in renamed.items():
+        between.append(onnx.ValueInfoProto())
+        between[-1].CopyFrom(known[old])
+        between[-1].name = new
+    passed = [onnx.helper.make_node("Identity", [name], [renamed[name]]) for name in inputs if name in renamed]
+    made = {old: new for old, new in renamed.items() if old not in inputs}
+    taken = [value for value in graph.input if value.name in inputs]
+    kept = [value for value in graph.input if value.name not in inputs]
+    memory = _part(model, [*fixed, *_with_names(first, made), *passed], taken, between)
+    return memory, _part(model, [*fixed, *_with_names(later, renamed)], [*kept, *between], list(graph.output))
+
+
+def _part(
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+) -> onnx.ModelProto:
+    """Return a model of some nodes, with only their inputs."""
+    needed = {value.name for value in outputs}
+    kept: list[onnx.NodeProto] = []
+    for node in reversed(nodes):
+        if needed & set(node.output):
+            needed.update(names_read([node]))
+            kept.append(node)
+    part = onnx.ModelProto(
+        ir_version=model.ir_version, producer_name=model.producer_name, producer_version=model.producer_version,
+        opset_import=model.opset_import, metadata_props=model.metadata_props,
+    )  # fmt: skip
+    graph = part.graph
+    graph.name = model.graph.name
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)
+    graph.input.extend(inputs)
+    graph.output.extend(outputs)
+    made = {name for node in kept for name in node.output} - {value.name for value in outputs}
+    graph.value_info.extend(value for value in model.graph.value_info if value.name in made)
+    called = {(node.domain, node.op_type, node.overload) for inner in all_graphs(graph) for node in inner.node}
+    part.functions.extend(one for one in model.functions if (one.domain, one.name, one.overload) in called)
+    return part
+
+
+def _with_names(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
+    """Return copies of nodes with other names of inputs and outputs."""
+    copies = onnx.GraphProto(node=nodes).node
+    rename(copies, names)
+    return list(copies)

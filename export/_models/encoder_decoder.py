@@ -1,0 +1,235 @@
+"""``encoder_decoder_to_onnx``: a transformers encoder–decoder as three graphs, under the names of optimum."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from relskew_core._array.checks import explains
+from relskew_core._files import cannot_write
+from relskew_core.export._check.inspect import Check
+from relskew_core.export._files.publish import check_target, target_path
+from relskew_core.export._models.exported import ExportOptions, ExportReport, publish
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
+"""The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
+
+START = "relskew.decoder_start_token_id"
+"""The metadata's key for the token with which a text begins."""
+
+
+@explains
+def encoder_decoder_to_onnx(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    opset: int = 23,
+    dtype: Any = None,
+    chunk_size: int | Literal["auto"] | None = "auto",
+    tolerance: float | None = None,
+    operator: bool = False,
+    check: bool = True,
+    report: Callable[[ExportReport], object] | None = None,
+    overwrite: bool = False,
+    external_threshold: int = 2**30,
+) -> Path:
+    """Write an encoder–decoder of transformers as three ONNX graphs with caches, checked against torch.
+
+    It supports T5, mT5, UMT5, MADLAD, Pop2Piano and other models that decode with an ``EncoderDecoderCache``. Files,
+    inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Pass
+    ``replace_attention(model)``: its attention does not materialise a bias for all pairs of positions. Needs torch,
+    onnxscript, transformers and, for the check, onnxruntime.
+
+    ``encoder_model.onnx``
+        ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 →
+        ``last_hidden_state (batch, memory_length, width)``. An audio model takes
+        ``input_features (batch, memory_length, width)`` instead of tokens.
+    ``decoder_model.onnx``
+        ``encoder_attention_mask``, ``input_ids (batch, length)``, ``encoder_hidden_states`` → ``logits (batch, length,
+        vocabulary)`` and for every layer ``N`` ``present.N.decoder.key``, ``present.N.decoder.value (batch, heads,
+        length, D)``, ``present.N.encoder.key`` and ``present.N.encoder.value (batch, heads, memory_length, D)``.
+    ``decoder_with_past_model.onnx``
+        ``encoder_attention_mask``, ``input_ids`` and ``past_key_values.N.…`` with the same four names → ``logits`` and
+        the two presents of the decoder; the keys and values of the memory do not change.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers with ``get_encoder``, on the CPU. It is exported in evaluation mode, and its mode is
+        restored.
+    folder : str or path-like
+        A directory, created if it does not exist. Other files in it are kept: ``model.config.save_pretrained(folder)``
+        adds the configuration that optimum needs.
+    opset : int, default 23
+        Version of the standard operators, 18 … 28.
+    dtype : str or dtype, optional
+        As in :func:`decoder_to_onnx`.
+    chunk_size : int, "auto" or None, default "auto"
+        For more positions than this number, the encoder attends in a ``Loop`` over this many at a time, and memory
+        grows linearly with the length. ``"auto"``: from 257 positions and opset 23 on, 512 divided by the number of
+        heads. None: no control flow.
+    tolerance : float, optional
+        Largest relative L2 error of the check; by default 1e-4 for float32.
+    operator : bool, default False
+        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
+        :func:`torch_to_onnx` does. The check runs the graphs with the operator library and without it;
+        :func:`generate` registers the library automatically.
+    check : bool, default True
+        Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
+        batches, with padding, prompts of the decoder and single tokens after them.
+    report, overwrite, external_threshold : optional
+        As in :func:`torch_to_onnx`.
+
+    Returns
+    -------
+    pathlib.Path
+        The folder.
+
+    Raises
+    ------
+    RuntimeError
+        If the results of a graph differ from torch's; then nothing is written.
+    FileExistsError, ValueError, TypeError, OSError
+        If an argument does not fit, or ``model`` is not such a model; torch's errors if it cannot export the model.
+
+    See Also
+    --------
+    generate : tokens from the folder.
+    decoder_to_onnx : a decoder alone.
+
+    Notes
+    -----
+    The metadata entry ``relskew.set`` is the same in all three files; :func:`generate` rejects files that were not
+    written together.
+
+    Examples
+    --------
+    T5, here small and random, as three graphs in a folder:
+
+    >>> import tempfile
+    >>> from transformers import T5Config, T5ForConditionalGeneration
+    >>> from relskew_core.export import encoder_decoder_to_onnx, generate
+    >>> from relskew_core.huggingface import replace_attention
+    >>> config = T5Config(
+    ...     d_model=16,
+    ...     d_kv=8,
+    ...     num_heads=2,
+    ...     num_layers=1,
+    ...     d_ff=16,
+    ...     vocab_size=50,
+    ...     decoder_start_token_id=0,
+    ... )
+    >>> model = replace_attention(T5ForConditionalGeneration(config))
+    >>> place = tempfile.TemporaryDirectory()
+    >>> folder = encoder_decoder_to_onnx(model, place.name)
+    >>> sorted(path.name for path in folder.iterdir())
+    ['decoder_model.onnx', 'decoder_with_past_model.onnx', 'encoder_model.onnx']
+
+    Tokens from it, without torch or transformers:
+
+    >>> generate(folder, [3, 4, 5, 6], 5).shape
+    (5,)
+
+    A batch with padding, which ends where the model ends its text:
+
+    >>> inputs, mask = [[3, 4, 5, 6], [7, 8, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]]
+    >>> tokens = generate(folder, inputs, 5, mask=mask, stop=config.eos_token_id)
+    >>> len(tokens)
+    2
+    >>> place.cleanup()
+    """
+    import torch
+
+    from relskew_core.export._models.compare import check_parts
+    from relskew_core.export._models.convert import Flat, checked_model, convert, evaluating
+    from relskew_core.export._models.encoder_decoder_parts import parts_of
+    from relskew_core.export._models.names import in_dtype, torch_dtype
+
+    model = checked_model(model)
+    options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)
+    start = _start(model)
+    model = in_dtype(model, torch_dtype(options.dtype))
+    home = target_path(folder, "folder")
+    made = _directory(home)
+    try:
+        targets = [home / name for name in FILES]
+        for target in targets:
+            check_target(target, overwrite)
+        with evaluating(model), torch.no_grad():
+            parts = parts_of(model)
+        vary = torch.export.Dim.DYNAMIC
+        graphs = []
+        for part in parts:
+            flat = Flat(part.module, part.example, {})
+            graphs.append(
+                convert(
+                    flat,
+                    [dict.fromkeys(names, vary) for names in part.axes],
+                    options,
+                    input_names=part.inputs,
+                    output_names=part.outputs,
+                    lengths=part.called,
+                    sums={"length + past_length": "total_length"},
+                    metadata={START: str(start)},
+                    prefix="model.model.",
+                    chunk_size=chunk_size if part is parts[0] else None,
+                ).model
+            )
+
+        def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
+            with evaluating(model):
+                check_parts(parts, files, tolerance, checks, operator=library)
+
+        publish(graphs, targets, options, compare, path=home, why=_why)
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # another file has taken its place
+                home.rmdir()
+        raise
+    return home
+
+
+def _why(name: str, axis: int) -> str:
+    """Return the reason for a fixed axis of an input; lengths are never fixed."""
+    if name.startswith("past_key_values."):
+        return "the heads of the layer" if axis == 1 else "the width of a head"
+    return "the width of the model"
+
+
+def _directory(home: Path) -> bool:
+    """Make the directory unless it exists; return whether it was made."""
+    if os.path.islink(home) or (os.path.exists(home) and not os.path.isdir(home)):
+        raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
+    if os.path.isdir(home):
+        return False
+    if not os.path.isdir(home.parent):
+        raise FileNotFoundError(f"`folder` must lie in a directory that exists, got {os.fspath(home)!r}")
+    try:
+        home.mkdir()
+    except OSError as error:  # its name is too long, or the directory is read-only
+        raise cannot_write(home, error, "folder") from error
+    return True
+
+
+def _start(model: Any) -> int:
+    """Return the token with which an encoder–decoder begins its text."""
+    config = getattr(model, "config", None)
+    if not callable(getattr(model, "get_encoder", None)) or not getattr(config, "is_encoder_decoder", False):
+        flag = getattr(config, "is_encoder_decoder", None)
+        shown = "" if flag is None else f" with config.is_encoder_decoder={flag}"
+        raise TypeError(
+            "`model` must be an encoder–decoder of transformers, such as T5ForConditionalGeneration, got "
+            f"{type(model).__name__}{shown}"
+        )
+    settings: Sequence[Any] = (getattr(model, "generation_config", None), config)
+    for holder in settings:
+        token = getattr(holder, "decoder_start_token_id", None)
+        if isinstance(token, int):
+            return token
+    raise ValueError("`model` must have a `decoder_start_token_id` in its config, with which a text begins, got None")

@@ -1,0 +1,223 @@
+"""The results of an export: inputs and outputs of its graphs, fixed axes and the reasons, and the checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from relskew_core._array.checks import check_bool, check_int, check_real, describe
+from relskew_core._array.extras import warn_caller
+from relskew_core.export._check.inspect import Check
+from relskew_core.export._files.save import write
+
+Why = Callable[[str, int], str]
+"""Returns the reason why an axis of an input is fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensor:
+    """An input or output of a graph.
+
+    Parameters
+    ----------
+    name, dtype : str
+        Its name and its type.
+    shape : tuple of int or str
+        Lengths, and names of lengths that vary.
+    fixed : mapping of int to str
+        For each axis of an input with a fixed length, the reason why it does not vary.
+
+    See Also
+    --------
+    ExportedGraph : the graph of the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    fixed: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def varies(self) -> tuple[int, ...]:
+        """The axes that may have any length."""
+        return tuple(axis for axis, size in enumerate(self.shape) if isinstance(size, str))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedGraph:
+    """One graph of an export.
+
+    Parameters
+    ----------
+    file : str
+        The name of its file; empty if there is none.
+    opset : int
+        Version of the standard operators.
+    inputs, outputs : tuple of GraphTensor
+        In the order of the graph.
+
+    See Also
+    --------
+    ExportReport : all graphs of an export.
+    GraphTensor : an input or an output.
+    """
+
+    file: str
+    opset: int
+    inputs: tuple[GraphTensor, ...]
+    outputs: tuple[GraphTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """The graphs of an export, and the checks that they passed.
+
+    Parameters
+    ----------
+    path : pathlib.Path or None
+        The file or folder that was written, if one was requested.
+    graphs : tuple of ExportedGraph
+        One, or several that belong together.
+    checks : tuple of Check
+        Every comparison with torch, with its relative L2 error and the bound; empty with ``check=False``.
+    unchecked : tuple of str
+        Inputs that the graph accepts and the model rejects, so that there is nothing to compare with.
+
+    See Also
+    --------
+    torch_to_onnx : takes ``report=``.
+    ExportedGraph : one of its graphs.
+
+    Examples
+    --------
+    >>> x = GraphTensor("x", "float32", ("batch", 8), {1: "a width"})
+    >>> check = Check("y", "onnxruntime 1.31.1", "CPU", "one row", True, 1e-7, 1e-4)
+    >>> made = ExportedGraph("block.onnx", 23, (x,), ())
+    >>> report = ExportReport(None, (made,), (check,))
+    >>> print(report)
+    block.onnx, opset 23
+      input x float32 (batch, 8)
+        axis 1 is 8: a width
+    checked in onnxruntime 1.31.1: 1 comparison, worst error 1.0e-07 (y, one row; at most 1e-04)
+    """
+
+    path: Path | None
+    graphs: tuple[ExportedGraph, ...]
+    checks: tuple[Check, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return several lines of text."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for graph in self.graphs:
+            yield f"{graph.file or 'not saved'}, opset {graph.opset}"
+            for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
+                for tensor in tensors:
+                    yield f"  {kind} {tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.shape))})"
+                    yield from (f"    axis {axis} is {tensor.shape[axis]}: {why}" for axis, why in tensor.fixed.items())
+        measured = [check for check in self.checks if check.error is not None]
+        if not measured:
+            yield "not checked"
+        else:
+            worst = max(measured, key=lambda check: (check.error or 0) / (check.gate or 1))
+            count = f"{len(self.checks)} comparison{'s' * (len(self.checks) > 1)}"
+            where = ", ".join(dict.fromkeys(check.runtime for check in self.checks))
+            bound = f"{worst.name}, {worst.case}; at most {worst.gate:.0e}"
+            yield f"checked in {where}: {count}, worst error {worst.error:.1e} ({bound})"
+        yield from (f"unchecked: {text}" for text in self.unchecked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as mappings, lists, strings and numbers."""
+        found = asdict(self)
+        found["path"] = None if self.path is None else str(self.path)
+        return found
+
+    def to_json(self) -> str:
+        """Return a JSON object with ``path``, ``graphs``, ``checks`` and ``unchecked``."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options that all exporters of torch models share, checked before anything is made."""
+
+    opset: int
+    dtype: Any
+    tolerance: float | None
+    operator: bool
+    check: bool
+    report: Callable[[ExportReport], object] | None
+    overwrite: bool
+    external_threshold: int
+
+    def __post_init__(self) -> None:
+        for name in ("operator", "check", "overwrite"):
+            check_bool(name, getattr(self, name))
+        check_int("external_threshold", self.external_threshold, minimum=0)
+        if self.report is not None and not callable(self.report):
+            raise TypeError(f"`report` must be a function of an ExportReport, got {describe(self.report)}")
+        if self.tolerance is not None and check_real("tolerance", self.tolerance) < 0:
+            raise ValueError(f"`tolerance` must be at least 0, got {self.tolerance}")
+
+
+Compare = Callable[[Sequence[Path], bool, list[Check]], None]
+"""Compares files with a model, perhaps with the operator library, and records the comparisons, or raises an error."""
+
+
+def publish(
+    graphs: Sequence[onnx.ModelProto],
+    targets: Sequence[Path],
+    options: ExportOptions,
+    compare: Compare,
+    *,
+    path: Path | None,
+    why: Why,
+    texts: Mapping[str, str] | None = None,
+    unchecked: Sequence[str] = (),
+) -> None:
+    """Save graphs that belong together if the finished files do what the model does; then warn and report.
+
+    ``compare`` may add to ``unchecked``, inputs that the graph accepts and the model rejects. ``path`` is None for a
+    graph that the caller does not keep as a file.
+    """
+    checks: list[Check] = []
+
+    def check(files: Sequence[Path]) -> None:
+        for library in (False, True)[: 1 + options.operator]:
+            compare(files, library, checks)
+
+    write(
+        graphs, targets, overwrite=options.overwrite, external_threshold=options.external_threshold,
+        check=check if options.check else None, texts=texts,
+    )  # fmt: skip
+    for case in unchecked:
+        warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
+    if options.report is not None:
+        names = ["" if path is None else target.name for target in targets]
+        made = tuple(described(graph, name, why) for graph, name in zip(graphs, names, strict=True))
+        options.report(ExportReport(path, made, tuple(checks), tuple(unchecked)))
+
+
+def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:
+    """Return the inputs and outputs of a graph; ``why`` explains the fixed axes of inputs."""
+    inputs = tuple(_tensor(value, why) for value in model.graph.input)
+    outputs = tuple(_tensor(value, None) for value in model.graph.output)
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    return ExportedGraph(file, opset, inputs, outputs)
+
+
+def _tensor(value: onnx.ValueInfoProto, why: Why | None) -> GraphTensor:
+    kind = value.type.tensor_type
+    shape = tuple(size.dim_param or (size.dim_value if size.HasField("dim_value") else "?") for size in kind.shape.dim)
+    fixed = (
+        {} if why is None else {axis: why(value.name, axis) for axis, size in enumerate(shape) if isinstance(size, int)}
+    )
+    return GraphTensor(value.name, tensor_dtype_to_np_dtype(kind.elem_type).name, shape, fixed)

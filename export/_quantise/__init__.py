@@ -1,0 +1,1 @@
+"""Models with weights, tables or products of fewer bits."""

@@ -1,0 +1,404 @@
+"""Graphs in fewer bits: weights, tables and, if requested, activations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from graphlib import TopologicalSorter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from relskew_core._array.checks import check_choice, describe, explains
+from relskew_core._array.extras import warn_caller
+from relskew_core._array.namespace import check_plain
+from relskew_core.export._files.save import save
+from relskew_core.export._nodes.functions import all_graphs, cut_axes, names_read, readers_of, refill, vectors_of
+from relskew_core.export._quantise import table_products as table_products
+from relskew_core.export._quantise.table_products import round_tables
+
+Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
+KINDS = get_args(Kind)
+MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
+"""Operators that torch's exporter leaves between a stored weight or table and its reader."""
+FUSED = ("Attention", "GroupQueryAttention")
+"""Operators of whole attention, whose first three inputs are queries, keys and values."""
+OLDEST = 13
+LEAST = 1024
+"""The number of entries from which a table is quantised."""
+BLOCK = 32
+"""Rows of a weight that share a scale, if activations are not quantised."""
+INT8_PRODUCTS = 4
+"""``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
+
+
+@explains
+def quantize(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    kind: Kind = "weights-8",
+    *,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model with its weights, its tables and, for two kinds, its activations in fewer bits.
+
+    onnxruntime's tools quantise the products with weights, and this function adds or excludes what they would miss or
+    damage. Tables of relative positions and embeddings, which these tools skip, become int8 with a scale for each head;
+    convolutions become products if their kernel is 1, and have int8 weights with a scale for each channel otherwise. A
+    warning names the operators that keep large weights in float32.
+
+    ``Attention`` is not quantised, because no runtime loads a quantised one. Nothing is quantised between a mask and
+    its softmax, because the mask's -1e30 would leave no bits for the logits.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto, str or path-like
+        A float32 model of :func:`to_onnx`, of torch or of anything else.
+    path : str or path-like
+        Where to write, as :func:`save` does.
+    kind : {"dynamic", "static", "weights-8", "weights-4"}, default "weights-8"
+        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, for onnxruntime's
+        ``MatMulNBits``, which rounds activations to int8 within its products. ``"dynamic"``: uint8 weights and
+        activations, whose scale is computed in each call, so outliers of trained models damage it: embeddings of a
+        trained MPNet had a cosine of 0.83 to 0.92 with those in float32, with ``"weights-8"`` 0.9996. ``"static"``:
+        ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as accelerators need them, with weights
+        in 7 bits of an int8.
+    inputs : sequence of mapping of str to array, optional
+        Representative inputs, with their names as keys, required for ``"static"`` and only for it.
+    overwrite : bool, default False
+        Whether an existing file may be replaced.
+
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit.
+    FileExistsError, IsADirectoryError
+        If there is a file and ``overwrite`` is false, or ``model`` is a folder.
+
+    See Also
+    --------
+    to_onnx : makes the graph.
+    validate : checks the result with ``tolerance=``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from relskew_core import BlockSpec, Span, init_weights
+    >>> from relskew_core.export import quantize, to_onnx, validate
+    >>> spec = BlockSpec(64, 4, Span.causal(256), causal=True)
+    >>> weights = init_weights(spec, seed=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = quantize(to_onnx(spec, weights), f"{folder}/block-8.onnx", "weights-8")
+    ...     validate(path, spec, weights, batches=(2,), tolerance=0.02).ok
+    True
+    """
+    check_choice("kind", kind, KINDS)
+    if (inputs is not None) != (kind == "static"):
+        rule = "must be given for" if inputs is None else "are only for"
+        raise ValueError(f"`inputs` {rule} kind='static', got {describe(inputs)} and kind={kind!r}")
+    if inputs is not None and not len(inputs):
+        raise ValueError("`inputs` must have at least one entry, got none: ranges are computed from them")
+    if not isinstance(model, onnx.ModelProto) and Path(model).is_dir():
+        raise IsADirectoryError(
+            f"`model` must be one file, got the folder {os.fspath(model)!r}: quantise every file in it"
+        )
+    given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
+    if isinstance(model, onnx.ModelProto):
+        given.CopyFrom(model)
+    opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset < OLDEST:
+        raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
+    for index, node in enumerate(given.graph.node):  # quantisation tools identify nodes by name
+        node.name = node.name or f"unnamed_{index}"
+    _move(given)
+    if kind != "static":  # whose tool quantises them as they are
+        _write_as_products(given)
+    with _quietly():
+        made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
+    if kind == "static":
+        round_tables(made, LEAST)
+    elif opset >= table_products.OLDEST:
+        table_products.multiply_in_bits(made, LEAST)
+    _tables(made)
+    _convolutions(made)
+    if left := _left(made):
+        warn_caller(f"`model` keeps weights in float32, which `quantize` has no smaller form for: {left}")
+    return save(made, path, overwrite=overwrite)
+
+
+def _move(model: onnx.ModelProto) -> None:
+    """Store tensors that nodes only rearrange in the form in which they are read."""
+    graph = model.graph
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    outputs = {value.name for value in graph.output}
+    nodes = []
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            known[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        constant = node.op_type in MOVED and not node.domain and all(name in known for name in node.input if name)
+        if not constant or node.output[0] in outputs:
+            nodes.append(node)
+            continue
+        given = {name: known[name] for name in node.input if name}
+        results: Any = ReferenceEvaluator(node).run(None, given)
+        known[node.output[0]] = results[0]
+        graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
+    refill(graph.node, nodes)
+    _drop_unread(graph)
+    # The tools transpose weights in place, and then reject a shape that was declared before.
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in known])
+
+
+def _write_as_products(model: onnx.ModelProto) -> None:
+    """Write convolutions whose kernel is one entry, and products of matrices with a bias, as ``MatMul``."""
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    for part in all_graphs(graph):
+        nodes: list[onnx.NodeProto] = []
+        for node in part.node:
+            weight = stored.get(node.input[1]) if node.op_type in ("Conv", "Gemm") and not node.domain else None
+            matrix = None if weight is None else _matrix(node, weight)
+            if weight is None or matrix is None:
+                nodes.append(node)
+                continue
+            name, (x, _, *bias), (y,) = f"{weight.name}/{node.op_type}", node.input, node.output
+            if name not in stored:
+                stored[name] = numpy_helper.from_array(np.ascontiguousarray(matrix), name)
+                graph.initializer.append(stored[name])
+            rank = len(weight.dims)
+            steps: list[tuple[str, list[str], dict[str, Any]]] = [("MatMul", [name], {})]
+            if bias and bias[0]:
+                steps.append(("Add", bias[:1], {}))
+            if node.op_type == "Conv":  # channels are the second axis
+                turns = [0, *range(2, rank), 1], [0, rank - 1, *range(1, rank - 1)]
+                steps = [("Transpose", [], {"perm": turns[0]}), *steps, ("Transpose", [], {"perm": turns[1]})]
+            for index, (op, others, options) in enumerate(steps):
+                made = y if index == len(steps) - 1 else f"{y}/{index}"
+                nodes.append(helper.make_node(op, [x, *others], [made], f"{node.name}/{index}", **options))
+                x = made
+        refill(part.node, nodes)
+    _drop_unread(graph)
+
+
+def _matrix(node: onnx.NodeProto, weight: onnx.TensorProto) -> np.ndarray | None:
+    """Return the matrix by which a node multiplies its first input, if it does nothing else but add."""
+    own = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if weight.data_type != TensorProto.FLOAT or np.prod(weight.dims) < LEAST:
+        return None
+    if node.op_type == "Gemm":
+        plain = own.get("alpha", 1) == own.get("beta", 1) == 1 and not own.get("transA", 0)
+        matrix = numpy_helper.to_array(weight)
+        return None if not plain else matrix.T if own.get("transB", 0) else matrix
+    moves = [*(size - 1 for size in weight.dims[2:]), *own.get("pads", ()), *(n - 1 for n in own.get("strides", ()))]
+    if any(moves) or own.get("group", 1) != 1:
+        return None
+    return numpy_helper.to_array(weight).reshape(weight.dims[:2]).T
+
+
+def _drop_unread(graph: onnx.GraphProto) -> None:
+    read = {*readers_of(graph), *(value.name for value in graph.output)}
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+
+
+def _convolutions(model: onnx.ModelProto) -> None:
+    """Store the weights of convolutions as int8 with a scale for each channel of their result."""
+    graph = model.graph
+    axes = {"Conv": 0, "ConvTranspose": 1}
+    readers = readers_of(graph)
+    results = {value.name for part in all_graphs(graph) for value in part.output}
+    for tensor in list(graph.initializer):
+        found = {node.op_type if tensor.name in node.input[1:2] else "" for node in readers.get(tensor.name, ())}
+        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
+        if large and tensor.name not in results and len(found) == 1 and (op := found.pop()) in axes:
+            scaled = _store_as_int8(graph, tensor, axes[op])
+            path = f"{tensor.name}/dequantize"
+            node = helper.make_node("DequantizeLinear", scaled, [tensor.name], path, axis=axes[op])
+            refill(graph.node, [node, *graph.node])
+
+
+def _store_as_int8(graph: onnx.GraphProto, tensor: onnx.TensorProto, axis: int) -> list[str]:
+    """Replace a tensor by int8 and scales along an axis; return their names."""
+    table = numpy_helper.to_array(tensor)
+    others = tuple(place for place in range(table.ndim) if place != axis % table.ndim)
+    scale = np.maximum(np.max(np.abs(table), axis=others, keepdims=True) / 127, np.float32(1e-30))
+    made = [f"{tensor.name}_int8", f"{tensor.name}_scale"]
+    graph.initializer.remove(tensor)
+    graph.initializer.append(numpy_helper.from_array(np.rint(table / scale).astype(np.int8), made[0]))
+    graph.initializer.append(numpy_helper.from_array(scale.ravel().astype(np.float32), made[1]))
+    return made
+
+
+def _left(model: onnx.ModelProto) -> str:
+    """Return what reads large weights in float32, and their size; nothing if there are none."""
+    readers = readers_of(model.graph)
+    sizes: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        size = int(np.prod(tensor.dims))
+        if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and size >= LEAST:
+            found = sorted({node.op_type for node in readers.get(tensor.name, ())})
+            key = " and ".join(found) or "no node"
+            sizes[key] = sizes.get(key, 0) + 4 * size
+    return ", ".join(f"{size / 2**20:.2g} MiB of {op}" for op, size in sizes.items())
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep onnxruntime's tools from logging every node, and from configuring the program's logging."""
+    root, disabled = logging.getLogger(), logging.root.manager.disable
+    level, handlers = root.level, list(root.handlers)
+    logging.disable(logging.WARNING)
+    try:
+        with np.errstate(invalid="ignore"):  # ranges with infinities, for which there is no quantised form
+            yield
+    finally:
+        logging.disable(disabled)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS)
+    tool.process()
+    made: onnx.ModelProto = tool.model.model
+    return made
+
+
+def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarray]] | None) -> onnx.ModelProto:
+    """Quantise activations, too.
+
+    Pairs of products of uint8 and int8 overflow 16 bits on processors of x86-64 without VNNI, and onnxruntime says
+    nothing. Those of uint8 and uint8 do not, nor those of int8 that keep to 7 bits, whose zero is 0 for accelerators.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
+
+    excluded = list(_excluded(model))
+    with TemporaryDirectory() as folder:
+        source, target = Path(folder) / "model.onnx", Path(folder) / "quantised.onnx"
+        onnx.save(model, source)
+        if inputs is None:
+            own: dict[str, Any] = {"op_types_to_quantize": ["MatMul"], "weight_type": QuantType.QUInt8}
+            quantize_dynamic(source, target, nodes_to_exclude=excluded, per_channel=True, **own)
+        else:
+            own = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}
+            excluded += _masked(model)
+            quantize_static(source, target, _reader(inputs), nodes_to_exclude=excluded, per_channel=True, **own)
+        made = onnx.load(target)
+    _sort(made.graph)
+    return made
+
+
+def _excluded(model: onnx.ModelProto) -> Iterator[str]:
+    """Return the names of nodes that onnxruntime's tools fail on, or that no runtime has with scales by column.
+
+    The former are transposed convolutions in groups, the latter products with stored matrices in a batch.
+    """
+    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
+    for part in all_graphs(model.graph):
+        for node in part.node:
+            batched = node.op_type == "MatMul" and any(ranks.get(name, 0) > 2 for name in node.input)
+            grouped = any(attribute.name == "group" and attribute.i > 1 for attribute in node.attribute)
+            if batched or (node.op_type == "ConvTranspose" and grouped):
+                yield node.name
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Put each node behind what it and its branches read: onnxruntime's tool sorts nodes by what they read alone."""
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
+    read = {
+        index: [makers[name] for name in names_read([node]) if name in makers] for index, node in enumerate(graph.node)
+    }
+    refill(graph.node, [graph.node[index] for index in TopologicalSorter(read).static_order()])
+
+
+def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
+        def __init__(self) -> None:
+            self._left = iter(inputs)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            plain = ({name: check_plain(f"inputs[{name!r}]", x) for name, x in feeds.items()} for feeds in self._left)
+            return next(({name: np.asarray(x) for name, x in feeds.items()} for feeds in plain), None)
+
+    return Reader()
+
+
+def _masked(model: onnx.ModelProto) -> Iterator[str]:
+    """Return the names of the nodes between products and softmax, of whole attentions, and of those for masks.
+
+    What only moves a product about is as good as the product. From opset 21 on onnxruntime cannot load it otherwise.
+    """
+    makers = {name: node for node in model.graph.node for name in node.output}
+    todo = [node for node in model.graph.node if node.op_type in ("Softmax", *FUSED)]
+    seen = set()
+
+    def of_product(node: onnx.NodeProto | None) -> bool:
+        while node is not None and node.op_type in MOVED[1:]:  # Concat may combine hidden entries with others
+            node = makers.get(node.input[0])
+        return node is not None and node.op_type == "MatMul"
+
+    while todo:
+        node = todo.pop()
+        if node.name not in seen and not of_product(node):
+            seen.add(node.name)
+            yield node.name
+            read = node.input[3:] if node.op_type in FUSED else node.input
+            todo += [makers[name] for name in read if name in makers]
+
+
+def _tables(model: onnx.ModelProto) -> None:
+    """Store the tables that are cut or looked up as int8, and dequantise the parts that are read."""
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    vectors = vectors_of(graph)
+    readers = readers_of(graph)
+    results = {value.name for part in all_graphs(graph) for value in part.output}
+    cut: dict[str, int] = {}
+    for name, tensor in stored.items():
+        found, rank = [_axes(node, vectors) for node in readers.get(name, ())], len(tensor.dims)
+        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
+        if name not in results and large and found and all(found):
+            axes = {axis % rank for one in found for axis in one}
+            if whole := {0, rank - 1} - axes:  # the axes along which scales may vary
+                cut[name] = 0 if 0 in whole else -1
+    for part in all_graphs(graph):
+        _cut_as_int8(part, cut)
+    for name, axis in cut.items():
+        _store_as_int8(graph, stored[name], axis)
+
+
+def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
+    """Let nodes read the int8 tables, and dequantise their results; ``cut`` has the axis of the scales."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.input and (name := node.input[0]) in cut:
+            made, whole = node.output[0], f"{node.output[0]}_int8"
+            node.input[0], node.output[0] = f"{name}_int8", whole
+            scaled = [whole, f"{name}_scale"]
+            path = f"{node.name}/dequantize"
+            nodes.append(helper.make_node("DequantizeLinear", scaled, [made], path, axis=cut[name]))
+    refill(graph.node, nodes)
+
+
+def _axes(node: onnx.NodeProto, vectors: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the axes along which a node slices or gathers its first input; none if it does anything else."""
+    if node.op_type == "Gather" and not node.domain:
+        return [next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)]
+    return cut_axes(node, vectors)

@@ -1,0 +1,163 @@
+"""A call over chunks of queries, so that no tensor has the size of all queries times all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
+from relskew_core.export._form.plan import AUTO_CHUNK, PROFILES
+from relskew_core.export._nodes.attend import even_chunks, joined
+from relskew_core.export._nodes.emitter import BOOL, INT64, Dim, Value
+from relskew_core.export._translate.call import TracedCall, shape_of
+from relskew_core.export._translate.emitter import InnerEmitter, TracedEmitter
+
+Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
+"""Translates a call, and returns its output and its log-sum-exp."""
+
+
+AUTO_ROWS = 512
+"""Rows of logits that a chunk of ``"auto"`` has in all heads together: its memory depends on no number of heads."""
+
+LEAST = 16
+"""The least number of queries of such a chunk."""
+
+
+class ChunkSizes(NamedTuple):
+    """How many queries a call attends with at a time, and up to how many it attends with all of them."""
+
+    size: int
+    whole: int
+
+
+def chunk_sizes(operands: Operands, options: Options, size: Any, opset: int) -> ChunkSizes | None:
+    """Return the chunk sizes of a call, ``None`` where it attends with all queries at once.
+
+    Blocks bound memory themselves, and no chunk notices where a ``key_table`` ends. ``"auto"`` attends at once behind a
+    past, with tables that end before the queries are many, with a ``key_table``, whose products are looked up in
+    chunks, and in graphs of opsets for runtimes without control flow.
+    """
+    (heads, n), pattern = operands.q.shape[-3:-1], options.visibility
+    unnoticed = operands.key_table is not None and options.span.beyond == "error"
+    at_once = size is None or options.return_lse or unnoticed or pattern.block_size is not None
+    sizes = ChunkSizes(size, size)
+    if size == "auto":
+        size = min(max(AUTO_ROWS // heads, LEAST), AUTO_CHUNK) if isinstance(heads, int) else LEAST
+        sizes = ChunkSizes(size, AUTO_CHUNK)
+        at_once = at_once or opset < PROFILES["ort"].opset or _is_best_at_once(operands, options)
+    return None if at_once or (isinstance(n, int) and n <= sizes.whole) else sizes
+
+
+def _is_best_at_once(operands: Operands, options: Options) -> bool:
+    pattern, span = options.visibility, options.span
+    if operands.key_table is not None or pattern.by_value:
+        return operands.key_table is not None
+    tables = any(getattr(operands, name) is not None for name in TABLES)
+    ends = tables and span.beyond == "error" and pattern.left is None and isinstance(span.left, int)
+    return pattern.offset != 0 or (ends and span.left < AUTO_CHUNK)
+
+
+def attend_by_length(
+    g: TracedEmitter, operands: Operands, options: Options, sizes: ChunkSizes, translate: Translate
+) -> Any:
+    """Return the output of a call in chunks, or of few queries at once, for which a loop costs more."""
+    n = g.length(
+        g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
+    )
+    few = g.index("LessOrEqual", [g.dim(n), g.constant([sizes.whole])], "chunks/one_is_enough", (1,), BOOL)
+    *rows, _ = shape_of(operands.q, "q")
+    out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
+    return g.either(
+        few, "attention_by_length", out,
+        short=lambda body: translate(body, operands, options)[0],
+        long=lambda body: _in_chunks(body, operands, options, sizes.size, translate),
+    )  # fmt: skip
+
+
+def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
+    """Return the output of a call, from a loop around the same call for some queries.
+
+    All chunks have one size, of at most ``size`` queries. The last one starts early enough to end with the last query,
+    and what it has in common with the one before is dropped.
+    """
+    pattern = options.visibility
+    call = TracedCall(g, operands._replace(mask=None), pattern.offset)
+    lengths = call.lengths
+    n = g.dim(lengths.queries)
+    count, step, last = even_chunks(g, n, size)
+
+    def chunk(body: InnerEmitter, iteration: Value) -> Value:
+        start = body.index("Min", [body.index("Mul", [step, iteration], "step"), last], "start")
+        end = body.index("Add", [start, step], "end")
+        first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, call, options, start, end)
+        cut = _Cut(body, (start, end), (first, stop), whole=first == 0 and stop is lengths.keys)
+        given = {name: cut(getattr(operands, name), name) for name in KINDS if KINDS[name] in (Kind.MASK, Kind.LABEL)}
+        given |= {name: cut.sequence(x, name) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
+        if call.rel_q is not None:
+            given["rel_q"] = cut.sequence(call.rel_q, "rel_q")
+        offset = pattern.offset
+        if not pattern.by_value:
+            before = body.minus(body.plus(lengths.past, start, "position"), first, "offset")
+            offset = body.tensor(body.scalar(before, "offset_scalar"))
+        seen = replace(options, visibility=replace(pattern, offset=offset))
+        out, _ = translate(body, operands._replace(**given), seen)
+        return body.adopt(out, "chunk", (*call.out_shape[:2], "chunk", call.out_shape[3]))
+
+    turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
+    leading = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
+    sizes = leading, g.length(call.v, 3, "chunks/width")
+    return call.result(joined(g, turns, (step, count), n, sizes, call.out_shape), "out")
+
+
+def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:
+    """Return the first key that a query of the chunk may see, and the end after the last; at least one key."""
+    pattern, lengths = options.visibility, call.lengths
+    first: Dim = 0
+    stop: Dim = lengths.keys
+    if pattern.right is not None:
+        reach = g.plus(g.plus(lengths.past, end, "after"), pattern.right, "stop_reach")
+        some = g.index("Max", [g.dim(reach), g.constant([1])], "stop_at_least")
+        stop = g.index("Min", [some, g.dim(lengths.keys)], "stop")
+    if pattern.left is not None:
+        reach = g.minus(g.plus(lengths.past, start, "first_position"), pattern.left, "first_reach")
+        final = g.index("Sub", [g.dim(stop), g.constant([1])], "final_key")
+        first = g.index("Max", [g.index("Min", [g.dim(reach), final], "first_at_most"), g.constant([0])], "first")
+    return first, stop
+
+
+class _Cut:
+    """Cuts the arrays of a call for one chunk, as operands of a call."""
+
+    def __init__(self, body: InnerEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
+        self._body, self._queries, self._keys, self._whole = body, queries, keys, whole
+
+    def sequence(self, x: Value, name: str) -> Any:
+        """Return some positions of queries, keys or values ``(batch, heads, length, D)``."""
+        return self._body.typed(self._axis(x, 2, name, of_queries="q" in name))
+
+    def __call__(self, x: Any, name: str) -> Any:
+        """Return some rows and columns of a mask, or some integers of queries or of keys."""
+        if x is None:
+            return None
+        body, kind = self._body, KINDS[name]
+        shape = shape_of(x, name)
+        dtype = INT64 if kind is Kind.LABEL else BOOL if x.dtype.numpy() == BOOL else body.dtype
+        value = body.adopt(x, f"{name}/whole", shape, dtype)
+        if kind is Kind.LABEL:
+            return body.typed(self._axis(value, len(shape) - 1, name, of_queries=name.startswith("q_")))
+        for axis, of_queries in ((len(shape) - 2, True), (len(shape) - 1, False)):
+            if shape[axis] != 1:
+                value = self._axis(value, axis, f"{name}/{axis}", of_queries=of_queries, broadcasts=True)
+        return body.typed(value)
+
+    def _axis(self, x: Value, axis: int, name: str, *, of_queries: bool, broadcasts: bool = False) -> Value:
+        """Cut one axis, unless its length may be 1 for broadcasting."""
+        body = self._body
+        if not of_queries and self._whole:
+            return x
+        begin, end = self._queries if of_queries else self._keys
+        if broadcasts and begin != 0:
+            final = body.minus(body.length(x, axis, f"{name}_length"), 1, f"{name}_final")
+            begin = body.index("Min", [body.dim(begin), body.dim(final)], f"{name}_first")
+        return body.cut(x, axis, begin, end, "chunk" if of_queries else "chunk_keys", f"{name}_of_chunk")
