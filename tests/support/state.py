@@ -6,6 +6,7 @@ import ast
 import functools
 import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def reached(*more: Any) -> Iterator[Any]:
         seen[id(x)] = x
         home = getattr(x if isinstance(x, (type, FunctionType)) else type(x), "__module__", None) or ""
         library = home.partition(".")[0] == "relskew_core"
-        if any(kind.__name__ in ARRAYS or kind.__name__.endswith("Tracer") for kind in type(x).__mro__):
+        if any(kind.__name__ in ARRAYS or kind.__name__.endswith("Tracer") for kind in inspect.getmro(type(x))):
             yield x
         elif isinstance(x, FunctionType):
             stack += [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)] if library else []
