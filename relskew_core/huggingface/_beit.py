@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,24 +24,24 @@ class GridBias:
     outside: Tensor  # (heads, 3): from a cell to the class token, from the class token to a cell, and to itself
     grid: tuple[int, int]
     mask: Tensor | None = None
-    _held: list[Tensor] = field(default_factory=list, init=False)  # a cached property would break torch.compile's graph
+    held: list[Tensor] = field(default_factory=list)  # a cached property would break torch.compile's graph
 
     def __add__(self, other: GridBias | Tensor) -> GridBias:
         if isinstance(other, GridBias):
-            both = replace(self, table=self.table + other.table, outside=self.outside + other.outside)
+            both = GridBias(self.table + other.table, self.outside + other.outside, self.grid, self.mask)
             return both if other.mask is None else both + other.mask
-        return replace(self, mask=other if self.mask is None else self.mask + other)
+        return GridBias(self.table, self.outside, self.grid, other if self.mask is None else self.mask + other)
 
     def matrix(self) -> Tensor:
         """Return the bias by query and key, made once: ``(heads, cells + 1, cells + 1)``, or with items of masks."""
-        if self._held:
-            return self._held[0]
+        if self.held:
+            return self.held[0]
         cells = by_cell(self.table.flatten(1).mT, self.grid)
         matrix = pad(cells, (1, 0, 1, 0))
         matrix[:, 1:, 0], matrix[:, 0, 1:] = self.outside[:, :1], self.outside[:, 1:2]
         matrix[:, 0, 0] = self.outside[:, 2]
-        self._held.append(matrix if self.mask is None else matrix + self.mask)
-        return self._held[0]
+        self.held.append(matrix if self.mask is None else matrix + self.mask)
+        return self.held[0]
 
 
 class BeitRelativeBias(DropIn):

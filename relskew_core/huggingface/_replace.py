@@ -8,6 +8,18 @@ from typing import Any, TypeVar
 from torch import nn
 
 from relskew_core._array.checks import describe
+from relskew_core.huggingface import (  # noqa: F401  # their classes enter themselves into `DropIn.known`
+    _alibi,
+    _beit,
+    _boxes,
+    _conformer,
+    _deberta,
+    _grids,
+    _shaw,
+    _t5,
+    _windows,
+    _xlnet,
+)
 from relskew_core.huggingface._attend import DropIn, check_forward, kind_of, refuse_weights
 from relskew_core.huggingface._local import check_local, checked_window, make_local
 from relskew_core.huggingface._masks import CAUSAL_NAME, mask_keys_alone

@@ -446,3 +446,10 @@ def test_deberta_attends_from_where_it_attends_to() -> None:
     ours = replace_attention(deberta(1))
     with pytest.raises(ValueError, match="`query_states` must be None"):
         ours(x(), None, query_states=x(), rel_embeddings=x(14, E))
+
+
+@torch.no_grad()
+def test_a_mask_is_added_to_a_bias_of_cells_in_a_compiled_program() -> None:
+    make, call = STAND_INS["beit"]
+    layer = replace_attention(make()).eval()
+    torch.testing.assert_close(torch.compile(call, backend="eager")(layer), call(layer), rtol=0, atol=1e-12)

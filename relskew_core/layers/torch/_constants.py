@@ -47,7 +47,7 @@ def kept(most: int, *, constant: bool = False) -> Callable[[Function], Function]
                 found[key] = made
             return made
 
-        return torch.compiler.assume_constant_result(call) if constant else call  # type: ignore[no-any-return]  # untyped
+        return torch.compiler.assume_constant_result(call) if constant else call
 
     return decorate
 
