@@ -13,14 +13,15 @@ ROOT = PACKAGE.parent
 PAGE = ROOT / "docs" / "architecture.md"
 
 
-def layers() -> list[str]:
-    """Folders as packages, in the order of the table under "Layers"."""
-    section = PAGE.read_text().partition("\n## Layers\n")[2].partition("\n## ")[0]
+def layers(title: str) -> list[str]:
+    """Folders as packages, in the order of the table under a title."""
+    section = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     folders = re.findall(r"^\| `([\w/]+)/` \|", section, re.MULTILINE)
     return [folder.removeprefix("relskew_core/").replace("relskew_core", "") for folder in folders]
 
 
-LAYERS = layers()
+LAYERS = layers("Layers")
+INSIDE_EXPORT = [folder.replace("/", ".") for folder in layers("Inside export")]
 
 
 def sources() -> dict[str, Path]:
@@ -72,6 +73,20 @@ def test_imports_go_one_way() -> None:
     for module in MODULES:
         wrong = sorted(name for name in imports_of(module) if layer_of(name) > layer_of(module))
         assert not wrong, f"{module or 'relskew_core'} imports {wrong} from a later layer"
+
+
+def test_imports_inside_export_go_one_way() -> None:
+    folders = {path.parent.name for path in (PACKAGE / "export").glob("*/__init__.py")}
+    assert sorted(INSIDE_EXPORT) == sorted(f"export.{folder}" for folder in folders)
+
+    def place(module: str) -> int:
+        folder = ".".join(module.split(".")[:2])
+        return INSIDE_EXPORT.index(folder) if folder in INSIDE_EXPORT else len(INSIDE_EXPORT)
+
+    for module in MODULES:
+        if module.startswith("export"):
+            wrong = sorted(x for x in imports_of(module) if x.startswith("export") and place(x) > place(module))
+            assert not wrong, f"{module} imports {wrong} from a later folder"
 
 
 def test_no_import_runs_in_a_circle() -> None:
