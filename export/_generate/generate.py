@@ -24,7 +24,7 @@ from relskew_core.export._generate.encoded import (
 )
 from relskew_core.export._models.caches import PAST_LENGTH
 from relskew_core.export._models.decoder import GROWING, IN_PLACE
-from relskew_core.export._models.decoder_calls import MADE, memory_path
+from relskew_core.export._models.memory import MADE, memory_path
 from relskew_core.export._nodes.in_place_node import SCALE
 
 _CACHED = re.compile(rf"past_key_values\.(\d+)\.((?:key|value)(?:{SCALE})?)")

@@ -15,10 +15,10 @@ from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.publish import check_target, target_path
 from relskew_core.export._form.plan import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._models.caches import INT8, PAST_LENGTH, caches_in_place
-from relskew_core.export._models.decoder_calls import memory_path, split_off
 from relskew_core.export._models.exported import ExportOptions, ExportReport, publish
 from relskew_core.export._models.genai import NAME as CONFIG
 from relskew_core.export._models.genai import check_config, config_text
+from relskew_core.export._models.memory import memory_path, split_off
 from relskew_core.export._nodes.in_place import CACHE_LENGTH
 
 if TYPE_CHECKING:
@@ -184,10 +184,10 @@ def decoder_to_onnx(
     """
     import torch
 
+    from relskew_core.export._models.cast import in_dtype, torch_dtype
     from relskew_core.export._models.compare import OF_INT8, after, check_decoder, check_full, runner, runner_in_place
     from relskew_core.export._models.convert import Flat, checked_model, convert, evaluating
     from relskew_core.export._models.decoder_calls import Causal, Memories, called_alike, empty_past, example, memory_of
-    from relskew_core.export._models.names import in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(

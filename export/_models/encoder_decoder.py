@@ -146,10 +146,10 @@ def encoder_decoder_to_onnx(
     """
     import torch
 
+    from relskew_core.export._models.cast import in_dtype, torch_dtype
     from relskew_core.export._models.compare import check_parts
     from relskew_core.export._models.convert import Flat, checked_model, convert, evaluating
     from relskew_core.export._models.encoder_decoder_parts import parts_of
-    from relskew_core.export._models.names import in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)

@@ -147,9 +147,9 @@ def torch_to_onnx(
     import torch
     from torch.utils import _pytree as pytree
 
+    from relskew_core.export._models.cast import cast, in_dtype, torch_dtype
     from relskew_core.export._models.convert import Flat, Varying, checked_model, convert, evaluating, varying
     from relskew_core.export._models.fixed import explained, fixed_by_chance, reasons_of
-    from relskew_core.export._models.names import cast, in_dtype, torch_dtype
 
     model = checked_model(model)
     options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)

@@ -73,7 +73,8 @@ def check_plain(name: str, x: Any, *, converted: bool = False) -> Any:
     for kind in type(x).__mro__:
         library = kind.__module__.partition(".")[0]
         if library == "dask":
-            return check_plain(name, getattr(x, "_meta", None))  # like the arrays of its blocks
+            check_plain(name, getattr(x, "_meta", None))  # like the arrays of its blocks
+            return x
         own = library in LIBRARIES and library != "numpy"
         if PROTOCOL & vars(kind).keys() and not own and (kind.__module__, kind.__name__) not in PLAIN:
             raise TypeError(

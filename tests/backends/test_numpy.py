@@ -184,7 +184,6 @@ def test_forked_processes_may_call_it() -> None:
 
 FAR = np.arange(150) * 2**30
 BY_ITEM: dict[str, Any] = {"offset": [1, 0, 2]}
-ONE_OFFSET = "the compiled kernels take `block_size` and `dropout` with one `offset` for all items"
 NO_OFFSET = "the values of `offset` are not known, or there are none"
 UNFIT = "the compiled kernels do not take such sizes, dtypes, offsets, segments or positions"
 
@@ -192,19 +191,31 @@ UNFIT = "the compiled kernels do not take such sizes, dtypes, offsets, segments 
 @pytest.mark.parametrize(
     ("items", "width", "options", "reason"),
     [
-        (3, 8, {**BY_ITEM, "block_size": 2}, ONE_OFFSET),
-        (3, 8, {**BY_ITEM, "dropout": 0.5, "seed": 0}, ONE_OFFSET),
         (0, 8, {"offset": []}, NO_OFFSET),
         (3, 0, {}, UNFIT),
-        (3, 8, {"segments": FAR}, UNFIT),
-        (3, 8, {**BY_ITEM, "segments": FAR}, UNFIT),
+        (3, 8, {"positions": (FAR, FAR)}, UNFIT),
     ],
-    ids=["blocks", "dropout", "no items", "no values", "segments", "segments of a ragged batch"],
+    ids=["no items", "no values", "positions"],
 )
 def test_a_refusal_says_why(items: int, width: int, options: dict[str, Any], reason: str) -> None:
     q, k, v = (np.broadcast_to(x, (items, *x.shape)) for x in arrays(150)[:3])
     with pytest.raises(ValueError, match=f"no native path for this call: {re.escape(reason)}$"):
         relative_attention(q, k, v[..., :width], **options, impl="native")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({**BY_ITEM, "block_size": 2}, id="blocks"),
+        pytest.param({**BY_ITEM, "dropout": 0.5, "seed": 0}, id="dropout"),
+        pytest.param({"segments": FAR}, id="segments"),
+        pytest.param({**BY_ITEM, "segments": FAR}, id="segments of a ragged batch"),
+    ],
+)
+def test_kernels_take_offsets_by_item_and_segments_far_apart(options: dict[str, Any]) -> None:
+    q, k, v = (np.broadcast_to(x, (3, *x.shape)) for x in arrays(150)[:3])
+    native, portable = (relative_attention(q, k, v, **options, impl=impl) for impl in ("native", "portable"))
+    np.testing.assert_allclose(native, portable, rtol=0, atol=2e-6)
 
 
 def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from relskew_core import BlockSpec, Span, attention_weights, init_weights
 from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
-from relskew_core.cli import _draw, main
+from relskew_core.cli import _layer, main
 from relskew_core.cli._options import BlockOptions
 from relskew_core.draw import Picture, draw_call, draw_weights
 
@@ -156,11 +156,11 @@ def options(**given: object) -> BlockOptions:
 )
 def test_the_weights_are_those_of_the_block(given: dict[str, object]) -> None:
     """They attend over the block's own values to what the reference in float64 gives."""
-    spec, arrays, origin = _draw.block_of(options(**given), None, None, "", 3)
+    spec, arrays, origin = _layer.block_of(options(**given), None, None, "", 3)
     assert origin == "random, seed 3"
-    x, _ = _draw.read_input("input", None, spec, 5)
+    x, _ = _layer.read_input("input", None, spec, 5)
     memory = np.random.default_rng(1).standard_normal((6, 8)) if spec.cross else None
-    weights = _draw.weights_of(spec, arrays, x, memory)
+    weights = _layer.weights_of(spec, arrays, x, memory)
     assert weights.shape == (2, 5, 6 if spec.cross else 5)
     v = (x if memory is None else memory) @ arrays["v_proj.weight"].T + arrays.get("v_proj.bias", 0.0)
     v = v.reshape(len(v), spec.num_kv_heads, spec.head_dim).transpose(1, 0, 2)

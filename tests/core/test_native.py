@@ -106,11 +106,11 @@ def test_the_backward_call(kernels: Kernels, half: bool, heads: bool) -> None:
     relative_attention_vjp(**back, **given, impl="native")
     assert kernels.asked == ["attention_vjp"]
     got, wide = kernels.got[0], HALF if half else SINGLE
-    assert {name: got[name].dtype for name in (*given, *back)} == {
-        **dict.fromkeys((*given, "d_out", "out"), wide), "lse": SINGLE, "d_lse": SINGLE,
+    assert {name: got[name].dtype for name in (*given, "d_out", "out", "sums", "d_lse")} == {
+        **dict.fromkeys((*given, "d_out", "out"), wide), "sums": SINGLE, "d_lse": SINGLE,
     }  # fmt: skip
     assert {got[name].ndim for name in ("q", "d_out", "out")} == {3}
-    assert {got[name].ndim for name in ("lse", "d_lse")} == {2}
+    assert [got[name].shape for name in ("sums", "d_lse")] == [(*got["out"].shape[:-1], 2), got["out"].shape[:-1]]
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relskew_core import merge_attention, relative_attention
+from relskew_core import relative_attention
 from relskew_core._functions.attention import attend
 from relskew_core._kernel.call import Arguments, Part
+from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 
 SEQUENCES: Any = np.random.default_rng(0).standard_normal((3, 2, 3, 4, 12, 5))  # two leading axes, four heads
@@ -36,7 +37,7 @@ def test_queries_and_keys(step: int, offset: int, chunk_size: int | None) -> Non
             part = Part(of_more=True, query=own.start + offset, key=other.start, step=step)
             x = [Q[..., own, :], K[..., other, :], V[..., other, :]]
             parts.append(attended(x, part, chunk_size=chunk_size))
-        out, _ = merge_attention(*zip(*parts, strict=True))
+        out, _ = merged(*zip(*parts, strict=True), xp=np)
         np.testing.assert_allclose(out, whole[..., own, :], rtol=0, atol=1e-13)
 
 

@@ -218,5 +218,5 @@ def test_refused(offset: Any, error: type[Exception], message: str) -> None:
 
 def test_the_native_paths_say_so() -> None:
     arrays, span = inputs(span=Span.clipped(2)), Span.clipped(2)
-    with pytest.raises(ValueError, match=r"no native path for this call: .* one `offset` for all items"):
-        relative_attention(**arrays, span=span, offset=OFFSETS, block_size=2, impl="native")
+    with pytest.raises(ValueError, match=r"no native path .* `block_size` with no `offset` past the keys"):
+        relative_attention(**arrays, span=span, offset=[7, 0, 0, 0, 0], block_size=4, impl="native")

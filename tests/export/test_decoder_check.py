@@ -72,35 +72,29 @@ class Graph:
             results[0][-1, -1] *= 1.01
         return results
 
-    def check(self, reach: int | None = None, grouped: bool = False, tolerance: float | None = None) -> None:
-        options: dict[str, Any] = {"reach": reach, "tolerance": tolerance, "grouped": grouped}
-        check_decoder(self.flat, self, NAMES, lambda rows: [], checks=[], **options)
+    def check(self, reach: int | None = None, tolerance: float | None = None) -> None:
+        check_decoder(self.flat, self, NAMES, lambda rows: [], checks=[], reach=reach, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
-    ("reach", "most", "grouped", "cases"),
+    ("reach", "most", "cases"),
     [
-        (None, 1000, False, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 300)]),
-        (12, 12, False, [(1, 1, 0), (3, 12, 0), (3, 6, 0), (3, 1, 6), (3, 5, 7), (2, 1, 11), (1, 1, 12)]),
-        (5, 5, False, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
-        (100, 100, False, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
-        (None, 11, False, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
-        (  # several tokens after a past, for a single row
-            8, 8, True,
-            [(1, 1, 0), (3, 8, 0), (1, 4, 0), (1, 1, 4), (1, 3, 5), (3, 6, 0), (3, 1, 6), (3, 1, 7), (2, 1, 7),
-             (1, 1, 8)],
-        ),
+        (None, 1000, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 300)]),
+        (12, 12, [(1, 1, 0), (3, 12, 0), (3, 6, 0), (3, 1, 6), (3, 5, 7), (2, 1, 11), (1, 1, 12)]),
+        (5, 5, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
+        (100, 100, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
+        (None, 11, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
     ],
 )  # fmt: skip
-def test_what_is_tried(reach: int | None, most: int, grouped: bool, cases: list[Case]) -> None:
+def test_what_is_tried(reach: int | None, most: int, cases: list[Case]) -> None:
     """One token, a prompt, the prompt in pieces, a long past, and one token more than there is room for."""
     graph = Graph(Summing(most), end=reach)
-    graph.check(reach, grouped)
+    graph.check(reach)
     assert graph.cases == cases
     for case in cases[:-1]:
         with pytest.raises(RuntimeError, match=r"does not do what `model` does: output '.*' for "):
-            Graph(Summing(most), end=reach, wrong=[case]).check(reach, grouped)
-    Graph(Summing(most), end=reach, wrong=cases).check(reach, grouped, tolerance=1.0)
+            Graph(Summing(most), end=reach, wrong=[case]).check(reach)
+    Graph(Summing(most), end=reach, wrong=cases).check(reach, tolerance=1.0)
 
 
 def test_what_is_drawn_is_the_same_each_time_and_of_all_tokens() -> None:
