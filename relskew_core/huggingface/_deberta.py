@@ -13,7 +13,7 @@ from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weig
 from relskew_core.layers.torch._constants import kept
 
 
-@kept(64, constant=True)
+@kept(64)
 def _deberta_rows(left: int, right: int, size: int, furthest: int | None, device: torch.device) -> Tensor:
     """Return the row of each relative position of a span."""
     rows = deberta_buckets(Span(left, right), position_buckets=size, max_distance=furthest)

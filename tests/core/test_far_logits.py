@@ -36,7 +36,11 @@ def far(kind: str, value: float) -> dict[str, Any]:
         return {**arrays, "rel_bias": np.full((2, 9), value), "span": Span.clipped(4), **options}
     if kind == "few queries":
         return {"q": Q[:, :, :2], "k": K, "v": V, "mask": np.full((2, 40), value), **options}
-    more = {"sinks": {"sinks": np.asarray([value, 0.0])}, "causal": {"causal": True}, "chunks": {"chunk_size": 4}}
+    more: dict[str, dict[str, Any]] = {
+        "sinks": {"sinks": np.asarray([value, 0.0])},
+        "causal": {"causal": True},
+        "chunks": {"chunk_size": 4},
+    }
     return {**arrays, "mask": np.repeat(some, 40, -1), **options, **more.get(kind, {})}
 
 
@@ -60,7 +64,9 @@ def test_results_and_gradients(row: Library, dtype: str, kind: str, impl: Any) -
             out, lse = row.call(relative_attention, arrays, **options, return_lse=True, impl=impl)
             d_lse = row.asarray(D_LSE[:, :, : given["q"].shape[2]], str(lse.dtype).rpartition(".")[2])
             found = row.call(attention_vjp, {**cotangents, "d_lse": d_lse, **arrays}, **options, impl=impl)
-            exact = {name: torch.tensor(row.to_numpy(x)).double().requires_grad_() for name, x in arrays.items()}
+            exact: dict[str, Any] = {
+                name: torch.tensor(row.to_numpy(x)).double().requires_grad_() for name, x in arrays.items()
+            }
             d_out = torch.tensor(row.to_numpy(cotangents["d_out"])).double()
             expected = oracles.attention(**exact, **{name: x for name, x in options.items() if name != "chunk_size"})
             results = torch.autograd.grad(
@@ -78,7 +84,9 @@ def test_results_and_gradients(row: Library, dtype: str, kind: str, impl: Any) -
 def test_libraries_differentiate_calls(library: str, value: float) -> None:
     given = far("mask", value)
     arrays, scale = {name: given[name].astype("float32") for name in ("q", "k", "v", "mask")}, given["scale"]
-    exact = {name: torch.tensor(x).double().requires_grad_(name != "mask") for name, x in arrays.items()}
+    exact: dict[str, Any] = {
+        name: torch.tensor(x).double().requires_grad_(name != "mask") for name, x in arrays.items()
+    }
     expected = oracles.attention(**exact, scale=scale, offset=31).out
     wanted = torch.autograd.grad(expected, [exact[name] for name in "qkv"], torch.tensor(D_OUT))
     if library == "torch":
@@ -139,7 +147,7 @@ def test_grids_and_pages() -> None:
     (found,) = torch.autograd.grad(out.sum(), tensors[2:])
     assert oracles.relative_error(out.detach().numpy(), mean) <= GATES["float32"]
     assert oracles.relative_error(found.numpy(), np.full(v.shape, 4 / 12)) <= GATES["float32"]
-    pages = (np.moveaxis(x, 1, 2).reshape(4, 3, 2, 6) for x in (k, v))
+    pages: Any = (np.moveaxis(x, 1, 2).reshape(4, 3, 2, 6) for x in (k, v))
     bias = np.full((2, 12), -1e9, "float32")
     way: Any = {"page_table": [[0, 1, 2, 3]], "lengths": [12], "span": Span(11, 0), "rel_bias": bias, "scale": 1e-20}
     last: Any = paged_attention(q[:, :, :1], *pages, **way)

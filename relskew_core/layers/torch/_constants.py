@@ -22,11 +22,10 @@ from relskew_core.backends._torch.transformations import is_transformed
 Function = Callable[..., Tensor]
 
 
-def kept(most: int, *, constant: bool = False) -> Callable[[Function], Function]:
+def kept(most: int) -> Callable[[Function], Function]:
     """Make a function keep its last results, but none that a transformation or a mode of torch takes part in.
 
-    Such tensors may be fake or functional, and have no numbers for later calls. ``torch.compile`` takes ``constant``
-    results as they are while it traces.
+    Such tensors may be fake or functional, and have no numbers for later calls.
     """
 
     def decorate(make: Function) -> Function:
@@ -47,12 +46,12 @@ def kept(most: int, *, constant: bool = False) -> Callable[[Function], Function]
                 found[key] = made
             return made
 
-        return torch.compiler.assume_constant_result(call) if constant else call
+        return call
 
     return decorate
 
 
-@kept(64, constant=True)
+@kept(64)
 def buckets(
     left: int, right: int, num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device
 ) -> Tensor:
@@ -63,7 +62,7 @@ def buckets(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-@kept(64, constant=True)
+@kept(64)
 def slopes(num_heads: int, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ALiBi's slopes of some of the heads."""
     return torch.tensor(alibi_slopes(num_heads)[first : first + count], dtype=dtype, device=device)
