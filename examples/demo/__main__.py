@@ -59,7 +59,7 @@ def export(tune: Melody, path: Path, console: Console) -> bool:
     error = float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
     report = validate(path, spec, single)
     console.print(report.table())
-    console.print(f"{path}: the tune in onnxruntime, compared with float64: relative error {error:.1e}")
+    console.print(f"{path}: the tune in onnxruntime, compared with float64: relative error {error:.1e}", soft_wrap=True)
     console.print("ok" if report.ok and error < 2e-6 else "not ok")
     return report.ok and error < 2e-6
 
