@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib
 import importlib.util
 import os
+import resource
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -42,6 +48,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = chosen
+
+
+psutil: Any = importlib.import_module("psutil")  # has no types
+GROWTH, MOST = 300e6, 3e9
+"""Bytes by which a process grows until its caches are emptied, and those that a worker may take at most."""
+_after_emptying = [0]
+_peaks = pytest.StashKey[dict[str, int]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Empty the caches of compilers when they have grown: JAX keeps a program for each operation, shape and dtype."""
+    result = yield
+    process = psutil.Process()
+    if process.memory_info().rss > _after_emptying[0] + GROWTH:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch"].compiler.reset()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what has been freed
+            libc.malloc_trim(0)
+        _after_emptying[0] = process.memory_info().rss
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker say how much memory it took, and fail the run if that was too much for a laptop."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    elif any(peak > MOST for peak in session.config.stash.get(_peaks, {}).values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Read what a worker of pytest-xdist has said at its end; one that died has said nothing."""
+    if "peak" in getattr(node, "workeroutput", {}):
+        node.config.stash.setdefault(_peaks, {})[node.gateway.id] = node.workeroutput["peak"]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Show the memory of all workers."""
+    for worker, peak in config.stash.get(_peaks, {}).items():
+        allowed = f", more than the {MOST / 1e9:g} GB that a worker may take" if peak > MOST else ""
+        terminalreporter.line(f"{worker} took {peak / 1e9:.2f} GB at most{allowed}", red=peak > MOST)
 
 
 @pytest.fixture(autouse=True)
