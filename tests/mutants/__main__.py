@@ -20,7 +20,8 @@ BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_c
 
 
 def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
-    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
+    found = (sorted((ROOT / "tests" / folder).glob(f"*_{name}.py")) for name in names.split())  # test_ or inside_
+    return tuple(str(path.relative_to(ROOT)) for paths in found for path in paths)
 
 
 # the modules of each suite, each module in the first suite that lists it, and the tests that should notice their

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from importlib.util import find_spec
@@ -108,3 +109,17 @@ def test_the_comparisons_find_their_own_modules() -> None:
 def test_what_the_guides_call_can_be_called() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
     assert (ROOT / ".ci/release-check").stat().st_mode & 0o111
+
+
+PUBLIC_ALONE = ("examples",)
+"""Folders of tests that import public names alone, except in files ``inside_*.py``."""
+
+
+def test_tests_of_behaviour_import_public_names() -> None:
+    for path in (path for folder in PUBLIC_ALONE for path in (ROOT / "tests" / folder).rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if isinstance(node, ast.Import) or module.partition(".")[0] == "relskew_core":
+                names = [f"{module}.{alias.name}" for alias in node.names]
+                private = [name for name in names if re.search(r"relskew_core(\.\w+)*\._(?!_)", name)]
+                assert not private, f"{path.name} imports {private}: move its test to a file inside_*.py"
