@@ -697,22 +697,12 @@ def test_arrays_that_a_copy_would_serve_are_told_apart(
             getattr(kernels, function)(*args[:place], other, *args[place + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("items", 0, "less than 1"),
-        ("key_heads", 3, "multiple"),
-        ("rows", 0, "less than 1"),
-        ("left", -(2**62), "too far"),
-        ("before", 2**63 - 1, "too far"),
-        ("offset", 2**40, "offset"),
-        ("offset", -(2**63), "offset"),
-        ("behind", 2**40, "is invalid"),
-        ("block", 2**41, "is invalid"),
-        ("keys", -1, "is invalid|different size"),
-        ("width", 2**62, "memory|^$"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "why"), [
+    ("items", 0, "less than 1"), ("key_heads", 3, "multiple"), ("rows", 0, "less than 1"),
+    ("left", -(2**62), "too far"), ("before", 2**63 - 1, "too far"), ("offset", 2**40, "offset"),
+    ("offset", -(2**63), "offset"), ("behind", 2**40, "is invalid"), ("block", 2**41, "is invalid"),
+    ("keys", -1, "is invalid|different size"), ("width", 2**62, "memory|^$"),
+])  # fmt: skip
 def test_numbers_that_are_none_of_a_call_are_refused(
     handed: dict[str, list[Any]], name: str, value: int, why: str
 ) -> None:
@@ -735,16 +725,9 @@ def test_numbers_that_are_none_of_a_call_are_refused(
         kernels.attend(*given)
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({2: (1, 2)}, "expected 36 numbers, got 2"),
-        ({2: [1, 2]}, "tuple"),
-        ({5: 7}, "bytes-like"),
-        ({-2: "0"}, "int"),
-        ({-1: -1}, "must not be negative"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "why"),
+                         [({2: (1, 2)}, "expected 36 numbers, got 2"), ({2: [1, 2]}, "tuple"), ({5: 7}, "bytes-like"),
+                          ({-2: "0"}, "int"), ({-1: -1}, "must not be negative")])  # fmt: skip
 def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     args = arguments_of(q, q, q)

@@ -16,19 +16,12 @@ da: Any = dask.array
 H, N, M, D = 4, 13, 17, 6
 RNG = np.random.default_rng(0)
 SHAPES = {
-    "q": (2, H, N, D),
-    "k": (2, 2, M, D),
-    "v": (2, 2, M, 5),
-    "rel_k": (H, 9, D),
-    "rel_v": (9, 5),
-    "rel_bias": (H, 9),
-}
+    "q": (2, H, N, D), "k": (2, 2, M, D), "v": (2, 2, M, 5), "rel_k": (H, 9, D), "rel_v": (9, 5), "rel_bias": (H, 9),
+}  # fmt: skip
 ARRAYS: dict[str, Any] = {name: RNG.standard_normal(shape) for name, shape in SHAPES.items()}
 CHUNKS: dict[str, Any] = {
-    "q": ((1, 1), (2, 2), (5, 1, 7), D),
-    "k": (2, 1, (4, 13), (2, 4)),
-    "v": (2, 1, M, 5),
-}
+    "q": ((1, 1), (2, 2), (5, 1, 7), D), "k": (2, 1, (4, 13), (2, 4)), "v": (2, 1, M, 5),
+}  # fmt: skip
 
 
 def blocks(name: str, x: Any) -> Any:
@@ -119,11 +112,9 @@ def test_half_precision_is_merged_in_float32() -> None:
     np.testing.assert_allclose(found.compute(), expected, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "heads"),
-    [({}, (1, 3)), ({"block_size": 4, "span": Span.full(11)}, 1), ({"dropout": 0.3, "seed": 5}, 2)],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "heads"), [
+    ({}, (1, 3)), ({"block_size": 4, "span": Span.full(11)}, 1), ({"dropout": 0.3, "seed": 5}, 2),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], impl: Any) -> None:
     rng = np.random.default_rng(3)

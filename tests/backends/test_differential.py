@@ -96,14 +96,10 @@ def attend_without_numbers(*arrays: Any, **options: Any) -> Any:
     return out, np.full_like(lse, np.nan)
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "told"),
-    [
-        ("relative_attention", attend_wrongly, "out is wrong by"),
-        ("relative_attention", attend_without_numbers, "lse has another shape or another infinity"),
-        ("relative_attention_vjp", pull_back_wrongly, "the gradient of k is wrong by"),
-    ],
-)
+@pytest.mark.parametrize(("name", "function", "told"),
+                         [("relative_attention", attend_wrongly, "out is wrong by"),
+                          ("relative_attention", attend_without_numbers, "lse has another shape or another infinity"),
+                          ("relative_attention_vjp", pull_back_wrongly, "the gradient of k is wrong by")])  # fmt: skip
 def test_what_is_wrong_is_told(
     name: str, function: Any, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,19 +246,12 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"queries_3": 5}, "different size"),
-        ({"keys_2": 5}, "different size"),
-        ({"keys_2": 0}, "different size"),
-        ({"key_step_3": 0}, "different size"),
-        ({"query_step_2": 2**62}, "different size"),
-        ({"queries_2": -2}, "different size"),
-        ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "different size"),
-        ({"rel_width": 4}, "width"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "why"),
+                         [({"queries_3": 5}, "different size"), ({"keys_2": 5}, "different size"),
+                          ({"keys_2": 0}, "different size"), ({"key_step_3": 0}, "different size"),
+                          ({"query_step_2": 2**62}, "different size"), ({"queries_2": -2}, "different size"),
+                          ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "different size"),
+                          ({"rel_width": 4}, "width")])  # fmt: skip
 def test_sides_that_are_none_of_a_call_are_refused(
     changes: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,12 +279,8 @@ def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeyp
         options |= {"q_grid": grid, "k_grid": grid, "return_lse": True}
         out, lse = relative_attention_2d(*tensors[:3], rel_bias=tensors[3], **options)
         gradients = torch.autograd.grad(out.square().sum() + lse.sum(), tensors)
-        return [
-            out.detach(),
-            lse.detach(),
-            *gradients,
-            *relative_attention_2d(*arrays[:3], rel_bias=arrays[3], **options),
-        ]
+        return [out.detach(), lse.detach(), *gradients,
+                *relative_attention_2d(*arrays[:3], rel_bias=arrays[3], **options)]  # fmt: skip
 
     for grid, scale in itertools.product([(3, 4), (4, 3)], [None, 0.3]):
         expected = results(grid, {"scale": scale})

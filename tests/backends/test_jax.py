@@ -101,15 +101,10 @@ def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
 
 
 EVERY_OPTION = (
-    "packed documents, for all items",
-    "documents in any order",
-    "documents, the table meets keys",
-    "positions, zero beyond, in a window",
-    "positions in blocks, the table meets keys",
-    "positions without tables",
-    "consecutive positions",
-    "dropout of documents with sinks",
-)
+    "packed documents, for all items", "documents in any order", "documents, the table meets keys",
+    "positions, zero beyond, in a window", "positions in blocks, the table meets keys", "positions without tables",
+    "consecutive positions", "dropout of documents with sinks",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("more_chunks", [False, True], ids=["", "others"])
@@ -266,19 +261,10 @@ def test_segments_and_seeds_may_be_mapped() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    n=st.integers(0, 40),
-    m=st.integers(0, 40),
-    size=st.integers(1, 12),
-    pattern=st.fixed_dictionaries(
-        {
-            "offset": st.integers(-50, 50),
-            "causal": st.booleans(),
-            "window": st.none() | st.tuples(*[st.none() | st.integers(0, 12)] * 2),
-            "block_size": st.none() | st.integers(1, 9),
-        }
-    ),
-)
+@given(n=st.integers(0, 40), m=st.integers(0, 40), size=st.integers(1, 12),
+       pattern=st.fixed_dictionaries({"offset": st.integers(-50, 50), "causal": st.booleans(),
+                                      "window": st.none() | st.tuples(*[st.none() | st.integers(0, 12)] * 2),
+                                      "block_size": st.none() | st.integers(1, 9)}))  # fmt: skip
 def test_plans_have_everything_that_is_seen_once_and_at_one_place(
     n: int, m: int, size: int, pattern: dict[str, Any]
 ) -> None:
@@ -386,15 +372,11 @@ def test_other_labels_and_offsets_are_compiled_once() -> None:
         assert forward.attention._cache_size() == before + 1, case
 
 
-@pytest.mark.parametrize(
-    ("options", "seen", "rows"),
-    [
-        ({"causal": True}, slice(0, 6), slice(3, 9)),
-        ({"causal": True, "window": (2, None)}, slice(0, 6), slice(6, 9)),
-        ({"block_size": 2}, slice(0, 6), slice(5, 9)),
-    ],
-    ids=["causal", "window", "blocks"],
-)
+@pytest.mark.parametrize(("options", "seen", "rows"), [
+    ({"causal": True}, slice(0, 6), slice(3, 9)),
+    ({"causal": True, "window": (2, None)}, slice(0, 6), slice(6, 9)),
+    ({"block_size": 2}, slice(0, 6), slice(5, 9)),
+], ids=["causal", "window", "blocks"])  # fmt: skip
 @pytest.mark.parametrize("impl", ["native", "auto"], ids=["loops", "at once"])
 def test_what_nobody_sees_gets_no_gradient_and_gives_none(
     options: dict[str, Any], seen: slice, rows: slice, impl: Any
@@ -410,14 +392,9 @@ def test_what_nobody_sees_gets_no_gradient_and_gives_none(
     for name in ("rel_k", "rel_v"):
         poisoned[name][..., : rows.start, :] = np.inf
     poisoned["rel_bias"][..., : rows.start] = np.nan
-    out, gradients = run(
-        lambda x, d_out: (
-            relative_attention(**x, **options, impl=impl),
-            relative_attention_vjp(d_out, **x, **options, impl=impl),
-        ),
-        on_jax(poisoned),
-        jnp.asarray(case.d_out()),
-    )
+    out, gradients = run(lambda x, d_out: (relative_attention(**x, **options, impl=impl),
+                                           relative_attention_vjp(d_out, **x, **options, impl=impl)),
+                         on_jax(poisoned), jnp.asarray(case.d_out()))  # fmt: skip
     close(out, expected, 1e-12, "out")
     for name, gradient in dense.vjp(
         case.d_out(), arrays, {k: x for k, x in options.items() if k != "chunk_size"}
@@ -678,18 +655,9 @@ def test_far_documents_of_which_nobody_sees_a_key_are_zeros(row: str) -> None:
     assert np.all(np.asarray(lse) == -np.inf)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("causal", True),
-        ("return_lse", True),
-        ("window", (1, 0)),
-        ("block_size", 2),
-        ("chunk_size", 3),
-        ("softcap", 2.0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("causal", True), ("return_lse", True), ("window", (1, 0)), ("block_size", 2), ("chunk_size", 3), ("softcap", 2.0),
+], ids=str)  # fmt: skip
 def test_what_jit_must_not_trace_is_named(name: str, value: Any) -> None:
     x = jnp.ones((4, 2))
     if name != "causal":
@@ -699,12 +667,8 @@ def test_what_jit_must_not_trace_is_named(name: str, value: Any) -> None:
         jax.jit(relative_attention)(x, x, x, **{name: value})
     static = jax.jit(relative_attention, static_argnames=("causal", "span", name))
     options: dict[str, Any] = {"causal": True, "span": Span.causal(4), name: value}
-    close(
-        jax.tree.leaves(static(x, x, x, x, **options))[0],
-        jax.tree.leaves(relative_attention(x, x, x, x, **options))[0],
-        1e-6,
-        name,
-    )
+    close(jax.tree.leaves(static(x, x, x, x, **options))[0],
+          jax.tree.leaves(relative_attention(x, x, x, x, **options))[0], 1e-6, name)  # fmt: skip
 
 
 GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}

@@ -82,20 +82,11 @@ def agree(found: Any, expected: Any) -> None:
     jax.tree.map(lambda x, y: close(np.asarray(x), np.asarray(y)), found, expected)
 
 
-@pytest.mark.parametrize(
-    ("case", "way", "dtype"),
-    [
-        *((case, "jit", "float32") for case in (*SERVED, *LEARNED)),
-        *((case, "eager", "float32") for case in (*SERVED[::6], *LEARNED[:1])),
-        *(
-            (case, way, "float64")
-            for case in (*SERVED[::5], *LEARNED[:1])
-            for way in ("jit", "eager")
-            if not case.labels
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "way", "dtype"), [
+    *((case, "jit", "float32") for case in (*SERVED, *LEARNED)),
+    *((case, "eager", "float32") for case in (*SERVED[::6], *LEARNED[:1])),
+    *((case, way, "float64") for case in (*SERVED[::5], *LEARNED[:1]) for way in ("jit", "eager") if not case.labels),
+], ids=str)  # fmt: skip
 def test_results_and_gradients_equal_those_of_the_portable_code(case: dense.Case, way: str, dtype: str) -> None:
     arrays, d_out = case.arrays(), case.d_out()
     out, lse = attention(**arrays, **case.call(), return_lse=True, impl="portable")
@@ -267,14 +258,10 @@ def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
     return jax.grad(slope, argnums=(0, 1, 2, 3))(q, rel_k, out, lse)
 
 
-@pytest.mark.parametrize(
-    ("transformed", "way"),
-    [
-        *((each, "jit") for each in (*transforms.TRANSFORMS, pulled_twice)),
-        *((each, "eager") for each in (transforms.pushed, transforms.twice)),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@pytest.mark.parametrize(("transformed", "way"), [
+    *((each, "jit") for each in (*transforms.TRANSFORMS, pulled_twice)),
+    *((each, "eager") for each in (transforms.pushed, transforms.twice)),
+], ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
 def test_every_transformation_goes_through(transformed: Any, way: str) -> None:
     rng = np.random.default_rng(0)
     q, rel_k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 4, 8), (4, 8)))

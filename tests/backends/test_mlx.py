@@ -205,16 +205,11 @@ def test_the_namespace_has_every_function_that_portable_code_calls() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": ((1, 1), (1, None)), "prefix": (0, 2)},
-        {"window": ((0, 1), (1, 1)), "prefix": (1, 2)},
-        {"neighborhood": (3, 3), "prefix": (2, 1)},
-        {"window": ((None, None), (None, None))},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options",
+                         [{"window": ((1, 1), (1, None)), "prefix": (0, 2)},
+                          {"window": ((0, 1), (1, 1)), "prefix": (1, 2)}, {"neighborhood": (3, 3), "prefix": (2, 1)},
+                          {"window": ((None, None), (None, None))}],
+                         ids=str)  # fmt: skip
 def test_grids_have_keys_outside_and_windows_without_bounds(options: dict[str, Any], compiled: bool) -> None:
     sizes = [12 + x for x in options.get("prefix", (0, 0))]
     rng = np.random.default_rng(1)

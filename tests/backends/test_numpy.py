@@ -188,30 +188,20 @@ NO_OFFSET = "the values of `offset` are not known, or there are none"
 UNFIT = "the compiled kernels do not take such sizes, dtypes, offsets, segments or positions"
 
 
-@pytest.mark.parametrize(
-    ("items", "width", "options", "reason"),
-    [
-        (0, 8, {"offset": []}, NO_OFFSET),
-        (3, 0, {}, UNFIT),
-        (3, 8, {"positions": (FAR, FAR)}, UNFIT),
-    ],
-    ids=["no items", "no values", "positions"],
-)
+@pytest.mark.parametrize(("items", "width", "options", "reason"), [
+    (0, 8, {"offset": []}, NO_OFFSET), (3, 0, {}, UNFIT), (3, 8, {"positions": (FAR, FAR)}, UNFIT),
+], ids=["no items", "no values", "positions"])  # fmt: skip
 def test_a_refusal_says_why(items: int, width: int, options: dict[str, Any], reason: str) -> None:
     q, k, v = (np.broadcast_to(x, (items, *x.shape)) for x in arrays(150)[:3])
     with pytest.raises(ValueError, match=f"no native path for this call: {re.escape(reason)}$"):
         relative_attention(q, k, v[..., :width], **options, impl="native")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({**BY_ITEM, "block_size": 2}, id="blocks"),
-        pytest.param({**BY_ITEM, "dropout": 0.5, "seed": 0}, id="dropout"),
-        pytest.param({"segments": FAR}, id="segments"),
-        pytest.param({**BY_ITEM, "segments": FAR}, id="segments of a ragged batch"),
-    ],
-)
+@pytest.mark.parametrize("options",
+                         [pytest.param({**BY_ITEM, "block_size": 2}, id="blocks"),
+                          pytest.param({**BY_ITEM, "dropout": 0.5, "seed": 0}, id="dropout"),
+                          pytest.param({"segments": FAR}, id="segments"),
+                          pytest.param({**BY_ITEM, "segments": FAR}, id="segments of a ragged batch")])  # fmt: skip
 def test_kernels_take_offsets_by_item_and_segments_far_apart(options: dict[str, Any]) -> None:
     q, k, v = (np.broadcast_to(x, (3, *x.shape)) for x in arrays(150)[:3])
     native, portable = (relative_attention(q, k, v, **options, impl=impl) for impl in ("native", "portable"))

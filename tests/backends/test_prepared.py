@@ -247,23 +247,15 @@ def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: in
 
 
 @libraries
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("k", (3, 3, 9, 4), "`v` must have the heads"),
-        ("v", (3, 3, 9, 4), "`v` must have the heads"),
-        ("k", (3, 2, 9, 5), "must"),
-        ("k", (5, 2, 9, 4), "must"),
-        ("v", (5, 2, 9, 4), "must"),
-        ("rel_k", (65, 4), "`rel_k` must have the 64 rows"),
-        ("rel_k", (3, 64, 4), "`rel_k` must"),
-        ("rel_bias", (65,), "`rel_bias` must"),
-        ("rel_bias", (3, 64), "`rel_bias` must"),
-        ("mask", (7, 1, 1, 9), "`mask` must broadcast"),
-        ("mask", (3, 5, 1, 9), "`mask` must broadcast"),
-        ("mask", (3, 1, 2, 9), "`mask` must broadcast"),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "message"),
+                         [("k", (3, 3, 9, 4), "`v` must have the heads"),
+                          ("v", (3, 3, 9, 4), "`v` must have the heads"), ("k", (3, 2, 9, 5), "must"),
+                          ("k", (5, 2, 9, 4), "must"), ("v", (5, 2, 9, 4), "must"),
+                          ("rel_k", (65, 4), "`rel_k` must have the 64 rows"), ("rel_k", (3, 64, 4), "`rel_k` must"),
+                          ("rel_bias", (65,), "`rel_bias` must"), ("rel_bias", (3, 64), "`rel_bias` must"),
+                          ("mask", (7, 1, 1, 9), "`mask` must broadcast"),
+                          ("mask", (3, 5, 1, 9), "`mask` must broadcast"),
+                          ("mask", (3, 1, 2, 9), "`mask` must broadcast")])  # fmt: skip
 def test_leading_axes_unlike_known_ones_are_checked(
     library: Callable[..., Any], name: str, shape: tuple[int, ...], message: str
 ) -> None:
@@ -492,14 +484,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ids=str,
 )
 def test_one_query_is_checked_once(
-    library: Callable[..., Any],
-    lead: tuple[int, ...],
-    masked: bool,
-    span: Span,
-    window: Any,
-    offsets: tuple[int, ...],
+    library: Callable[..., Any], lead: tuple[int, ...], masked: bool, span: Span, window: Any, offsets: tuple[int, ...],
     unchecked: Callable[[], None],
-) -> None:
+) -> None:  # fmt: skip
     """With any keys and position, as long as its tables reach the visible keys."""
     calls = []
     for m in (9, 5, 70):

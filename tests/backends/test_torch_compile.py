@@ -53,62 +53,42 @@ WINDOW = ((1, 2), (None, 1))
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-    "offset": (
-        lambda offset: relative_attention(Q[:, :1], KEYS, KEYS, TABLE, Span(31, 32), offset=offset, causal=True),
-        list(range(3, 30)),
-    ),
-    "length of the keys": (
-        lambda keys: relative_attention(
-            Q[:, :1], keys, keys, TABLE, Span(63, 0), offset=keys.shape[-2] - 1, causal=True
-        ),
-        [KEYS[:, :n] for n in range(3, 30)],
-    ),
+    "offset": (lambda offset: relative_attention(Q[:, :1], KEYS, KEYS, TABLE, Span(31, 32), offset=offset, causal=True),
+               list(range(3, 30))),
+    "length of the keys": (lambda keys: relative_attention(Q[:, :1], keys, keys, TABLE, Span(63, 0),
+                                                           offset=keys.shape[-2] - 1, causal=True),
+                           [KEYS[:, :n] for n in range(3, 30)]),
     "length of attention weights": (lambda x: attention_weights(x, x, TABLE, Span(31, 32)), LENGTHS),
-    "length of a matrix of biases": (
-        lambda x: toeplitz(TABLE[0].mT, Span(31, 32), n_queries=x.shape[-2], n_keys=x.shape[-2]),
-        LENGTHS,
-    ),
+    "length of a matrix of biases": (lambda x: toeplitz(TABLE[0].mT, Span(31, 32), n_queries=x.shape[-2],
+                                                        n_keys=x.shape[-2]),
+                                     LENGTHS),
     "length of ALiBi": (lambda x: alibi_bias(2, Span.causal(x.shape[-2]), like=x), LENGTHS),
     "length of the proximal bias": (lambda x: proximal_bias(Span.full(x.shape[-2]), like=x), LENGTHS),
     "length of sinusoids": (lambda x: sinusoidal_table(Span.full(x.shape[-2]), 4, xp=torch), LENGTHS),
-    "grid": (
-        lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2]),
-        HEIGHTS,
-    ),
+    "grid": (lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2]), HEIGHTS),
     "grid with a window": (lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2], window=WINDOW), HEIGHTS),
-    "grid with a neighborhood": (
-        lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2], neighborhood=(3, 2)),
-        HEIGHTS,
-    ),
-    "grid with a window, and gradients": (
-        lambda x: attend_on(x.reshape(1, -1, 4) + LEAF[0, 0], x.shape[:2], window=WINDOW),
-        [torch.randn(height, 6, 4) for height in range(3, 9)],
-    ),
-    "batch of grids with a window": (
-        lambda q: attend_on(q, (3, 2), window=WINDOW),
-        [torch.randn(batch, 2, 6, 4) for batch in range(2, 6)],
-    ),
-    "vmap of grids with a window": (
-        lambda q: torch.vmap(lambda x: attend_on(x, (3, 2), window=WINDOW))(q),
-        [torch.randn(2, batch, 6, 4) for batch in range(2, 6)],
-    ),
+    "grid with a neighborhood": (lambda x: attend_on(x.reshape(1, -1, 4), x.shape[:2], neighborhood=(3, 2)), HEIGHTS),
+    "grid with a window, and gradients": (lambda x: attend_on(x.reshape(1, -1, 4) + LEAF[0, 0], x.shape[:2],
+                                                              window=WINDOW),
+                                          [torch.randn(height, 6, 4) for height in range(3, 9)]),
+    "batch of grids with a window": (lambda q: attend_on(q, (3, 2), window=WINDOW),
+                                     [torch.randn(batch, 2, 6, 4) for batch in range(2, 6)]),
+    "vmap of grids with a window": (lambda q: torch.vmap(lambda x: attend_on(x, (3, 2), window=WINDOW))(q),
+                                    [torch.randn(2, batch, 6, 4) for batch in range(2, 6)]),
     "offset on a grid with a window": (
-        lambda row: relative_attention_2d(
-            Q[:, :1], KEYS, KEYS, q_grid=(1, 1), k_grid=(8, 5), offset=(row, 2), window=WINDOW
-        ),
-        list(range(2, 7)),
+        lambda row: relative_attention_2d(Q[:, :1], KEYS, KEYS, q_grid=(1, 1), k_grid=(8, 5), offset=(row, 2),
+                                          window=WINDOW), list(range(2, 7)),
     ),
-    "batch with pages": (
-        lambda q: paged_attention(q, *PAGES, page_table=ORDER[: q.shape[0]], lengths=FILLED[: q.shape[0]]),
-        [torch.randn(batch, 2, 1, 4) for batch in range(2, 6)],
-    ),
+    "batch with pages": (lambda q: paged_attention(q, *PAGES, page_table=ORDER[: q.shape[0]],
+                                                   lengths=FILLED[: q.shape[0]]),
+                         [torch.randn(batch, 2, 1, 4) for batch in range(2, 6)]),
     "softcap": (lambda softcap: attend(softcap=softcap), NUMBERS),
     "scale": (lambda scale: attend(scale=scale), NUMBERS),
     "scale, and gradients": (lambda scale: attend(LEAF, scale=scale), NUMBERS),
     "rel_scale": (lambda scale: attend(rel_q=Q, key_table=TABLE, scale=0.3, rel_scale=scale), NUMBERS),
     "softcap, and gradients": (lambda softcap: attend(LEAF, softcap=softcap), NUMBERS),
     "scale of the portable code": (lambda scale: attend(scale=scale, impl="portable"), NUMBERS),
-}
+}  # fmt: skip
 
 
 NEWER = {"softcap": (2, 13), "softcap, and gradients": (2, 13), "length of sinusoids": (2, 11)}

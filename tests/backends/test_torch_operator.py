@@ -394,15 +394,8 @@ def test_gradients_leave_an_autocast_region_in_the_arrays_dtype() -> None:
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
 def test_nothing_but_the_arrays_and_the_results_is_kept_for_the_backward_pass(return_lse: bool) -> None:
     length = 300
-    case = dense.Case(
-        "long",
-        n=length,
-        m=length,
-        lead=(),
-        span=Span.clipped(4),
-        tables="rel_k rel_v rel_bias",
-        options={"causal": True},
-    )
+    case = dense.Case("long", n=length, m=length, lead=(), span=Span.clipped(4), tables="rel_k rel_v rel_bias",
+                      options={"causal": True})  # fmt: skip
     given = tensors(case, grad=True)
     saved: list[Tensor] = []
 

@@ -85,15 +85,10 @@ def test_forward_mode_keeps_every_tangent(function: Function, n: int, dtype: tor
 
 
 @every_length
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offset": [0, 2], "causal": True},
-        {"mask": torch.tensor([[True], [False]])[:, None, None]},
-        {"return_lse": True},
-    ],
-    ids=["offsets by item", "mask", "log-sum-exp"],
-)
+@pytest.mark.parametrize("options",
+                         [{"offset": [0, 2], "causal": True}, {"mask": torch.tensor([[True], [False]])[:, None, None]},
+                          {"return_lse": True}],
+                         ids=["offsets by item", "mask", "log-sum-exp"])  # fmt: skip
 def test_forward_mode_keeps_them_with_options(options: dict[str, Any], n: int) -> None:
     q, k, v, table = drawn(n)
     options = {"span": Span(n - 1, n - 1, "clip"), **options}

@@ -106,19 +106,13 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"rel_k": 2047},
-        {"rel_k": 1024, "causal": True, "softcap": 30.0},
-        {"rel_bias": 2047},
-        {"rel_bias": 2047, "mask": "additive"},
-        {"rel_v": 9, "span": Span.clipped(4)},
-        {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4), "block_size": 16},
-        {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("given",
+                         [{"rel_k": 2047}, {"rel_k": 1024, "causal": True, "softcap": 30.0}, {"rel_bias": 2047},
+                          {"rel_bias": 2047, "mask": "additive"}, {"rel_v": 9, "span": Span.clipped(4)},
+                          {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4),
+                           "block_size": 16},
+                          {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)}],
+                         ids=str)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 40), (torch.bfloat16, 128)])
 def test_shuffles_get_the_layout_that_they_are_written_for(
     given: dict[str, Any], dtype: torch.dtype, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,10 +200,8 @@ def test_shuffles_skew_and_unskew() -> None:
 
         read = {"%tid.x": lane + 32 * warp, "zero": np.zeros(32), **held("tile", tile), **held("earlier", earlier)}
         read |= held("later", later)
-        for steps, results in (
-            (shuffles.skew, held("out", skewed)),
-            (shuffles.unskew, held("earlier", windows[0]) | held("later", windows[1])),
-        ):
+        for steps, results in ((shuffles.skew, held("out", skewed)),
+                               (shuffles.unskew, held("earlier", windows[0]) | held("later", windows[1]))):  # fmt: skip
             found = executed((*shuffles.SETUP, *steps(warp)), dict(read))
             for name, expected in results.items():
                 np.testing.assert_array_equal(found[name], expected)
@@ -228,19 +220,15 @@ def executed(steps: Iterable[Any], registers: dict[str, Any]) -> dict[str, Any]:
     return registers
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (operands(dtype=torch.float64), "float16, bfloat16 and float32, not torch.float64"),
-        (operands(v=torch.empty((2, 3, 4, 300), device="meta")), "width 256 in torch.float16, not 300"),
-        (operands(rel_q=torch.empty((2, 3, 4, 400), device="meta")), "width 256 in torch.float16, not 400"),
-        (operands(q=torch.empty((2**13, 2**3, 4, 8), dtype=torch.float16, device="meta")), "together, not 65536"),
-        (operands(k=torch.empty((1, 3, 2**24, 2**7), dtype=torch.float16, device="meta")), "in 32 bits"),
-        (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta")), "in 32 bits"),
-        (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta").mT), "in 32 bits"),
-    ],
-    ids=["dtype", "values", "rel_q", "heads", "length", "mask", "mask by columns"],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    (operands(dtype=torch.float64), "float16, bfloat16 and float32, not torch.float64"),
+    (operands(v=torch.empty((2, 3, 4, 300), device="meta")), "width 256 in torch.float16, not 300"),
+    (operands(rel_q=torch.empty((2, 3, 4, 400), device="meta")), "width 256 in torch.float16, not 400"),
+    (operands(q=torch.empty((2**13, 2**3, 4, 8), dtype=torch.float16, device="meta")), "together, not 65536"),
+    (operands(k=torch.empty((1, 3, 2**24, 2**7), dtype=torch.float16, device="meta")), "in 32 bits"),
+    (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta")), "in 32 bits"),
+    (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta").mT), "in 32 bits"),
+], ids=["dtype", "values", "rel_q", "heads", "length", "mask", "mask by columns"])  # fmt: skip
 def test_refusals_say_why(given: Operands, reason: str) -> None:
     assert reason in str(choice.refusal_of_operands(given))
 

@@ -19,12 +19,8 @@ GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}
 AFAR: dict[str, Any] = {"offset": (9, 9), "span_h": Span(1, 1, "zero"), "span_w": Span(1, 1, "zero")}
 QKV: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (2, 2, 4, 3))
 TABLES: dict[str, tuple[int, ...]] = {
-    "rel_k": (1, 3),
-    "rel_v": (1, 3),
-    "rel_bias": (1,),
-    "key_table": (1, 3),
-    "rel_q": (2, 2, 4, 3),
-}
+    "rel_k": (1, 3), "rel_v": (1, 3), "rel_bias": (1,), "key_table": (1, 3), "rel_q": (2, 2, 4, 3),
+}  # fmt: skip
 
 Case = tuple[Callable[..., Any], dict[str, tuple[int, ...]], dict[str, Any]]
 
@@ -53,17 +49,11 @@ OTHERS: dict[str, Case] = {
     "toeplitz": (relskew.toeplitz, {"bias": (2, 1)}, {**UNSEEN, "n_queries": 3, "n_keys": 3, "span": ROW}),
     "weights": (relskew.attention_weights, {"q": (2, 4, 3), "k": (2, 4, 3), "rel_k": (1, 3)}, {**UNSEEN, "span": ROW}),
     "weights of no key": (relskew.attention_weights, {"q": (2, 4, 3), "k": (2, 0, 3)}, {}),
-    "logits of a grid": (
-        relskew.relative_logits_2d,
-        {"q": (2, 4, 3), "table_h": (3, 3), "table_w": (3, 3)},
-        {**GRID, **AFAR},
-    ),
-    "a grid": (
-        relskew.relative_attention_2d,
-        {**dict.fromkeys("qkv", (2, 4, 3)), "table_h": (3, 3), "table_w": (3, 3)},
-        {**GRID, "mask": NONE},
-    ),
-}
+    "logits of a grid": (relskew.relative_logits_2d, {"q": (2, 4, 3), "table_h": (3, 3), "table_w": (3, 3)},
+                         {**GRID, **AFAR}),
+    "a grid": (relskew.relative_attention_2d, {**dict.fromkeys("qkv", (2, 4, 3)), "table_h": (3, 3), "table_w": (3, 3)},
+               {**GRID, "mask": NONE}),
+}  # fmt: skip
 
 
 IDLE: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
@@ -111,11 +101,8 @@ def test_arrays_with_nothing_to_count_for(dtype: torch.dtype, name: str) -> None
     given |= {each: x.to(dtype) for each, x in options.items() if isinstance(x, Tensor)}
     for shape in ((3,), (2, 3)) if idle == "prefix_bias" else ((), (2,)):
         learned = torch.full(shape, torch.nan, dtype=dtype, requires_grad=True)
-        for out, like in zip(
-            function(**{**options, **given, idle: learned}, return_lse=True),
-            function(**{**options, **given}, return_lse=True),
-            strict=True,
-        ):
+        for out, like in zip(function(**{**options, **given, idle: learned}, return_lse=True),
+                             function(**{**options, **given}, return_lse=True), strict=True):  # fmt: skip
             assert torch.equal(out, like)
             [gradient] = torch.autograd.grad(out.sum(), learned, retain_graph=True)
             assert not gradient.any()

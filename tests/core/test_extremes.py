@@ -21,22 +21,8 @@ from relskew_core.export import to_onnx
 
 M = 4
 FAR = [
-    0,
-    1,
-    2**16,
-    2**30 - 1,
-    2**30,
-    2**31 - 2,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**32,
-    2**40,
-    2**61,
-    2**62,
-    2**63 - 1,
-    2**70,
-]
+    0, 1, 2**16, 2**30 - 1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**61, 2**62, 2**63 - 1, 2**70,
+]  # fmt: skip
 """Distances at and around the limits of integers of some number of bits."""
 
 ROWS = [row for row in LIBRARIES if row.name in ("numpy", "array-api-strict", "torch, CPU", "JAX", "jax.jit")]

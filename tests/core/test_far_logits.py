@@ -37,10 +37,8 @@ def far(kind: str, value: float) -> dict[str, Any]:
     if kind == "few queries":
         return {"q": Q[:, :, :2], "k": K, "v": V, "mask": np.full((2, 40), value), **options}
     more: dict[str, dict[str, Any]] = {
-        "sinks": {"sinks": np.asarray([value, 0.0])},
-        "causal": {"causal": True},
-        "chunks": {"chunk_size": 4},
-    }
+        "sinks": {"sinks": np.asarray([value, 0.0])}, "causal": {"causal": True}, "chunks": {"chunk_size": 4},
+    }  # fmt: skip
     return {**arrays, "mask": np.repeat(some, 40, -1), **options, **more.get(kind, {})}
 
 

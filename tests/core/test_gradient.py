@@ -33,14 +33,9 @@ JAX = next(row for row in LIBRARIES if row.name == "jax.jit")
 
 
 def gradients_on(
-    library: Library,
-    d_out: NDArray[Any],
-    arrays: dict[str, Any],
-    options: dict[str, Any],
-    *,
-    impl: Any = "portable",
+    library: Library, d_out: NDArray[Any], arrays: dict[str, Any], options: dict[str, Any], *, impl: Any = "portable",
     given: tuple[str, ...] = (),
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Call the library under test, and check names, shapes, dtypes and places of what it returns."""
     mine = {name: dense.each(library.asarray, x) for name, x in arrays.items()}
     extra: dict[str, Any] = {}
@@ -78,10 +73,8 @@ def test_every_option_has_the_gradients_of_the_dense_formula(row: Library, case:
 @pytest.mark.parametrize("case", [case for case in dense.CASES if " mask of shape " not in case.name][::3], ids=str)
 def test_jax_has_them_too(case: dense.Case) -> None:
     pytest.importorskip("jax")
-    check(
-        gradients_on(JAX, case.d_out(), case.arrays(), case.call()),
-        dense.vjp(case.d_out(), case.arrays(), case.call()),
-    )
+    check(gradients_on(JAX, case.d_out(), case.arrays(), case.call()),
+          dense.vjp(case.d_out(), case.arrays(), case.call()))  # fmt: skip
 
 
 @pytest.mark.no_cover
@@ -181,10 +174,8 @@ def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str,
             "factors", n=4, m=5, tables=tables, by_head=by_head, options=numbers, own_tables=own,
             rel_q_width=width if "rel_k" in tables else None,
         )  # fmt: skip
-        check(
-            gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()),
-            dense.vjp(case.d_out(), case.arrays(), case.call()),
-        )
+        check(gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()),
+              dense.vjp(case.d_out(), case.arrays(), case.call()))  # fmt: skip
 
 
 @pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table"])
@@ -228,11 +219,8 @@ def test_parts_of_half_precision_are_merged_in_single() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
-    sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5),
-    after=st.integers(0, 2),
-)
+@given(starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
+       sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5), after=st.integers(0, 2))  # fmt: skip
 def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
     rng = np.random.default_rng(2)
     expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))

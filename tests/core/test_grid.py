@@ -21,15 +21,9 @@ Floats = NDArray[Any]
 
 
 def logits_2d(
-    q: Floats,
-    tables: tuple[Floats, Floats],
-    spans: tuple[Span, Span],
-    q_grid: Any,
-    k_grid: Any,
-    offset: Any = (0, 0),
-    q_step: Any = (1, 1),
-    k_step: Any = (1, 1),
-) -> Floats:
+    q: Floats, tables: tuple[Floats, Floats], spans: tuple[Span, Span], q_grid: Any, k_grid: Any, offset: Any = (0, 0),
+    q_step: Any = (1, 1), k_step: Any = (1, 1),
+) -> Floats:  # fmt: skip
     """Height and width, one query and one key at a time."""
     logits = np.zeros((*q.shape[:-1], k_grid[0] * k_grid[1]))
     for lead in np.ndindex(q.shape[:-2]):
@@ -182,13 +176,9 @@ def case(prefix: tuple[int, int] = (0, 0), *, only: tuple[str, ...] = ARRAYS, ma
         "table_w": rng.standard_normal((4, 6, 3)),
         "rel_bias": rng.standard_normal((4, 7, 6)),
         "prefix_bias": rng.standard_normal((4, 3)),
-        "mask": {
-            "none": None,
-            "boolean": rng.random((2, 1, n, m)) < 0.6,
-            "additive": rng.standard_normal((4, n, m)),
-            "keys": rng.random((1, m)) < 0.6,
-        }[mask],
-    }
+        "mask": {"none": None, "boolean": rng.random((2, 1, n, m)) < 0.6, "additive": rng.standard_normal((4, n, m)),
+                 "keys": rng.random((1, m)) < 0.6}[mask],
+    }  # fmt: skip
     if mask == "boolean":
         arrays["mask"][0, 0, 1] = False  # for a query that sees nothing
     names = (*only, "q", "k", "v", "mask")

@@ -69,12 +69,8 @@ def test_every_function_with_a_mask_warns() -> None:
     module = layers.RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(3)))
     other = layers.MultiheadAttention(8, 2, Span.clipped(3), batch_first=True)
     own = torch.as_tensor(FUTURE, dtype=torch.float32)
-    for call in (
-        lambda: attention_weights(q, q, mask=mask),
-        lambda: relative_attention_2d(q, q, q, mask=mask, **grids),
-        lambda: module(x, mask=own),
-        lambda: other(x, x, x, attn_mask=own, need_weights=False),
-    ):
+    for call in (lambda: attention_weights(q, q, mask=mask), lambda: relative_attention_2d(q, q, q, mask=mask, **grids),
+                 lambda: module(x, mask=own), lambda: other(x, x, x, attn_mask=own, need_weights=False)):  # fmt: skip
         (message,) = warned(call)
         assert message.filename == __file__
 

@@ -231,13 +231,10 @@ def test_a_table_of_one_head_is_the_table_where_there_are_no_heads(dtype: str) -
     for offset, causal in ((0, False), (2, True)):
         span = Span(39 + offset, 39 - offset)
         given: dict[str, Any] = {"span": span, "offset": offset, "causal": causal}
-        for found, same in (
-            (
-                relskew.relative_logits(q, table, n_keys=40, **given),
-                relskew.relative_logits(q, table[0], n_keys=40, **given),
-            ),
-            (relskew.relative_values(weights, table, **given), relskew.relative_values(weights, table[0], **given)),
-        ):
+        for found, same in ((relskew.relative_logits(q, table, n_keys=40, **given),
+                             relskew.relative_logits(q, table[0], n_keys=40, **given)),
+                            (relskew.relative_values(weights, table, **given),
+                             relskew.relative_values(weights, table[0], **given))):  # fmt: skip
             np.testing.assert_array_equal(found, same, strict=True)
             assert found.dtype == dtype
 
@@ -268,11 +265,8 @@ def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
                 weights: Any = attention_weights(q, k, window=window, offset=0, chunk_size=4, **own)
                 assert (weights.shape, weights.dtype, weights.device) == ((2, 4, n, m), q.dtype, q.device)
                 assert not row.to_numpy(weights)[:, :, 5:].any()
-                assert attention_weights(q[0, ...], k[0, ...], window=window, offset=0, chunk_size=4, **own).shape == (
-                    4,
-                    n,
-                    m,
-                )
+                assert attention_weights(q[0, ...], k[0, ...], window=window, offset=0, chunk_size=4,
+                                         **own).shape == (4, n, m)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
@@ -303,12 +297,9 @@ def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
     jax = pytest.importorskip("jax")
 
     found = np.asarray(
-        jax.jit(
-            lambda *given: relative_attention(
-                *given[:4], positions=(given[4], given[4]), causal=True, span=Span.full(40)
-            )
-        )(Q, K, V, TABLE, stamps)
-    )
+        jax.jit(lambda *given: relative_attention(*given[:4], positions=(given[4], given[4]), causal=True,
+                                                  span=Span.full(40)))(Q, K, V, TABLE, stamps),
+    )  # fmt: skip
     np.testing.assert_array_equal(np.isnan(found).all(-1)[0, 0], np.isin(stamps, [50, 100]))
 
 
@@ -424,10 +415,8 @@ def test_blocks_go_by_positions_that_follow_one_another_too() -> None:
 
 
 ONE_NUMBER: list[dict[str, Any]] = [
-    {"scale": 0.4},
-    {"rel_scale": -0.7},
-    {"scale": 0.4, "rel_scale": -0.7},
-]
+    {"scale": 0.4}, {"rel_scale": -0.7}, {"scale": 0.4, "rel_scale": -0.7},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("factors", ONE_NUMBER, ids=str)

@@ -51,15 +51,8 @@ def test_pairs_are_a_call_of_their_own(runs: tuple[Run, Run], offset: int, left:
     assert (pairs.window is not None and pairs.window[0] is not None) == any(x < met[0] for x in unseen)
 
 
-@given(
-    zero=st.integers(-30, 30),
-    step=st.integers(1, 3),
-    low=st.integers(-9, 0),
-    high=st.integers(0, 9),
-    left=st.integers(0, 6),
-    right=st.integers(0, 6),
-    beyond=st.sampled_from(["clip", "zero"]),
-)
+@given(zero=st.integers(-30, 30), step=st.integers(1, 3), low=st.integers(-9, 0), high=st.integers(0, 9),
+       left=st.integers(0, 6), right=st.integers(0, 6), beyond=st.sampled_from(["clip", "zero"]))  # fmt: skip
 @example(zero=0, step=1, low=0, high=0, left=0, right=0, beyond="clip")
 @example(zero=-1, step=2, low=0, high=1, left=0, right=0, beyond="clip")  # steps that skip the table
 @example(zero=-12, step=2, low=-4, high=0, left=0, right=1, beyond="clip")  # an edge row alone

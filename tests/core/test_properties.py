@@ -231,11 +231,8 @@ def test_runs_of_keys_merge_into_the_whole(way: Way, call: Call, data: st.DataOb
     """Every part sees its keys from 0 on, so that its offset is the distance to them, negative ones included."""
     parts = []
     for start, stop in pieces(data.draw, call.m, call.options["block_size"] or 1):
-        part = call.but(
-            k=call.arrays["k"][..., start:stop, :],
-            v=call.arrays["v"][..., start:stop, :],
-            offset=call.offset - start,
-        )
+        part = call.but(k=call.arrays["k"][..., start:stop, :], v=call.arrays["v"][..., start:stop, :],
+                        offset=call.offset - start)  # fmt: skip
         mask = call.arrays.get("mask")
         if mask is not None and mask.shape[-1] > 1:
             part = part.but(mask=mask[..., start:stop])
@@ -356,14 +353,10 @@ def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
     return [part.out for part in parts], [part.lse for part in parts]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, table: resize_table(x, 40, method="cubic"),
-        lambda x, table: relative_attention_2d(x / 16, x, x, table, table, q_grid=(2, 3), k_grid=(2, 3)),
-    ],
-    ids=["resized", "grid"],
-)
+@pytest.mark.parametrize("function", [
+    lambda x, table: resize_table(x, 40, method="cubic"),
+    lambda x, table: relative_attention_2d(x / 16, x, x, table, table, q_grid=(2, 3), k_grid=(2, 3)),
+], ids=["resized", "grid"])  # fmt: skip
 def test_half_precision_is_rounded_once(function: Callable[[Any, Any], Any]) -> None:
     rng = np.random.default_rng(7)
     x, table = rng.standard_normal((2, 1, 6, 311)), rng.standard_normal((11, 311))

@@ -49,18 +49,10 @@ def item(arrays: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    offsets=st.lists(st.integers(-9, 9), min_size=1, max_size=4),
-    n=st.integers(1, 5),
-    m=st.integers(1, 6),
-    pattern=st.sampled_from(sorted(PATTERNS)),
-    beyond=st.sampled_from(["clip", "zero", "error"]),
-    left=st.integers(0, 4),
-    right=st.integers(0, 4),
-    shared=st.booleans(),
-    masked=st.booleans(),
-    chunk_size=st.sampled_from([None, 1, 2]),
-)
+@given(offsets=st.lists(st.integers(-9, 9), min_size=1, max_size=4), n=st.integers(1, 5), m=st.integers(1, 6),
+       pattern=st.sampled_from(sorted(PATTERNS)), beyond=st.sampled_from(["clip", "zero", "error"]),
+       left=st.integers(0, 4), right=st.integers(0, 4), shared=st.booleans(), masked=st.booleans(),
+       chunk_size=st.sampled_from([None, 1, 2]))  # fmt: skip
 def test_as_alone(
     offsets: list[int], n: int, m: int, pattern: str, beyond: Any, left: int, right: int, shared: bool, masked: bool,
     chunk_size: int | None,
@@ -200,16 +192,13 @@ def test_a_table_that_is_too_short_for_values_that_nobody_knows_gives_nan() -> N
         )
 
 
-@pytest.mark.parametrize(
-    ("offset", "error", "message"),
-    [
-        ([1, 2], ValueError, r"`offset` must be an int, or one for each item .* \(5,\), got 2"),
-        ([1, 2, 3, 4, 5.0], TypeError, r"`offset\[4\]` must be an int"),
-        (np.zeros((5, 1), np.int64), ValueError, r"`offset` must be an int, or one for each item"),
-        (np.zeros(5), TypeError, "`offset` must be of integers"),
-        (torch.zeros(5, dtype=torch.int64), TypeError, "`offset` must be of the array library of `q`"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "error", "message"), [
+    ([1, 2], ValueError, r"`offset` must be an int, or one for each item .* \(5,\), got 2"),
+    ([1, 2, 3, 4, 5.0], TypeError, r"`offset\[4\]` must be an int"),
+    (np.zeros((5, 1), np.int64), ValueError, r"`offset` must be an int, or one for each item"),
+    (np.zeros(5), TypeError, "`offset` must be of integers"),
+    (torch.zeros(5, dtype=torch.int64), TypeError, "`offset` must be of the array library of `q`"),
+])  # fmt: skip
 def test_refused(offset: Any, error: type[Exception], message: str) -> None:
     arrays = inputs(span=Span(3, 3, "zero"))
     with pytest.raises(error, match=message):

@@ -142,18 +142,12 @@ def test_offsets_by_item_are_positions(queries: tuple[int, ...], keys: tuple[int
 HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
 
 
-@pytest.mark.parametrize(
-    ("q_grid", "k_grid"),
-    [((HEIGHT, (2,)), ((3,), (2,))), (((2,), WIDTH), ((3,), (2,))), (((2,), (3,)), (HEIGHT, WIDTH))],
-    ids=["height", "width", "keys"],
-)
+@pytest.mark.parametrize(("q_grid", "k_grid"), [
+    ((HEIGHT, (2,)), ((3,), (2,))), (((2,), WIDTH), ((3,), (2,))), (((2,), (3,)), (HEIGHT, WIDTH)),
+], ids=["height", "width", "keys"])  # fmt: skip
 def test_grids(q_grid: Any, k_grid: Any) -> None:
     q, k = (drawn(2, height[0] * width[0], 3) for height, width in (q_grid, k_grid))
     table_h, table_w, span = drawn(11, 3), drawn(2, 11, 3), Span(6, 4, "clip")
-    same(
-        lambda *sizes: relative_attention_2d(
-            q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2], k_grid=sizes[2:], offset=(0, 0)
-        ),
-        *q_grid,
-        *k_grid,
-    )
+    same(lambda *sizes: relative_attention_2d(q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2],
+                                              k_grid=sizes[2:], offset=(0, 0)),
+         *q_grid, *k_grid)  # fmt: skip

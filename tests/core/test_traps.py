@@ -48,11 +48,9 @@ def needs_offset(queries: int, keys: int) -> Any:
 
 
 @pytest.mark.parametrize("row", SHORT, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{"causal": True}, {"window": (3, None)}, {"block_size": 2}, {"span": Span.clipped(2)}],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", [
+    {"causal": True}, {"window": (3, None)}, {"block_size": 2}, {"span": Span.clipped(2)},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_a_step_of_decoding_says_where_its_query_is(row: Library, options: dict[str, Any]) -> None:
     """Also where a call like it has been remembered, of other numbers of keys."""
     table: dict[str, Any] = {"rel_k": RNG.standard_normal((5, D))} if "span" in options else {}
@@ -118,10 +116,8 @@ def test_grids_that_differ_say_where_the_queries_begin() -> None:
         np.testing.assert_array_equal(
             relative_logits_2d(q, *tables, **pooled), relative_logits_2d(q, *tables, **pooled, offset=(0, 0))
         )
-        np.testing.assert_array_equal(
-            relative_attention_2d(q, k, k, *tables, **pooled),
-            relative_attention_2d(q, k, k, *tables, **pooled, offset=(0, 0)),
-        )
+        np.testing.assert_array_equal(relative_attention_2d(q, k, k, *tables, **pooled),
+                                      relative_attention_2d(q, k, k, *tables, **pooled, offset=(0, 0)))  # fmt: skip
     np.testing.assert_allclose(relative_attention_2d(few, K, V, **grids), relative_attention(few, K, V), atol=1e-14)
 
 
@@ -259,17 +255,11 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
         BlockSpec(8, 2, Span.full(3), is_causal=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("span", "hint"),
-    [
-        (8, r", such as Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\), got int 8"),
-        ((-3, 0), r", such as Span\(3, 0\), got tuple \(-3, 0\)"),
-        (True, ", got bool True"),
-        (memoryview(bytes(4)).cast("B", [2, 2]), ", got memoryview .*"),
-        ("causal", ", got str 'causal'"),
-        ((1, 2, 3), r", got tuple \(1, 2, 3\)"),
-    ],
-)
+@pytest.mark.parametrize(("span", "hint"),
+                         [(8, r", such as Span\.causal\(8\), Span\.full\(8\) or Span\.clipped\(8\), got int 8"),
+                          ((-3, 0), r", such as Span\(3, 0\), got tuple \(-3, 0\)"), (True, ", got bool True"),
+                          (memoryview(bytes(4)).cast("B", [2, 2]), ", got memoryview .*"),
+                          ("causal", ", got str 'causal'"), ((1, 2, 3), r", got tuple \(1, 2, 3\)")])  # fmt: skip
 def test_what_is_no_span_is_answered_with_the_span_that_is_meant(span: Any, hint: str) -> None:
     calls: tuple[Callable[[], Any], ...] = (
         lambda: BlockSpec(8, 2, span, causal=True),
@@ -290,18 +280,14 @@ def test_a_mask_by_item_is_answered_with_the_axis_of_heads() -> None:
     assert out.shape == q.shape
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "hint"),
-    [
-        ("generate", "eos_token_id", "is called `stop` here"),
-        ("generate", "max_new_tokens", "is called `n` here"),
-        ("torch_to_onnx", "dynamic_axes", "is called `vary` here"),
-        ("decoder_to_onnx", "opset_version", "is called `opset` here"),
-        ("encoder_decoder_to_onnx", "in_place", "`decoder_to_onnx` have it"),
-        ("generate", "operator", "an argument of the functions that export"),
-        ("quantize", "profile", "`to_onnx` has it"),
-    ],
-)
+@pytest.mark.parametrize(("function", "name", "hint"),
+                         [("generate", "eos_token_id", "is called `stop` here"),
+                          ("generate", "max_new_tokens", "is called `n` here"),
+                          ("torch_to_onnx", "dynamic_axes", "is called `vary` here"),
+                          ("decoder_to_onnx", "opset_version", "is called `opset` here"),
+                          ("encoder_decoder_to_onnx", "in_place", "`decoder_to_onnx` have it"),
+                          ("generate", "operator", "an argument of the functions that export"),
+                          ("quantize", "profile", "`to_onnx` has it")])  # fmt: skip
 def test_exports_explain_unknown_arguments(function: str, name: str, hint: str) -> None:
     export = pytest.importorskip("relskew_core.export")
     with pytest.raises(TypeError, match=rf"^{function}\(\) has no argument `{name}`: .*{hint}"):
@@ -344,14 +330,9 @@ def test_an_error_says_what_to_write_instead(call: Callable[[], Any], words: str
         call()
 
 
-@pytest.mark.parametrize(
-    ("library", "words"),
-    [
-        ("torch", r"torch: torch\.as_tensor\(rel_k\)"),
-        ("jax.numpy", r"JAX: jnp\.asarray\(rel_k\)"),
-        ("mlx.core", r"MLX: mx\.asarray\(rel_k\)"),
-    ],
-)
+@pytest.mark.parametrize(("library", "words"),
+                         [("torch", r"torch: torch\.as_tensor\(rel_k\)"), ("jax.numpy", r"JAX: jnp\.asarray\(rel_k\)"),
+                          ("mlx.core", r"MLX: mx\.asarray\(rel_k\)")])  # fmt: skip
 def test_an_array_of_another_library_is_answered_with_how_to_make_one(library: str, words: str) -> None:
     xp = pytest.importorskip(library)
     q, k, v = (xp.asarray(x, dtype=xp.float32) for x in (Q, K, V))

@@ -40,12 +40,10 @@ class Example:
 def examples(draw: st.DrawFn) -> Example:
     """Draw a cache and its steps."""
     sizes = st.integers(0, 5)
-    step = st.one_of(
-        st.tuples(st.just("extend"), sizes),
-        st.tuples(st.just("take back"), st.lists(sizes, min_size=BATCH, max_size=BATCH)),
-        st.tuples(st.just("reorder"), st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH)),
-        st.tuples(st.sampled_from(["copy", "trace"]), st.just(None)),
-    )
+    step = st.one_of(st.tuples(st.just("extend"), sizes),
+                     st.tuples(st.just("take back"), st.lists(sizes, min_size=BATCH, max_size=BATCH)),
+                     st.tuples(st.just("reorder"), st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH)),
+                     st.tuples(st.sampled_from(["copy", "trace"]), st.just(None)))  # fmt: skip
     kind = draw(st.sampled_from(["growing", "fixed", "by item", "sliding"]))
     return Example(draw(st.sampled_from(sorted(SPECS_OF_CACHES))), kind, draw(st.lists(step, min_size=1, max_size=10)))
 

@@ -43,14 +43,9 @@ def turn(target: Target, number: int, examples: int | None = None) -> Turn:
     count, worst = 0, ""
 
     @seed(number)
-    @settings(
-        max_examples=examples or target.examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples or target.examples, database=None, deadline=None,
+              phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(target.strategy)
     def attempt(example: Any) -> None:
         nonlocal count, worst

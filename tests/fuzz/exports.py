@@ -65,21 +65,14 @@ def specs(draw: st.DrawFn) -> BlockSpec:
     # whether the future is bounded
     said = causal or kind == "cross" or left == 0 or (window is not None and window[1] is not None)
     return BlockSpec(
-        draw(st.integers(1, 5)),
-        kv_heads * draw(st.integers(1, 3)),
+        draw(st.integers(1, 5)), kv_heads * draw(st.integers(1, 3)),
         Span(left, draw(st.integers(0 if said else 1, 9)), draw(st.sampled_from(["error", "clip", "zero"]))),
-        num_kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 4)),
-        causal=causal,
-        cross=kind == "cross",
-        window=window,
+        num_kv_heads=kv_heads, head_dim=draw(st.integers(1, 4)), causal=causal, cross=kind == "cross", window=window,
         block_size=draw(st.integers(1, 4)) if kind in ("blocks", "stream") else None,
-        blocks_before=draw(st.integers(0, 3)) if kind == "stream" else None,
-        sinks=draw(st.booleans()),
-        shared_table=draw(st.booleans()),
-        bias=draw(st.booleans()),
+        blocks_before=draw(st.integers(0, 3)) if kind == "stream" else None, sinks=draw(st.booleans()),
+        shared_table=draw(st.booleans()), bias=draw(st.booleans()),
         **{name: name == tables or draw(st.booleans()) for name in ("rel_keys", "rel_values", "rel_bias")},
-    )
+    )  # fmt: skip
 
 
 @st.composite

@@ -84,16 +84,13 @@ def said(fields: dict[str, Any]) -> str:
     return json.dumps(spec | {name: value for name, value in fields.items() if name not in spec["span"]})
 
 
-metadata = st.fixed_dictionaries(
-    {},
-    optional={
-        "spec": st.dictionaries(st.sampled_from(FIELDS), values, max_size=3).map(said) | st.sampled_from(WORDS),
-        "profile": st.sampled_from([*WORDS, "portable", "trt"]),
-        "max_length": st.sampled_from(WORDS) | st.integers().map(str),
-        "chunk_size": st.sampled_from(WORDS) | st.integers().map(str),
-        "dtype": st.sampled_from(WORDS),
-    },
-)
+metadata = st.fixed_dictionaries({}, optional={
+    "spec": st.dictionaries(st.sampled_from(FIELDS), values, max_size=3).map(said) | st.sampled_from(WORDS),
+    "profile": st.sampled_from([*WORDS, "portable", "trt"]),
+    "max_length": st.sampled_from(WORDS) | st.integers().map(str),
+    "chunk_size": st.sampled_from(WORDS) | st.integers().map(str),
+    "dtype": st.sampled_from(WORDS),
+})  # fmt: skip
 
 
 @cache

@@ -142,10 +142,8 @@ class Example:
 def examples(draw: st.DrawFn) -> Example:
     """Draw a call at an edge, and how its arrays lie."""
     call, dtype, row = (
-        draw(strategies.edge_calls()),
-        draw(st.sampled_from(sorted(TOLERANCES))),
-        draw(st.sampled_from(sorted(ROWS))),
-    )
+        draw(strategies.edge_calls()), draw(st.sampled_from(sorted(TOLERANCES))), draw(st.sampled_from(sorted(ROWS))),
+    )  # fmt: skip
     known = sorted(LAYOUTS) if row == "numpy" else sorted({*TORCH_LAYOUTS, *SHARED})
     layouts = {
         name: draw(st.sampled_from(["plain", *known])) for name in [*call.arrays, "d_out", "d_lse", "out", "lse"]
@@ -161,18 +159,11 @@ def examples(draw: st.DrawFn) -> Example:
         return np.array(repeat(x))
 
     call = Call({name: lying(name, x) for name, x in call.arrays.items()}, call.options)
-    return Example(
-        call,
-        lying("d_out", numbers.standard_normal((*queries, call.arrays["v"].shape[-1]))),
-        lying("d_lse", numbers.standard_normal(queries)) if draw(st.booleans()) else None,
-        row,
-        draw(st.sampled_from(["auto", "auto", "portable"])),
-        dtype,
-        layouts,
-        draw(st.sampled_from([None, np.nan, np.inf, -np.inf])),
-        draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
-        draw(st.booleans()),
-    )
+    return Example(call, lying("d_out", numbers.standard_normal((*queries, call.arrays["v"].shape[-1]))),
+                   lying("d_lse", numbers.standard_normal(queries)) if draw(st.booleans()) else None, row,
+                   draw(st.sampled_from(["auto", "auto", "portable"])), dtype, layouts,
+                   draw(st.sampled_from([None, np.nan, np.inf, -np.inf])),
+                   draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])), draw(st.booleans()))  # fmt: skip
 
 
 def laid(example: Example, name: str, x: Any) -> Any:

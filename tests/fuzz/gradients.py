@@ -64,17 +64,12 @@ def examples(draw: st.DrawFn) -> Example:
     row = draw(st.sampled_from(sorted(ROWS)))
     step = call.options["block_size"] or 1  # a part begins with the first key of a block
     how = draw(st.sampled_from(["vjp", "parts", "autograd", "second"] if row.startswith("torch") else ["vjp", "parts"]))
-    return Example(
-        call,
-        numbers.standard_normal((*queries, call.arrays["v"].shape[-1])),
-        numbers.standard_normal(queries) if draw(st.booleans()) else None,
-        row,
-        draw(st.sampled_from(["auto", "portable"])),
-        how,
-        draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
-        min(call.m, step * draw(st.integers(0, call.m // step))),
-        "float64" if how == "second" else draw(st.sampled_from(sorted(GATES))),
-    )
+    return Example(call, numbers.standard_normal((*queries, call.arrays["v"].shape[-1])),
+                   numbers.standard_normal(queries) if draw(st.booleans()) else None, row,
+                   draw(st.sampled_from(["auto", "portable"])), how,
+                   draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
+                   min(call.m, step * draw(st.integers(0, call.m // step))),
+                   "float64" if how == "second" else draw(st.sampled_from(sorted(GATES))))  # fmt: skip
 
 
 def check(example: Example) -> None:

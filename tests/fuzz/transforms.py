@@ -80,18 +80,11 @@ def examples(draw: st.DrawFn) -> Example:
     rng = np.random.default_rng(draw(strategies.seeds))
     how = draw(st.sampled_from(draw(st.sampled_from([sorted(set(HOW) - {"compile"})] * 59 + [["compile"]]))))
     chosen = draw(st.lists(st.sampled_from(sorted(dense.floating(call.arrays))), min_size=1, unique=True).map(sorted))
-    return Example(
-        call,
-        rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])),
-        how,
-        tuple(chosen),
-        draw(st.booleans()),
-        draw(st.integers(0, 2**16)),
-        draw(st.sampled_from(sorted(TOLERANCES))),
-        draw(st.sampled_from(["auto", "auto", "portable"])),
-        draw(st.sampled_from(["float32", *DTYPES])),
-        draw(st.sampled_from(["cpu", "cpu", "meta"])),
-    )
+    return Example(call, rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])), how,
+                   tuple(chosen), draw(st.booleans()), draw(st.integers(0, 2**16)),
+                   draw(st.sampled_from(sorted(TOLERANCES))), draw(st.sampled_from(["auto", "auto", "portable"])),
+                   draw(st.sampled_from(["float32", *DTYPES])),
+                   draw(st.sampled_from(["cpu", "cpu", "meta"])))  # fmt: skip
 
 
 @contextmanager
@@ -276,16 +269,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 HOW: dict[str, How] = {
-    "call": plain,
-    "inference": inference,
-    "autocast": autocast,
-    "compile": compiled,
-    "backward": backward,
-    "checkpoint": kept,
-    "grad": functional,
-    "vmap": mapped,
-    "vmap of grad": mapped_gradients,
-    "jvp": forward,
+    "call": plain, "inference": inference, "autocast": autocast, "compile": compiled, "backward": backward,
+    "checkpoint": kept, "grad": functional, "vmap": mapped, "vmap of grad": mapped_gradients, "jvp": forward,
     "dual": dual,
-}
+}  # fmt: skip
 TARGET = Target("transforms", 40, examples(), check)

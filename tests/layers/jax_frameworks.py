@@ -44,23 +44,17 @@ def _equinox_grad(loss: Callable[[Any], Any], module: Any) -> Any:
 
 
 FLAX = Framework(
-    name="flax",
-    module=flax.RelativeMultiheadAttention,
+    name="flax", module=flax.RelativeMultiheadAttention,
     drawn=lambda spec, seed, **options: flax.RelativeMultiheadAttention(spec, rngs=nnx.Rngs(seed), **options),
     train=lambda module, x, key: module(x, deterministic=False, rngs=nnx.Rngs(dropout=key)),
-    dropout_key=lambda key: nnx.Rngs(dropout=key).dropout(),
-    grad=_flax_grad,
-    jit=nnx.jit,
-)
+    dropout_key=lambda key: nnx.Rngs(dropout=key).dropout(), grad=_flax_grad, jit=nnx.jit,
+)  # fmt: skip
 EQUINOX = Framework(
-    name="equinox",
-    module=equinox.RelativeMultiheadAttention,
+    name="equinox", module=equinox.RelativeMultiheadAttention,
     drawn=lambda spec, seed, **options: equinox.RelativeMultiheadAttention(spec, key=jax.random.key(seed), **options),
-    train=lambda module, x, key: module(x, key=key),
-    dropout_key=lambda key: key,
-    grad=_equinox_grad,
+    train=lambda module, x, key: module(x, key=key), dropout_key=lambda key: key, grad=_equinox_grad,
     jit=eqx.filter_jit,
-)
+)  # fmt: skip
 FRAMEWORKS = [FLAX, EQUINOX]
 
 

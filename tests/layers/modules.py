@@ -74,13 +74,9 @@ def bias_of(module: RelativeMultiheadAttention, *, of: Tensor) -> tuple[Span, Te
 
 
 def dense_module(
-    module: RelativeMultiheadAttention,
-    x: Tensor,
-    memory: Tensor | None = None,
-    *,
-    of_weights: bool = False,
+    module: RelativeMultiheadAttention, x: Tensor, memory: Tensor | None = None, *, of_weights: bool = False,
     **more: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What a module computes, written out with torch's own linear maps; or the weights of its attention."""
     spec = module.spec
     source = x if memory is None else memory
@@ -90,18 +86,10 @@ def dense_module(
 
     span, bias = bias_of(module, of=x)
     keys, values = (heads(source, projection, spec.num_kv_heads) for projection in (module.k_proj, module.v_proj))
-    out = oracles.attention(
-        heads(x, module.q_proj, spec.num_heads),
-        keys,
-        one_hot_heads(keys) if of_weights else values,
-        module.rel_k,
-        None if of_weights else module.rel_v,
-        bias,
-        span=span,
-        sinks=module.sinks,
-        **oracles.pattern(spec),
-        **more,
-    ).out
+    out = oracles.attention(heads(x, module.q_proj, spec.num_heads), keys,
+                            one_hot_heads(keys) if of_weights else values, module.rel_k,
+                            None if of_weights else module.rel_v, bias, span=span, sinks=module.sinks,
+                            **oracles.pattern(spec), **more).out  # fmt: skip
     if of_weights:
         return out
     projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))

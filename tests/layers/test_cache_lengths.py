@@ -39,21 +39,17 @@ def fed(module: Any, array: Any, x: Any, cache: Any) -> Any:
 
 
 @each
-@pytest.mark.parametrize(
-    ("length", "error", "message"),
-    [
-        (-1, ValueError, r"`past\.length` must be at least 0, got -1"),
-        ([3, -2], ValueError, r"`past\.length` must be at least 0, got -2"),
-        (3.5, TypeError, r"`past\.length` must be an array of integers, of the library of `x`, got"),
-        ([3.0, 3.0], TypeError, r"`past\.length` must be an array of integers"),
-        (True, TypeError, r"`past\.length` must be an array of integers"),
-        (None, TypeError, r"`past\.length` must be an array of integers.*, got NoneType"),
-        ([3, 3, 3], ValueError, r"`past\.length` must be one for all items, or one for each .* `x`, \(2,\), got"),
-        ([[3], [3]], ValueError, r"`past\.length` must be one for all items, or one for each"),
-        ([3, 7], ValueError, "`past` must have room for 6 more positions, got 7 of 12 filled"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("length", "error", "message"), [
+    (-1, ValueError, r"`past\.length` must be at least 0, got -1"),
+    ([3, -2], ValueError, r"`past\.length` must be at least 0, got -2"),
+    (3.5, TypeError, r"`past\.length` must be an array of integers, of the library of `x`, got"),
+    ([3.0, 3.0], TypeError, r"`past\.length` must be an array of integers"),
+    (True, TypeError, r"`past\.length` must be an array of integers"),
+    (None, TypeError, r"`past\.length` must be an array of integers.*, got NoneType"),
+    ([3, 3, 3], ValueError, r"`past\.length` must be one for all items, or one for each .* `x`, \(2,\), got"),
+    ([[3], [3]], ValueError, r"`past\.length` must be one for all items, or one for each"),
+    ([3, 7], ValueError, "`past` must have room for 6 more positions, got 7 of 12 filled"),
+], ids=str)  # fmt: skip
 def test_lengths_that_cannot_be_are_refused(name: str, length: Any, error: type[Exception], message: str) -> None:
     module, array = of(name)
     cache = module.empty_cache(2, length=12)._replace(length=length if length is None else array(length))

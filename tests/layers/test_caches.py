@@ -226,20 +226,16 @@ def test_caches_that_do_not_fit_are_refused(room: dict[str, Any]) -> None:
         module(x, past=module.empty_cache(2, dtype=torch.float32, **room))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "error", "message"),
-    [
-        ("bidirectional", {}, ValueError, "needs `spec.causal`"),
-        ("cross", {}, ValueError, "no `spec.cross`"),
-        ("causal", {"length": 3, "keep": 3}, ValueError, "`keep` must be None with `length`, got 3 and 3"),
-        ("local", {"keep": 3}, ValueError, "`keep` must be None because `spec.block_size` is 4"),
-        ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
-        ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
-        ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
-        ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "arguments", "error", "message"), [
+    ("bidirectional", {}, ValueError, "needs `spec.causal`"),
+    ("cross", {}, ValueError, "no `spec.cross`"),
+    ("causal", {"length": 3, "keep": 3}, ValueError, "`keep` must be None with `length`, got 3 and 3"),
+    ("local", {"keep": 3}, ValueError, "`keep` must be None because `spec.block_size` is 4"),
+    ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
+    ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
+    ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
+    ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
+], ids=str)  # fmt: skip
 def test_refusals(name: str, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         made(SPECS[name]).empty_cache(**{"batch": 2, **arguments})

@@ -210,11 +210,9 @@ def test_weights_go_in_and_out(framework: Framework, spec: BlockSpec) -> None:
         np.testing.assert_array_equal(weight, given[key])
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [(SPECS["grouped, wide heads"], torch.float64), (SPECS["stream"], torch.bfloat16)],
-    ids=["float64", "bfloat16"],
-)
+@pytest.mark.parametrize(("spec", "dtype"),
+                         [(SPECS["grouped, wide heads"], torch.float64), (SPECS["stream"], torch.bfloat16)],
+                         ids=["float64", "bfloat16"])  # fmt: skip
 def test_a_checkpoint_goes_round(spec: BlockSpec, dtype: torch.dtype) -> None:
     """From torch to flax to equinox to torch."""
     module = TorchAttention(spec, dtype=dtype)
@@ -285,11 +283,8 @@ def scanned(module: Any, x: Any, prompt: int, **room: Any) -> tuple[Any, Any]:
     return decoded(x)
 
 
-@pytest.mark.parametrize(
-    ("framework", "name"),
-    [(FLAX, "grouped"), (EQUINOX, "local"), (EQUINOX, "clipped")],
-    ids=["flax", "equinox, local", "equinox, clipped"],
-)
+@pytest.mark.parametrize(("framework", "name"), [(FLAX, "grouped"), (EQUINOX, "local"), (EQUINOX, "clipped")],
+                         ids=["flax", "equinox, local", "equinox, clipped"])  # fmt: skip
 def test_a_cache_in_a_scan_is_the_whole(framework: Framework, name: str) -> None:
     module, (x,) = made(framework, DECODERS[name]), inputs(DECODERS[name])
     y, cache = scanned(module, x, 4, length=12)
@@ -298,11 +293,8 @@ def test_a_cache_in_a_scan_is_the_whole(framework: Framework, name: str) -> None
     assert cache.keys.shape == (2, module.spec.num_kv_heads, 12, module.spec.head_dim)
 
 
-@pytest.mark.parametrize(
-    ("framework", "keep", "prompt"),
-    [(FLAX, 3, 2), (EQUINOX, 0, 1)],
-    ids=["flax", "equinox, none"],
-)
+@pytest.mark.parametrize(("framework", "keep", "prompt"), [(FLAX, 3, 2), (EQUINOX, 0, 1)],
+                         ids=["flax", "equinox, none"])  # fmt: skip
 def test_a_sliding_cache_in_a_scan_is_a_window(framework: Framework, keep: int, prompt: int) -> None:
     """Of the ``keep`` positions before a query and itself."""
     spec = replace(DECODERS["grouped"], span=Span.causal(21))
@@ -407,11 +399,9 @@ def test_other_refusals(framework: Framework) -> None:
     for name in ("bidirectional", "cross"):
         with pytest.raises(ValueError, match=r"a cache needs `spec.causal`, and no `spec.cross`"):
             made(framework, SPECS[name]).empty_cache(2)
-    for room, message in (
-        ({"length": 0}, "`length` must be an int >= 1, got 0"),
-        ({"keep": -1}, "`keep` must be an int >= 0, got -1"),
-        ({"length": 3, "keep": 3}, "`keep` must be None with `length`, got 3 and 3"),
-    ):
+    for room, message in (({"length": 0}, "`length` must be an int >= 1, got 0"),
+                          ({"keep": -1}, "`keep` must be an int >= 0, got -1"),
+                          ({"length": 3, "keep": 3}, "`keep` must be None with `length`, got 3 and 3")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             module.empty_cache(2, **room)
     with pytest.raises(ValueError, match=r"`keep` must be None because `spec.block_size` is 4, got 3"):

@@ -248,11 +248,8 @@ def test_an_encoder(options: dict[str, Any], training: bool) -> None:
     given = x if first else x.transpose(0, 1)
     causal = nn.Transformer.generate_square_subsequent_mask(7, **F64)
     calls: list[dict[str, Any]] = [
-        {},
-        {"mask": causal},
-        {"mask": causal, "is_causal": True},
-        {"src_key_padding_mask": padding},
-    ]
+        {}, {"mask": causal}, {"mask": causal, "is_causal": True}, {"src_key_padding_mask": padding},
+    ]  # fmt: skip
     for call in calls:
         with torch.set_grad_enabled(training):
             expected, actual, changed = (model(given, **call) for model in (theirs, ours, other))
@@ -306,22 +303,12 @@ def test_autocast_and_half_precision() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"attn_mask": torch.zeros(5, 7, dtype=torch.bool)},
-            r"`attn_mask` must be a boolean tensor.* \(7, 5\) or \(12, 7",
-        ),
-        (
-            {"attn_mask": torch.zeros(7, 5, dtype=torch.uint8)},
-            "`attn_mask` must be a boolean tensor.*got Tensor of dtype",
-        ),
-        ({"attn_mask": [[False]]}, "`attn_mask` must be a boolean tensor.*got list"),
-        ({"key_padding_mask": torch.zeros(3, 7)}, r"`key_padding_mask` must be .* of shape \(3, 5\)"),
-    ],
-    ids=["shape", "dtype", "type", "padding"],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"attn_mask": torch.zeros(5, 7, dtype=torch.bool)}, r"`attn_mask` must be a boolean tensor.* \(7, 5\) or \(12, 7"),
+    ({"attn_mask": torch.zeros(7, 5, dtype=torch.uint8)}, "`attn_mask` must be a boolean tensor.*got Tensor of dtype"),
+    ({"attn_mask": [[False]]}, "`attn_mask` must be a boolean tensor.*got list"),
+    ({"key_padding_mask": torch.zeros(3, 7)}, r"`key_padding_mask` must be .* of shape \(3, 5\)"),
+], ids=["shape", "dtype", "type", "padding"])  # fmt: skip
 def test_masks_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     _, ours = pair(batch_first=True)
     with pytest.raises(ValueError, match=message):

@@ -194,11 +194,8 @@ def test_an_unbatched_sequence_and_its_padding() -> None:
     assert torch.equal(y[0], module.get_parameter("out_proj.bias"))
 
 
-@pytest.mark.parametrize(
-    "padding",
-    [torch.zeros(2, 8, dtype=torch.bool), torch.zeros(2, 9), [[False] * 9] * 2],
-    ids=["length", "dtype", "type"],
-)
+@pytest.mark.parametrize("padding", [torch.zeros(2, 8, dtype=torch.bool), torch.zeros(2, 9), [[False] * 9] * 2],
+                         ids=["length", "dtype", "type"])  # fmt: skip
 def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
     module = made(SPECS["causal"])
     with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 9\)"):
@@ -502,16 +499,12 @@ def test_what_it_shows_of_itself() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (({"embed_dim": 8},), TypeError, "`spec` must be a BlockSpec, got dict"),
-        ((SPECS["causal"], 1.0), ValueError, "`dropout` must be at least 0 and less than 1, got 1.0"),
-        ((SPECS["causal"], -0.1), ValueError, "`dropout` must be at least 0"),
-        ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
-    ],
-    ids=["spec", "all dropped", "negative", "text"],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (({"embed_dim": 8},), TypeError, "`spec` must be a BlockSpec, got dict"),
+    ((SPECS["causal"], 1.0), ValueError, "`dropout` must be at least 0 and less than 1, got 1.0"),
+    ((SPECS["causal"], -0.1), ValueError, "`dropout` must be at least 0"),
+    ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
+], ids=["spec", "all dropped", "negative", "text"])  # fmt: skip
 def test_refusals(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     spec, *dropout = arguments
     with pytest.raises(error, match=message):

@@ -13,16 +13,9 @@ from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--remote-debugging-pipe",
-]
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
+]  # fmt: skip
 
 
 class Chromium:
@@ -36,13 +29,9 @@ class Chromium:
         # The browser reads from descriptor 3 and writes to 4.
         shell = f'exec "$@" 3<&{theirs} 4>&{ours}'
         command = [PROGRAM, *QUIET, *flags, f"--user-data-dir={self._folder.name}", "about:blank"]
-        self._process = subprocess.Popen(
-            ["bash", "-c", shell, "chromium", *command],
-            pass_fds=(theirs, ours),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        self._process = subprocess.Popen(["bash", "-c", shell, "chromium", *command], pass_fds=(theirs, ours),
+                                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL)  # fmt: skip
         os.close(theirs)
         os.close(ours)
         self._unread, self._asked, self._session = b"", 0, {}

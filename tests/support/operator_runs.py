@@ -31,12 +31,9 @@ def model_of(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), **attribu
     of_lse = TensorProto.DOUBLE if types["q"] == TensorProto.DOUBLE else TensorProto.FLOAT
     made = dict.fromkeys(OUTPUTS, types["q"]) | {"lse": of_lse}
     made |= {name: types[name.replace("present", "past")] for name in wanted if name.endswith(("_int8", "_scale"))}
-    graph = helper.make_graph(
-        [node],
-        "node",
-        [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in arrays.items()],
-        [helper.make_tensor_value_info(name, made[name], None) for name in wanted],
-    )
+    graph = helper.make_graph([node], "node",
+                              [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in arrays.items()],
+                              [helper.make_tensor_value_info(name, made[name], None) for name in wanted])  # fmt: skip
     imports = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=8)
 

@@ -61,15 +61,9 @@ def row_of(r: int, span: SpanLike) -> int | None:
 
 
 def sees(
-    i: int,
-    j: int,
-    *,
-    offset: int = 0,
-    causal: bool = False,
-    window: Window | None = None,
-    block_size: int | None = None,
-    blocks_before: int | None = None,
-) -> bool:
+    i: int, j: int, *, offset: int = 0, causal: bool = False, window: Window | None = None,
+    block_size: int | None = None, blocks_before: int | None = None,
+) -> bool:  # fmt: skip
     """Whether query ``i`` may see key ``j``, masks aside."""
     position = i + offset
     if causal and j > position:
@@ -116,33 +110,15 @@ class Attention(NamedTuple):
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rel_k: Tensor | None = None,
-    rel_v: Tensor | None = None,
-    rel_bias: Tensor | None = None,
-    rel_q: Tensor | None = None,
-    mask: Tensor | None = None,
-    key_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    segments: Tensor | tuple[Tensor, Tensor] | None = None,
-    positions: tuple[Tensor, Tensor] | None = None,
-    *,
-    span: SpanLike | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    block_size: int | None = None,
-    blocks_before: int | None = None,
-    offset: int = 0,
-    scale: float | Tensor | None = None,
-    rel_scale: float | Tensor | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    weight_of: Tensor | None = None,
-    pairwise: bool = False,
-) -> Attention:
+    q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor | None = None, rel_v: Tensor | None = None,
+    rel_bias: Tensor | None = None, rel_q: Tensor | None = None, mask: Tensor | None = None,
+    key_table: Tensor | None = None, sinks: Tensor | None = None,
+    segments: Tensor | tuple[Tensor, Tensor] | None = None, positions: tuple[Tensor, Tensor] | None = None, *,
+    span: SpanLike | None = None, causal: bool = False, window: Window | None = None, block_size: int | None = None,
+    blocks_before: int | None = None, offset: int = 0, scale: float | Tensor | None = None,
+    rel_scale: float | Tensor | None = None, softcap: float | None = None, dropout: float = 0.0, seed: int = 0,
+    weight_of: Tensor | None = None, pairwise: bool = False,
+) -> Attention:  # fmt: skip
     """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout).
 
     ``pairwise`` adds up a value for each pair: one that is hidden or dropped then counts for nothing even if it is NaN.
@@ -267,14 +243,8 @@ def unskew(s: ArrayLike) -> Floats:
 
 
 def relative_logits(
-    q: ArrayLike,
-    table: ArrayLike,
-    span: SpanLike | None = None,
-    *,
-    n_keys: int,
-    offset: int = 0,
-    causal: bool = False,
-) -> Floats:
+    q: ArrayLike, table: ArrayLike, span: SpanLike | None = None, *, n_keys: int, offset: int = 0, causal: bool = False,
+) -> Floats:  # fmt: skip
     """``q_i · e_r`` for every query and key; zero at ``r > 0`` where ``causal``."""
     q, table = np.asarray(q, dtype=np.float64), np.asarray(table, dtype=np.float64)
     span = span or default_span(table.shape[-2], causal=causal)
@@ -353,13 +323,9 @@ def pattern(spec: Any) -> dict[str, Any]:
 
 
 def attention_block(
-    x: ArrayLike,
-    weights: Mapping[str, ArrayLike],
-    spec: Any,
-    *,
-    memory: ArrayLike | None = None,
+    x: ArrayLike, weights: Mapping[str, ArrayLike], spec: Any, *, memory: ArrayLike | None = None,
     past: tuple[ArrayLike, ArrayLike] | None = None,
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Project, attend, project back; returns the output and all keys and values so far."""
     x = np.asarray(x, dtype=np.float64)
     source = x if memory is None else np.asarray(memory, dtype=np.float64)

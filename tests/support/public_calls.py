@@ -53,15 +53,11 @@ def of_grids(n: int) -> Given:
     return {"q_grid": (n, 5), "k_grid": (n, 5)}
 
 
-TABLES = by_axes(
-    lambda n: {"table_h": randn(11, 4), "table_w": randn(11, 4), "span_h": CLIP, "span_w": CLIP},
-    lambda n: {"tables": (randn(11, 4), randn(11, 4)), "spans": (CLIP, CLIP)},
-)
+TABLES = by_axes(lambda n: {"table_h": randn(11, 4), "table_w": randn(11, 4), "span_h": CLIP, "span_w": CLIP},
+                 lambda n: {"tables": (randn(11, 4), randn(11, 4)), "spans": (CLIP, CLIP)})  # fmt: skip
 LOGITS = {axes: (lambda n, made=made: {"q": rows(5 * n), **of_grids(n), **made(n)}) for axes, made in TABLES.items()}
-BIAS = by_axes(
-    lambda n: {"bias": randn(2, 11, 11), "span_h": CLIP, "span_w": CLIP, **of_grids(n)},
-    lambda n: {"bias": randn(2, 11, 11), "spans": (CLIP, CLIP), **of_grids(n)},
-)
+BIAS = by_axes(lambda n: {"bias": randn(2, 11, 11), "span_h": CLIP, "span_w": CLIP, **of_grids(n)},
+               lambda n: {"bias": randn(2, 11, 11), "spans": (CLIP, CLIP), **of_grids(n)})  # fmt: skip
 
 REQUIRED: dict[str, Made] = {
     "alibi_bias": lambda n: {"n_heads": 2, "span": Span.causal(n), "like": randn(1)},
@@ -158,34 +154,24 @@ AXES: dict[str, dict[str, Made]] = {
     },
 }  # fmt: skip
 OTHERWISE: dict[str, dict[str, Made]] = {
-    "attention_block": {
-        "mask": lambda n: {"mask": randn(n, n) > -1},
-        "memory": lambda n: {"memory": randn(3, n + 7, 8), "spec": CROSS},
-        "past": lambda n: {
-            "past": (rows(n), rows(n)),
-            "spec": CAUSAL,
-            "weights": init_weights(CAUSAL, seed=0, xp=torch),
-        },
-    },
+    "attention_block": {"mask": lambda n: {"mask": randn(n, n) > -1},
+                        "memory": lambda n: {"memory": randn(3, n + 7, 8), "spec": CROSS},
+                        "past": lambda n: {"past": (rows(n), rows(n)), "spec": CAUSAL,
+                                           "weights": init_weights(CAUSAL, seed=0, xp=torch)}},
     "attention_weights": {"chunk_size": lambda n: {"chunk_size": 4}},
-    "paged_attention": {
-        "causal": lambda n: {"causal": False},
-        "impl": lambda n: {"impl": "portable"},
-        "span": OPTIONS["rel_k"],
-    },
+    "paged_attention": {"causal": lambda n: {"causal": False}, "impl": lambda n: {"impl": "portable"},
+                        "span": OPTIONS["rel_k"]},
     "relative_attention_2d": OF_GRIDS | AXES["_2d"],
     "relative_attention_nd": OF_GRIDS | AXES["_nd"],
-    "relative_logits": {
-        "n_queries": lambda n: {"n_keys": None, "n_queries": n + 7, "side": "key", "offset": 0},
-        "positions": lambda n: {"positions": (arange(n).flip(0), arange(n + 7)), "n_keys": None},
-        "side": lambda n: {"n_keys": None, "n_queries": n, "side": "key"},
-        "span": lambda n: {"table": randn(2 * n - 1, 4), "span": Span.full(n)},
-    },
+    "relative_logits": {"n_queries": lambda n: {"n_keys": None, "n_queries": n + 7, "side": "key", "offset": 0},
+                        "positions": lambda n: {"positions": (arange(n).flip(0), arange(n + 7)), "n_keys": None},
+                        "side": lambda n: {"n_keys": None, "n_queries": n, "side": "key"},
+                        "span": lambda n: {"table": randn(2 * n - 1, 4), "span": Span.full(n)}},
     "relative_logits_2d": SHIFTED,
     "relative_logits_nd": SHIFTED,
     "toeplitz_2d": SHIFTED,
     "toeplitz_nd": SHIFTED,
-}
+}  # fmt: skip
 """Options that other functions take in another form."""
 
 

@@ -111,12 +111,9 @@ sides = st.none() | st.integers(0, 6)
 @st.composite
 def patterns(draw: st.DrawFn, n: int, m: int) -> dict[str, Any]:
     """Which keys a query sees: all, causal, window, local blocks, and their combinations; often aligned at an end."""
-    return {
-        "offset": draw(st.sampled_from([0, m - n]) | offsets),
-        "causal": draw(st.booleans()),
-        "window": draw(st.none() | st.tuples(sides, sides)),
-        "block_size": draw(st.none() | st.integers(1, 4)),
-    }
+    return {"offset": draw(st.sampled_from([0, m - n]) | offsets), "causal": draw(st.booleans()),
+            "window": draw(st.none() | st.tuples(sides, sides)),
+            "block_size": draw(st.none() | st.integers(1, 4))}  # fmt: skip
 
 
 @st.composite

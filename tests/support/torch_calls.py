@@ -29,13 +29,8 @@ CROSS: dict[str, dict[str, Any]] = {
     "blocks across, before all keys": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "offset": -1},
     "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
     "softcap": {"rel_k": random(4, 6), "span": CLIP, "softcap": 1.3},
-    "softcap, window, values": {
-        "rel_k": random(5, 6),
-        "span": Span(2, 2),
-        "window": (2, 1),
-        "softcap": 2.0,
-        "rel_v": random(5, 5),
-    },
+    "softcap, window, values": {"rel_k": random(5, 6), "span": Span(2, 2), "window": (2, 1), "softcap": 2.0,
+                                "rel_v": random(5, 5)},
     "lse": {"rel_k": random(4, 6), "span": CLIP, "return_lse": True},
     "lse, causal, nothing to see": {"causal": True, "return_lse": True, "window": (2, None)},
     "sinks": {"rel_k": random(4, 6), "span": CLIP, "sinks": random(4, seed=5)},
@@ -45,13 +40,9 @@ CROSS: dict[str, dict[str, Any]] = {
     "key table, window, softcap": {"key_table": random(5, 6), "span": Span(2, 2), "window": (2, 1), "softcap": 2.0},
     "key table, full": {"rel_k": random(23, 6), "key_table": random(4, 23, 6), "span": FULL},
     "scales by head": {"rel_k": random(4, 6), "span": CLIP, "scale": random(4, seed=6), "rel_scale": random(4, seed=7)},
-    "scales of all": {
-        "rel_k": random(4, 6),
-        "span": CLIP,
-        "scale": random(1, seed=6)[0],
-        "rel_scale": random(1, seed=7)[0],
-    },
-}
+    "scales of all": {"rel_k": random(4, 6), "span": CLIP, "scale": random(1, seed=6)[0],
+                      "rel_scale": random(1, seed=7)[0]},
+}  # fmt: skip
 
 ALONG: dict[str, dict[str, Any]] = {
     "causal": {"rel_k": random(12, 6), "causal": True},

@@ -175,11 +175,8 @@ def test_operator_keeps_to_torchs_rules() -> None:
 
     call, _ = checked(OPERATOR)
     arguments = (*leaves_of(call), *flat(replace(call.options, return_lse=True)))
-    torch.library.opcheck(
-        FUSED.op,
-        arguments,
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+    torch.library.opcheck(FUSED.op, arguments,
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))  # fmt: skip
 
 
 def test_operator_compiles_into_one_graph() -> None:
@@ -261,15 +258,10 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize(
-    "features",
-    [
-        ("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
-        ("rel_k", "rel_q", "mask", "left", "zero", "softcap"),
-        ("block_size", "right", "zero"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("features",
+                         [("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
+                          ("rel_k", "rel_q", "mask", "left", "zero", "softcap"), ("block_size", "right", "zero")],
+                         ids=" ".join)  # fmt: skip
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core._kernel.problem import problem
     from relskew_core.backends._torch.triton import self_check

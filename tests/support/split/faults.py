@@ -42,14 +42,10 @@ def errors_are_everyones(p: int) -> None:
     with pytest.raises(ValueError, match=message):
         call(x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
     refused: dict[str, Any]
-    for refused, name in (
-        ({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
-        ({"block_size": 2}, "block_size"),
-        ({"method": "tree"}, "method"),
-        ({"layout": "random"}, "layout"),
-        ({"offset": torch.tensor(1)}, "offset"),
-        ({"dropout": 0.5}, "seed"),
-    ):
+    for refused, name in (({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
+                          ({"block_size": 2}, "block_size"), ({"method": "tree"}, "method"),
+                          ({"layout": "random"}, "layout"), ({"offset": torch.tensor(1)}, "offset"),
+                          ({"dropout": 0.5}, "seed")):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
             call(x, x, x, **refused)
     with pytest.raises(ValueError, match="`q` must have an even number of positions"):
@@ -64,12 +60,9 @@ def errors_are_everyones(p: int) -> None:
     with pytest.raises(TypeError, match="`x` must be a Tensor"):
         unshard_sequence([1, 2], group)  # type: ignore[arg-type]
     sharded: dict[str, Any] = {"tables": "sharded", "layout": "striped"}
-    for refused, name in (
-        ({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"),
-        (sharded, "span"),
-        (sharded | {"span": Span.causal(1, "clip")}, "span"),
-        (sharded | {"span": Span.causal(4 * p)}, "rel_k"),
-    ):
+    for refused, name in (({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"), (sharded, "span"),
+                          (sharded | {"span": Span.causal(1, "clip")}, "span"),
+                          (sharded | {"span": Span.causal(4 * p)}, "rel_k")):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
             call(x, x, x, rel_k=table, **refused)
     with pytest.raises(ValueError, match="`table` must have the 3 rows"):

@@ -52,12 +52,9 @@ def modules_agree(p: int) -> None:
     padding = torch.zeros(2, 4 * p, dtype=torch.bool)
     padding[1, -3:] = True
     segments = torch.arange(4 * p) // 5
-    for spec, method, sharded, checkpointed in (
-        (table, "ring", False, True),
-        (table, "ring", True, False),
-        (table, "heads", True, False),
-        (alibi, "ring", False, False),
-    ):
+    for spec, method, sharded, checkpointed in ((table, "ring", False, True), (table, "ring", True, False),
+                                                (table, "heads", True, False),
+                                                (alibi, "ring", False, False)):  # fmt: skip
         torch.manual_seed(0)
         model = Model(spec, checkpointed=checkpointed).double()
         x, part = torch.randn(2, 4 * p, 12).double(), copy.deepcopy(model)
