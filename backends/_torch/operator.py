@@ -32,7 +32,7 @@ from relskew_core._kernel.call import (
     shape_of_sums,
 )
 from relskew_core._kernel.chunk import keys_seen
-from relskew_core.backends._torch.untranslated import explain
+from relskew_core.backends._torch import decomposed
 
 TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 """The types of an operator's arguments that are not tensors."""
@@ -189,7 +189,7 @@ class Operator(TwoOperators):
         self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
         self.vjp.register_vmap(self._vmap_vjp)
-        explain(self.op._opoverload, self._fake)
+        decomposed.decompose(self.op._opoverload, self._fake, self._decomposed)
 
     def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
         """Attend; the sums of weights are ``None`` unless requested."""
@@ -238,6 +238,11 @@ class Operator(TwoOperators):
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         sums = q.new_empty(of_sums if self._keeps or options.return_lse else (0,), dtype=wide)
         return q.new_empty(shape_of_out(operands), dtype=wide if options.part.of_more else q.dtype), sums
+
+    def _decomposed(self, *args: Any) -> tuple[Tensor, Tensor]:
+        operands, options = self.parts(args)
+        out, sums = decomposed.for_exporter(operands, options)
+        return out, out.new_empty(0) if sums is None else sums
 
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, sums: Tensor | None, wanted: str, *args: Any

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from relskew_core import __version__
 from relskew_core._array.checks import describe
-from relskew_core.backends._torch.untranslated import operators_kept
+from relskew_core.backends._torch.decomposed import operators_kept
 from relskew_core.export._form.plan import EXPORTER_OPSET, checked_opset
 from relskew_core.export._models.exported import ExportOptions
 from relskew_core.export._models.names import compute_in_float32, expand_rotary, name_lengths, name_nodes, store_once

@@ -121,7 +121,7 @@ def quantize(
     opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < OLDEST:
         raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
-    for index, node in enumerate(given.graph.node):  # quantisation tools identify nodes by name
+    for index, node in enumerate(given.graph.node):  # quantisation tools look for names of nodes
         node.name = node.name or f"unnamed_{index}"
     _move(given)
     if kind != "static":  # whose tool quantises them as they are

@@ -38,8 +38,8 @@ def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotF
     return ModuleNotFoundError(f"{part} needs {package}: {to_install(extra)}", name=error.name)
 
 
-BETWEEN = frozenset(("relskew_core", "torch", "jax", "flax", "equinox", "mlx"))
-"""Packages whose lines help no reader of a warning: modules are called through those of their library."""
+BETWEEN = frozenset(("", "relskew_core", "torch", "jax", "flax", "equinox", "mlx"))
+"""Packages whose lines help no reader of a warning, and code without a module, which torch generates."""
 
 
 def module_beyond(*modules: str) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
-from relskew_core.backends._torch.untranslated import must_decompose
-from relskew_core.huggingface._exported import banded, exported
+from relskew_core.backends._torch.decomposed import banded, dense, must_decompose
 from relskew_core.huggingface._masks import register_masks
 from relskew_core.layers.torch._constants import buckets
 from relskew_core.layers.torch._whole import Whole
@@ -191,7 +190,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     plain = must_decompose() or (torch.compiler.is_exporting() and (by_item or in_bands))
     if plain and not dropout and options.keys().isdisjoint(("softcap", "return_lse")):
         arrays = {name: options.pop(name) for name in Operands._fields if name in options}
-        return (banded if in_bands else exported)(Operands(q, k, v, **arrays), **options)
+        return (banded if in_bands else dense)(Operands(q, k, v, **arrays), **options)
     if by_item:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:

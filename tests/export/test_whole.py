@@ -31,7 +31,7 @@ from relskew_core.export import (
     save,
     torch_to_onnx,
 )
-from relskew_core.export._models import convert, decoder, genai
+from relskew_core.export._models import decoder, genai
 from relskew_core.export._models.names import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -756,16 +756,6 @@ def test_models_without_results_and_of_another_kind_are_refused() -> None:
     traced = torch.jit.trace(nn.Linear(3, 4), torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"`model` must be a module in Python: .*, got TopLevelTracedModule"):
         torch_to_onnx(traced, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("options", [{}, {"report": True, "verify": True, "dump_exported_program": True}], ids=str)
-def test_without_a_translation_the_error_says_how(options: dict[str, Any], tmp_path: Path) -> None:
-    model = convert.Flat(Bare(), (torch.zeros(2, 3, dtype=torch.int64), Bare().empty_cache(2)), {})
-    with pytest.raises(Exception, match=r"relskew_core\.export\.torch_to_onnx, or pass custom_translation_table="):
-        torch.onnx.export(
-            model.eval(), model.inputs(), tmp_path / "model.onnx",
-            dynamo=True, opset_version=23, verbose=False, artifacts_dir=tmp_path, **options,
-        )  # fmt: skip
 
 
 def test_genai_takes_caches_of_one_kind() -> None:

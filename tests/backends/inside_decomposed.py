@@ -1,4 +1,4 @@
-"""Attention as whole models are exported, against plain loops."""
+"""Attention for exporters without a translation, against plain loops and the portable kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import oracles
 from relskew_core import Span
 from relskew_core._kernel.call import Operands
-from relskew_core.huggingface._exported import banded, exported
+from relskew_core.backends._torch.decomposed import attention, banded, dense
+from traced_calls import CASES as CALLS
 
 H, D = 4, 3
 ZERO, CLIP = Span(2, 1, "zero"), Span(2, 1, "clip")
@@ -45,7 +46,7 @@ def on(function: Any, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("mask", [None, "additive", "boolean"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_exported(case: str, mask: str | None, groups: int) -> None:
+def test_dense(case: str, mask: str | None, groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -67,7 +68,7 @@ def test_exported(case: str, mask: str | None, groups: int) -> None:
     hidden[..., 0] = 1.0  # each query sees one key
     if mask is not None:
         options["mask"] = hidden if mask == "additive" else hidden > 0
-    got = on(exported, q, k, v, **options)
+    got = on(dense, q, k, v, **options)
     arrays: dict[str, Any] = {
         name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items() if name != "rel_k"
     }
@@ -108,3 +109,27 @@ def test_banded(length: int, window: tuple[int, int], span: Span | None, mask: s
     )
     seen = np.isfinite(want.lse)[..., None]  # the output of a query that only sees padding is not used
     assert oracles.relative_error(got.numpy() * seen, want.out * seen) < 1e-12
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_option_has_the_numbers_of_the_portable_kernel(name: str) -> None:
+    case = CALLS[name]
+    for sizes in case.sizes:
+        given, options = case.operands(sizes, np.float64)
+        operands = Operands(*(None if x is None else torch.from_numpy(x) for x in given))
+        out, sums = attention(operands, options)
+        wanted, total = case.promised(sizes, np.float64)
+        np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-11, atol=1e-11)
+        if options.return_lse:
+            assert sums is not None
+            np.testing.assert_allclose(sums.sum(-1).numpy(), total, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("tables", [{"rel_k": (7, D)}, {"rel_v": (7, D)}, {"rel_bias": (H, 7)}, {"key_table": (7, D)}])
+def test_visible_positions_without_a_row_give_nan(tables: dict[str, tuple[int, ...]]) -> None:
+    """And hidden ones give nothing."""
+    q, k, v = (torch.randn(2, H, 6, D) for _ in range(3))
+    arrays = {name: torch.randn(shape) for name, shape in tables.items()}
+    out = on(dense, q, k, v, span=Span(3, 3), window=(4, 3), **arrays)
+    assert out.isnan().any(-1).any(1).tolist() == [[False] * 4 + [True] * 2] * 2
+    assert on(dense, q, k, v, span=Span(3, 3), window=(3, 3), **arrays).isfinite().all()
