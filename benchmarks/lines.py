@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relskew_core._files import whole
-from relskew_core.draw._cells import DARK, LIGHT
+from relskew_core.draw._picture import DARK, LIGHT
 
 GRID = {"light": "#e4e7eb", "dark": "#2d333b"}
 

@@ -23,5 +23,4 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def cannot_write(path: Path, error: OSError, name: str = "path") -> OSError:
-    """Return an error of the system that names the argument."""
     return type(error)(error.errno, f"`{name}` cannot be written: {error.strerror}", os.fspath(path))

@@ -112,7 +112,6 @@ def reference_attention(
 
 
 def _visible(spec: BlockSpec, position: int, keys: NDArray[np.int_]) -> NDArray[np.bool_]:
-    """Return the keys that the query at a position sees."""
     visible = np.ones(keys.shape, bool)
     if spec.causal:
         visible &= keys <= position

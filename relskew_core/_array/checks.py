@@ -23,7 +23,6 @@ LAYOUT = "arrays are (..., heads, length, width) here: did you mean q.swapaxes(-
 
 
 def layout_hint(likely: bool) -> str:
-    """Return the end of an error if the axes of heads and length are likely exchanged."""
     return f"; {LAYOUT}" if likely else ""
 
 
@@ -100,7 +99,6 @@ def check_offset(name: str, value: Any) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse a ``value`` that is not one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         got = _in_short(value) if isinstance(value, str) else describe(value)
@@ -108,7 +106,6 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return ``value`` if it is a ``bool``."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be a bool, got {describe(value)}{static_hint(name, value)}")
     return value

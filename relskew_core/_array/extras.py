@@ -21,7 +21,6 @@ def compile_line() -> str:
 
 
 def where_to_run() -> str:
-    """Return the end of an error: where to run the command."""
     return "" if RELEASED else " in a clone of relskew"
 
 

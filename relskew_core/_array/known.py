@@ -19,7 +19,6 @@ def varies(x: Any) -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch is exporting a program."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_exporting()
 
@@ -67,7 +66,6 @@ def comparable(number: int) -> bool:
 
 
 def same_length(n: Any, m: Any) -> bool:
-    """Whether two lengths are equal in every call of an exported program."""
     if not exported(n, m):
         return bool(n == m)
     return bool(sys.modules["torch"].fx.experimental.symbolic_shapes.statically_known_true(n == m))
@@ -133,5 +131,4 @@ def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def joined(pieces: list[Array], *, axis: int, xp: Namespace) -> Array:
-    """Return arrays side by side along an axis; a single one is not copied."""
     return xp.concat(pieces, axis=axis) if len(pieces) > 1 else pieces[0]

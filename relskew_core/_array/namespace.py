@@ -107,7 +107,6 @@ def is_floating(array: Array, *, xp: Namespace) -> bool:
 
 
 def namespace_of(library: Any) -> Namespace:
-    """Return the standard-conforming namespace of an array library given as a module."""
     if not hasattr(library, "asarray"):
         raise TypeError(f"`xp` must be the module of an array library, such as numpy or torch, got {describe(library)}")
     return _conforming(library.asarray(0.0))

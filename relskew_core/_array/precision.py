@@ -29,7 +29,6 @@ def widened(arrays: Iterable[Array | None], dtype: Any, *, xp: Namespace) -> lis
 
 
 def cast(x: Array, dtype: Any, *, xp: Namespace) -> Array:
-    """Return an array in a dtype, without a copy if it has that dtype."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
 
@@ -76,12 +75,10 @@ def integer(xp: Namespace) -> Any:
 
 
 def integers(start: int, stop: int, *, device: object, xp: Namespace) -> Array:
-    """Return ``start … stop - 1``."""
     return xp.arange(start, stop, dtype=integer(xp), device=device)
 
 
 def bits_of(dtype: Any, *, xp: Namespace) -> int:
-    """Return the number of bits of that dtype."""
     return 32 if dtype == xp.int32 else 64
 
 
@@ -110,7 +107,6 @@ def shifted(x: Array, by: int, *, xp: Namespace) -> Array:
 
 
 def blocks(x: Array, size: int, *, xp: Namespace) -> Array:
-    """Return ``x // size`` for blocks of any size."""
     return x // size if size < 2 ** (bits_of(x.dtype, xp=xp) - 1) else xp.where(x < 0, -1, 0)
 
 
@@ -162,7 +158,6 @@ def undisturbed(x: Any) -> AbstractContextManager[Any]:
 
 
 def _first(values: Iterable[Any]) -> Any:
-    """Return the first tensor of torch."""
     for x in values:  # torch 2.8 does not compile `next`
         found = _first(x.values() if isinstance(x, Mapping) else x) if isinstance(x, (tuple, list, Mapping)) else x
         if is_torch(found):

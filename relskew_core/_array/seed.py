@@ -39,7 +39,6 @@ def known_seed(seed: Any) -> int:
 
 
 def _is_numpy_int(seed: Any) -> bool:
-    """Whether a value is a number of NumPy, which is an int for every library."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and not is_torch(seed) and isinstance(seed, numpy.integer)
 

@@ -103,12 +103,10 @@ def of_rank(x: Array, rank: int) -> Array:
 
 
 def same_rank(x: Array, y: Array) -> tuple[Array, Array]:
-    """Return two arrays that broadcast, with the same number of axes."""
     return of_rank(x, y.ndim), of_rank(y, x.ndim)
 
 
 def moved(x: Array, axis: int, to: int, *, xp: Namespace) -> Array:
-    """Return an array with an axis moved; ``torch.vmap`` does not support the name ``moveaxis``."""
     order = [place for place in range(x.ndim) if place != axis % x.ndim]
     order.insert(to % x.ndim, axis % x.ndim)
     return xp.permute_dims(x, tuple(order))

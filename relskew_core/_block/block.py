@@ -144,7 +144,6 @@ def project_heads(
 
 
 def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
-    """Refuse inputs that do not fit a block's kind and width."""
     if spec.cross and memory is None:
         raise ValueError("`memory` must be given because `spec.cross` is True, got None")
     if not spec.cross and memory is not None:
@@ -172,7 +171,6 @@ def _merge_heads(heads: Array, *, xp: Namespace) -> Array:
 
 
 def _swap(x: Array, *, xp: Namespace) -> Array:
-    """Exchange the axes of the heads and of the length."""
     lead = x.ndim - 3
     return xp.permute_dims(x, (*range(lead), lead + 1, lead, lead + 2))  # torch.vmap has no rule for moveaxis
 
@@ -207,7 +205,6 @@ class Seen(TypedDict, total=False):
 
 
 def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
-    """Return which keys are padding, from a valid padding mask."""
     shape = (*k.shape[:-3], k.shape[-2])
     check_plain("key_padding_mask", padding)
     if getattr(padding, "dtype", None) != xp.bool or tuple(padding.shape) != shape:

@@ -20,9 +20,7 @@ PAST = ("past[0]", "past[1]")
 class Cache(Protocol):
     """The keys and values that precede new ones."""
 
-    def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
-        """Return all keys, all values, the cache of the next call, and the positions for attention."""
-        ...
+    def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]: ...
 
 
 class Growing(NamedTuple):
@@ -33,7 +31,6 @@ class Growing(NamedTuple):
 
     @classmethod
     def of(cls, past: Any, spec: BlockSpec) -> Growing:
-        """Return a caller's pair of keys and values as a cache."""
         if spec.cross:
             raise ValueError("`past` must be None because `spec.cross` is True: a memory does not grow")
         if not isinstance(past, (tuple, list)) or len(past) != 2:
@@ -41,7 +38,6 @@ class Growing(NamedTuple):
         return cls(*past)
 
     def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Growing, Mapping[str, Any]]:
-        """Append the new keys and values; the queries come after the cached positions."""
         shape: tuple[int, ...] = tuple(getattr(self.keys, "shape", ()))
         length = shape[-2] if len(shape) > 1 else 0
         for name, value, new in zip(PAST, self, (k, v), strict=True):
@@ -101,7 +97,6 @@ class SlidingCache(NamedTuple):
     length: Array
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
-        """Append the new keys and values, and drop the same number of old ones."""
         return slid(self, k, v, xp=xp)
 
 

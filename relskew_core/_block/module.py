@@ -27,21 +27,17 @@ from relskew_core._functions.attention import relative_attention
 
 
 class Settings(NamedTuple):
-    """The options of a module that are not arrays."""
-
     dropout: float
     impl: Impl
     chunk_size: int | None
 
     def chosen(self) -> list[str]:
-        """Return the options that are not as by default."""
         usual = Settings(0.0, "auto", None)
         pairs = zip(self._fields, self, usual, strict=True)
         return [f"{name}={value!r}" for name, value, default in pairs if value != default]
 
     @classmethod
     def of(cls, spec: Any, dropout: float, impl: Impl, chunk_size: int | None) -> Settings:
-        """Return what a caller chose, if it can be chosen."""
         check_spec(spec)
         dropout = check_real("dropout", dropout)
         if not 0 <= dropout < 1:
@@ -103,7 +99,6 @@ class CalledBlock(Generic[Fixed, Sliding]):
     spec: BlockSpec
 
     def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """Attend with the module's tables and options."""
         raise NotImplementedError
 
     @overload
@@ -231,7 +226,6 @@ class CalledBlock(Generic[Fixed, Sliding]):
         raise NotImplementedError
 
     def _project(self, name: str, x: Array) -> Array:
-        """Apply a projection."""
         return getattr(self, name)(x)
 
 
@@ -304,7 +298,6 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
         past: Any,
         **given: Any,
     ) -> Array | tuple[Array, Cache]:
-        """Apply the block; ``key`` is that of dropout, ``None`` for no dropout."""
         check_inputs(x, memory, self.spec)
         dropped = {} if key is None else {"dropout": self.settings.dropout, "seed": key}
         past, attend = self._attention(past, **given, **dropped)
@@ -333,16 +326,13 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
 
     @classmethod
     def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
-        """Return a module with checked weights of its library."""
         raise NotImplementedError
 
     @staticmethod
     def _copied(x: Any) -> Array:
-        """Return a copy of an array of any library in the module's, of the same dtype."""
         raise NotImplementedError
 
     def _tables(self) -> dict[str, Array]:
-        """Return the tables and sinks of the module."""
         return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
 
     def _like(self) -> Array:

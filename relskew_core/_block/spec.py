@@ -350,7 +350,6 @@ def _buckets(span: Span, bidirectional: bool, **sizes: int) -> tuple[int, ...]:
 
 
 def endless(*, causal: bool = False, cross: bool = False, **_: Any) -> Span:
-    """Return the span of a block whose bias has no end."""
     return Span.causal(ENDLESS) if causal and not cross else Span.full(ENDLESS)
 
 
@@ -362,6 +361,5 @@ class CallSpec(BlockSpec):
 
 
 def check_spec(spec: Any) -> None:
-    """Refuse what is not a BlockSpec."""
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")

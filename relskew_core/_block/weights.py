@@ -81,12 +81,10 @@ def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: A
 
 
 def starts_at_zero(key: str) -> bool:
-    """Whether a weight is zero before training."""
     return key.endswith(".bias") or key == "sinks"
 
 
 def uniform_bound(spec: BlockSpec, key: str) -> float:
-    """Return the bound of the uniform distribution of a projection or table."""
     return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
 
 

@@ -198,8 +198,6 @@ class _Cotangent:
 
 @dataclass(eq=False)
 class Backward(Arguments, _Cotangent):  # the fields of the last base class come first
-    """The arguments of a call of the gradient."""
-
     _: KW_ONLY
     out: Array | None = None
     lse: Array | None = None
@@ -304,7 +302,6 @@ def pull_back(given: Backward, part: Part = WHOLE, sums: Array | None = None) ->
 
 
 def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
-    """Check the results and cotangents of a call, and return them as a dictionary."""
     outputs = autocast({"d_out": given.d_out, "out": given.out})
     found = {**outputs, "lse": given.lse, "d_lse": given.d_lse}
     q = given.q

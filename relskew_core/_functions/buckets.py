@@ -226,7 +226,6 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Return ALiBi's slopes, one for each head."""
     power = 1 << n_heads.bit_length() - 1
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(n_heads - power)]

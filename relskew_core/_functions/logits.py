@@ -148,7 +148,6 @@ def relative_logits(
 def _logits_by_value(
     q: Array, table: Array, span: Span, positions: Any, *, causal: bool, side: Side, xp: Namespace
 ) -> Array:
-    """Return the logits of queries and keys at arbitrary positions."""
     if not isinstance(positions, (tuple, list)) or len(positions) != 2:
         raise TypeError(
             f"`positions` must be a pair of integer arrays, of queries and of keys, got {describe(positions)}"

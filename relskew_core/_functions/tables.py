@@ -112,7 +112,6 @@ def sinusoids(
 
 
 def _turned(r: Any, direction: Direction) -> Any:
-    """Return relative positions as they grow in ``direction``."""
     return abs(r) if direction == "both" else r if direction == "future" else -r
 
 

@@ -133,7 +133,6 @@ class Documents:
 
     @classmethod
     def of(cls, segments: Pair) -> Documents | None:
-        """Derive the ranges from the segments of queries and keys, ``None`` if they are unknown."""
         queries, keys = (known_items(x) for x in segments)
         if queries is None or keys is None:
             return None
@@ -147,12 +146,10 @@ class Documents:
         return cls(firsts, ends)
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of keys that the queries ``start … stop - 1`` may see."""
         return self._firsts[start], max(self._ends[start:stop])
 
     @property
     def longest(self) -> int:
-        """The most keys that a query sees."""
         return max(end - first for first, end in zip(self._firsts, self._ends, strict=True))
 
 

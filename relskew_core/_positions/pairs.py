@@ -24,12 +24,10 @@ class Run:
 
     @property
     def here(self) -> slice:
-        """The indices of the entries."""
         return slice(self.place, self.place + self.count)
 
     @property
     def positions(self) -> slice:
-        """Their positions in the whole sequence."""
         return slice(self.start, self.start + self.step * (self.count - 1) + 1, self.step)
 
 
@@ -63,7 +61,6 @@ class Pairs:
         return cls(origin, ahead, window, first - origin, last - origin, between + step * origin, step)
 
     def rows(self, span: Span) -> Rows:
-        """Return the rows of a table that the pairs use."""
         return Rows.of(self.zero + span.left, self.step, self.low, self.high, span)
 
 
@@ -97,7 +94,6 @@ class Rows:
 
     @property
     def here(self) -> slice:
-        """The rows of the table that belong to the part."""
         return slice(self.start, self.start + self.step * (self.count - 1) + 1, self.step) if self.count else slice(0)
 
     def of_table(self, table: Any, beyond: Beyond, *, xp: Any) -> Any:

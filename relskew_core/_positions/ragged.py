@@ -36,13 +36,11 @@ class RaggedVisibility(Visibility):
     known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, if they are known
 
     def each(self) -> list[Visibility]:
-        """Return the patterns of all different offsets that are known."""
         return [
             Visibility(self.n_queries, self.n_keys, offset, *self.sides) for offset in sorted(set(self.known or ()))
         ]
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of keys that some query of some item may see."""
         if self.known is None:
             return 0, self.n_keys
         ranges = [pattern.keys(start, stop) for pattern in self.each()] or [(0, 0)]
@@ -127,7 +125,6 @@ class RaggedTables:
         return xp.where(self.visibility.occurs(positions, xp=xp)[..., None, :, None], rows, 0.0)
 
     def gradient(self, windows: Array, table: Array) -> Array:
-        """Return the adjoint of :meth:`of`: (..., 1 or H, W, D) summed into the rows of ``table``."""
         xp, visibility = self.xp, self.visibility
         if visibility.known is None:
             raise TypeError(
@@ -184,7 +181,6 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
-    """Return an array's values if reading them is free."""
     standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 does not trace `hasattr` of tensors
     if standard and on_cpu(offset):
         return tuple(int(value) for value in xp.reshape(offset, (-1,)))

@@ -100,7 +100,6 @@ class Table:
     rows: int = 0  # of the caller's table, if its columns were extended
 
     def plan(self, first: int, last: int) -> Extension:
-        """Plan the positions ``first … last``."""
         return Extension.of(self.left, self.columns.shape[-1], self.beyond, first, last)
 
     def covering(self, first: int, last: int, *, xp: Namespace) -> Table:
@@ -156,7 +155,6 @@ class Table:
         return xp.matmul(core, xp.matrix_transpose(columns))
 
     def spread(self, first: int, last: int, *, xp: Namespace) -> Array:
-        """Return the columns of ``r = first … last`` themselves."""
         extension = self.plan(first, last)
         return extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)
 

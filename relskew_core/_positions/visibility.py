@@ -32,7 +32,6 @@ class Visibility:
     by_value: bool = False  # positions are integers of the call, in any order, and unknown here
 
     def first_key(self, position: int) -> int:
-        """Return the first key that a query at ``position`` may see."""
         first, _ = self.bounds(position)
         return 0 if first is None else max(0, first)
 
@@ -42,7 +41,6 @@ class Visibility:
         return self.n_keys - 1 if last is None else min(self.n_keys - 1, last)
 
     def bounds(self, position: int) -> tuple[int | None, int | None]:
-        """Return the first and the last position that a query may see, ``None`` for unbounded sides."""
         first = None if self.left is None else position - self.left
         last = None if self.right is None else position + self.right
         if self.block_size is None:
@@ -52,21 +50,17 @@ class Visibility:
 
     @property
     def sides(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """The bounds of a query's visible keys, independent of its position."""
         return self.left, self.right, self.block_size, self.blocks_before
 
     @property
     def whole_blocks_before(self) -> int:
-        """How many blocks before its block a query sees."""
         return 1 if self.blocks_before is None else self.blocks_before
 
     def first_of_blocks(self, position: int) -> int:
-        """Return the first position of the furthest visible block of a query at ``position``."""
         assert self.block_size is not None
         return (position // self.block_size - self.whole_blocks_before) * self.block_size
 
     def last_of_block(self, position: int) -> int:
-        """Return the last position of the block that contains ``position``."""
         assert self.block_size is not None
         return (position // self.block_size + 1) * self.block_size - 1
 
@@ -103,7 +97,6 @@ class Visibility:
         return self.within(0, self.n_queries, 0, self.n_keys)
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of keys that some query of ``start … stop - 1`` may see."""
         if self.by_value:
             return 0, self.n_keys
         first = min(self.first_key(start + self.offset), self.n_keys)
@@ -166,7 +159,6 @@ class Visibility:
         return pattern.sees(queries + self.offset, keys, xp=xp)
 
     def some_query_sees_nothing(self) -> bool:
-        """Whether a query's range of keys is empty."""
         if self.n_queries == 0 or self.by_value:
             return self.by_value
         ends = (self.offset, self.offset + self.n_queries - 1)

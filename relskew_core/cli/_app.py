@@ -70,7 +70,6 @@ def run(argv: list[str]) -> int:
 
 
 def _help_of(command: Any, argv: list[str]) -> str:
-    """Return the line that prints the help of the current command."""
     words = ["relskew"]
     for word in argv:
         command = getattr(command, "commands", {}).get(word)

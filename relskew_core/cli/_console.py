@@ -93,12 +93,10 @@ def show_table(
 
 
 def count(number: int, noun: str) -> str:
-    """Return ``"1 case"``, ``"2 cases"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def as_bytes(size: float | None) -> str:
-    """Return a size in binary units."""
     if size is None:
         return "–"
     for unit in ("B", "KiB", "MiB"):
@@ -109,7 +107,6 @@ def as_bytes(size: float | None) -> str:
 
 
 def as_time(seconds: float | None) -> str:
-    """Return a duration in a suitable unit."""
     if seconds is None:
         return "–"
     return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
@@ -128,7 +125,6 @@ def need(module: str, extra: str, purpose: str) -> Any:
 
 
 def must_be_file(path: Path, option: str = "") -> None:
-    """Report a path at which there is no file."""
     if not path.is_file():
         raise CliError(f"{option}{path}: {'is not a file' if path.exists() else 'there is no such file'}")
 

@@ -99,7 +99,7 @@ def weights(
     """
     from relskew_core.cli import _layer
     from relskew_core.draw import draw_weights
-    from relskew_core.draw._cells import check_cells
+    from relskew_core.draw._picture import check_cells
 
     spec, arrays, origin = _layer.block_of(given, model, weights, prefix, seed)
     x, read = _layer.read_input("input", source, spec, queries)
@@ -116,7 +116,6 @@ def weights(
 
 
 def _segments(text: str, queries: int, past: int, keys: int) -> Any:
-    """Return the numbers of the documents, of the queries and of the keys."""
     import numpy as np
 
     lengths = [part.strip() for part in text.split(",")]
@@ -127,7 +126,6 @@ def _segments(text: str, queries: int, past: int, keys: int) -> Any:
 
 
 def _write_or_show(picture: Any, save: Path | None) -> int:
-    """Write a picture, or print it."""
     if save is None:
         output().print(picture)
         return 0

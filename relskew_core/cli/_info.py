@@ -14,15 +14,13 @@ from rich.text import Text
 
 from relskew_core import __version__, backends
 from relskew_core.backends._compiled.availability import availability
-from relskew_core.cli._libraries import Missing, libraries
-from relskew_core.cli._runtimes import runtimes
+from relskew_core.cli._libraries import Missing, libraries, runtimes
 from relskew_core.cli._verify import show_missing
 
 PACKAGES = ("array-api-compat", "onnx", "safetensors", "matplotlib")
 
 
 def gather() -> dict[str, Any]:
-    """Return versions, array libraries with their devices and implementations, and ONNX runtimes."""
     found, missing = libraries()
     graphs, missing_graphs = runtimes()
     implementations: dict[str, list[str]] = backends.available()
@@ -52,7 +50,6 @@ def gather() -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any], console: Console) -> None:
-    """Print :func:`gather`'s result."""
     machine = f"  Python {facts['python']}  {facts['platform']}"
     console.print(Text.assemble((f"relskew {facts['relskew']}", "bold"), machine))
     console.print("  ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()))

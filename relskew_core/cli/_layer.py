@@ -21,7 +21,6 @@ from relskew_core.cli._options import BlockOptions
 def block_of(
     given: BlockOptions, model: Path | None, weights: Path | None, prefix: str, seed: int | None
 ) -> tuple[BlockSpec, dict[str, Any], str]:
-    """Return the block that the options or the model name, its weights in float64, and their source."""
     if model is not None:
         if given != BlockOptions(embed_dim=None, num_heads=None):  # type: ignore[arg-type]
             raise CliError("--model defines the block: no other option of a block may be given")
@@ -51,7 +50,6 @@ def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tu
 
 
 def weights_of(spec: BlockSpec, weights: Mapping[str, Any], x: Any, memory: Any) -> Any:
-    """Return the attention weights of a block, (heads, queries, keys)."""
     check_inputs(x, memory, spec)
 
     def project(name: str, of: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The array libraries of this machine, with the operations that ``verify`` needs."""
+"""The array libraries and ONNX runtimes of this machine, with the operations that verify needs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from relskew_core._array.extras import to_install
 from relskew_core.cli._console import reason
 
 
@@ -41,8 +42,6 @@ class ArrayLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A library or runtime that is missing or unusable on this machine, and the reason."""
-
     name: str
     reason: str
 
@@ -202,7 +201,6 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Miss
 
 
 def why_not(name: str, error: Exception) -> str:
-    """Return the reason why a package cannot be used, without the traceback."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").replace("_", "-") == name:
         return "not installed"
     return reason(error)
@@ -244,7 +242,6 @@ def measure(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int 
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:
-    """Return the increase of the resident memory during ``call``; only on Linux."""
     _trim()
     try:
         CLEAR_REFS.write_text("5")  # resets the high-water mark
@@ -267,3 +264,69 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATUS.exists() else None
     if trim is not None:
         trim(0)
+
+
+Session = Callable[[dict[str, Any]], list[Any]]
+DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    name: str
+    device: str
+    version: str
+    profile: str
+    dtypes: tuple[str, ...]
+    key: str
+    provider: str = ""
+
+    def load(self, model: Any) -> Session:
+        export = importlib.import_module("relskew_core.export._check.runtimes")
+        runner = export.opener(self.key)(export.Source(model, None), self.provider)
+        if runner.misplaced:  # pragma: gpu only
+            raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")
+        run: Session = runner.run
+        return run
+
+
+def _onnxruntime() -> Iterator[Runtime]:
+    ort = importlib.import_module("onnxruntime")
+    for provider in ort.get_available_providers():
+        if provider in DEVICES:
+            yield Runtime("onnxruntime", DEVICES[provider], ort.__version__, "ort", ALL[:3], "onnxruntime", provider)
+
+
+def _reference() -> Iterator[Runtime]:
+    onnx = importlib.import_module("onnx")
+    yield Runtime("onnx reference", "cpu", onnx.__version__, "ort", ALL[:2], "reference")
+
+
+def _openvino() -> Iterator[Runtime]:
+    openvino = importlib.import_module("relskew_core.export._check.runtimes").import_openvino()
+    yield Runtime("openvino", "cpu", openvino.__version__.partition("-")[0], "portable", ("float32",), "openvino")
+
+
+RUNTIME_PROBES: dict[str, Callable[[], Iterator[Runtime]]] = {
+    "onnxruntime": _onnxruntime,
+    "onnx reference": _reference,
+    "openvino": _openvino,
+}
+
+
+def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
+    wanted = {name: probe for name, probe in RUNTIME_PROBES.items() if not only or name in only}
+    if not wanted:
+        return [], []
+    try:
+        importlib.import_module("relskew_core.export")
+    except ImportError as error:
+        reason = f"the export needs {error.name}: {to_install('onnx')}"
+        return [], [Missing(name, reason) for name in wanted]
+    found: list[Runtime] = []
+    missing: list[Missing] = []
+    for name, probe in wanted.items():
+        try:
+            found += probe()
+        except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
+            missing.append(Missing(name, why_not(name, error)))
+    return found, missing

@@ -66,26 +66,18 @@ def arranged(parameters: list[Any], *, in_panels: bool = False) -> list[Any]:
 
 
 class Program(TyperGroup):
-    """The program, with its flags."""
-
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments."""
         return arranged(super().get_params(ctx))
 
 
 class Command(TyperCommand):
-    """A command of the program."""
-
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments."""
         parameters = super().get_params(ctx)
         return arranged(parameters, in_panels=any(one.name == "clip" for one in self.params))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanOptions:
-    """The relative positions of the rows of a table."""
-
     length: Annotated[int | None, sized("The longest input that the tables cover.")] = None
     clip: Annotated[int | None, sized("Clip distances at K; farther keys share the edge row.")] = None
     beyond: Annotated[
@@ -94,7 +86,6 @@ class SpanOptions:
     causal: Annotated[bool, typer.Option("--causal", help="Queries cannot see later keys.")] = False
 
     def chosen(self) -> Span | None:
-        """Return the span of the options, if they give one."""
         if self.length is not None and self.clip is not None:
             raise CliError("--length and --clip exclude each other")
         if self.beyond is not None and self.length is None:
@@ -109,8 +100,6 @@ class SpanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions(SpanOptions):
-    """The options of visibility, in addition to the span."""
-
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT window; leave a side empty for no limit.")] = None
     block_size: Annotated[int | None, sized("Local attention in blocks of this size.")] = None
     blocks_before: Annotated[
@@ -118,7 +107,6 @@ class CallOptions(SpanOptions):
     ] = None
 
     def limits(self) -> tuple[int | None, int | None] | None:
-        """Read ``"LEFT,RIGHT"``, where an empty side is unbounded."""
         if self.window is None:
             return None
         sides = [side.strip() for side in self.window.split(",")]
@@ -132,15 +120,12 @@ class CallOptions(SpanOptions):
         return left, right
 
     def pattern(self) -> dict[str, Any]:
-        """Return the visibility, as arguments of a call or of a spec."""
         same = {name: getattr(self, name) for name in ("causal", "block_size", "blocks_before")}
         return {**same, "window": self.limits()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions(CallOptions):
-    """The options of a block."""
-
     embed_dim: Annotated[int, sized("Width of the inputs and of the output.")]
     num_heads: Annotated[int, sized("Number of query heads.")]
     num_kv_heads: Annotated[int | None, sized("Number of key heads, for grouped queries.")] = None
@@ -164,7 +149,6 @@ class BlockOptions(CallOptions):
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
 
     def spec(self, weights: Mapping[str, Any] | None) -> BlockSpec:
-        """Return the block, whose span may follow from its weights."""
         same = ("num_kv_heads", "head_dim", "cross", "sinks")
         given = {name: getattr(self, name) for name in same}
         given.update(self.pattern(), bias=not self.no_bias)
@@ -214,7 +198,6 @@ def _span_of_rows(rows: int, *, causal: bool) -> Span:
 
 
 def table_rows(weights: Mapping[str, Any] | None) -> int | None:
-    """Return the number of rows of the table ``rel_k``, if there is one."""
     table = None if weights is None else weights.get("rel_k")
     shape: tuple[int, ...] = () if table is None else tuple(table.shape)
     return int(shape[-2]) if len(shape) > 1 else None
@@ -228,7 +211,6 @@ def _beyond(text: str | None) -> Beyond:
 
 
 def _maybe(hint: Any) -> Any:
-    """Return the declaration of an option that may be ``None``."""
     kind, about = get_args(hint)
     return Annotated[kind | None, about]
 

@@ -18,9 +18,16 @@ from relskew_core import BlockSpec, Span, __version__, attention_block, init_wei
 from relskew_core._block.weights import starts_at_zero
 from relskew_core._reference import TOLERANCES, reference_block
 from relskew_core.cli._console import CliError, as_bytes, as_time, count, reason, show_table
-from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries, measure
-from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
-from relskew_core.cli._runtimes import Runtime, runtimes
+from relskew_core.cli._libraries import (
+    PROBES,
+    RUNTIME_PROBES,
+    ArrayLibrary,
+    Missing,
+    Runtime,
+    libraries,
+    measure,
+    runtimes,
+)
 
 BATCH, QUERIES, MEMORY = 2, 128, 160
 F64 = NDArray[np.float64]
@@ -38,7 +45,6 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return the representative cases, one for each way to use relative positions."""
     size = (64, 4)
     return [
         Case("full", BlockSpec(*size, Span.full(QUERIES))),
@@ -65,7 +71,6 @@ class CaseInputs:
 
 
 def inputs(case: Case, dtype: str) -> CaseInputs:
-    """Draw the inputs of a case and compute the answer in float64."""
     spec = case.spec
     rng = np.random.default_rng(len(case.name))
     drawn = {key: np.asarray(weight, dtype=np.float64) for key, weight in init_weights(spec, seed=0).items()}
@@ -107,7 +112,6 @@ def relative_error(got: list[F64], expected: list[F64]) -> float:
 
 
 def rounded(values: F64, dtype: str) -> F64:
-    """Round float64 numbers to ``dtype``."""
     if dtype != "bfloat16":
         return values.astype(dtype).astype(np.float64)
     bits = values.astype(np.float32).view(np.uint32)
@@ -137,14 +141,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The results of ``verify``."""
-
     rows: list[Finding]
     missing: list[Missing]
 
     @property
     def ok(self) -> bool:
-        """Whether at least one case ran and all are within their tolerance."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,8 +160,6 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """The plan of a verification: each backend in each of its dtypes, with the cases to run."""
-
     steps: list[tuple[ArrayLibrary | Runtime, str, list[Case]]]
     missing: list[Missing]
 
@@ -203,7 +202,6 @@ def plan(
 
 
 def verify(what: VerifyPlan, advance: Callable[[str], None] = lambda step: None) -> Verification:
-    """Run every case of the plan on every backend; a failure becomes a row with the reason."""
     given: dict[tuple[str, str], CaseInputs] = {}
     rows = []
     for backend, dtype, chosen in what.steps:
@@ -305,7 +303,6 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
 
 
 def show_missing(missing: list[Missing], console: Console) -> None:
-    """Print the libraries and runtimes that are missing, and why."""
     if missing:
         grid = Table.grid(padding=(0, 2))
         for one in missing:

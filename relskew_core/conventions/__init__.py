@@ -34,21 +34,29 @@ The ``load_…`` functions read whole attentions from state dicts into a spec an
 :func:`load_t5`; :func:`load_conformer` reads the weights of a ``ConformerAttention``.
 """
 
-from relskew_core.conventions._ascending import (
-    MUSIC_TRANSFORMER,
-    SHAW,
-    TENSOR2TENSOR_CAUSAL,
-    TENSOR2TENSOR_UNMASKED,
-    TRANSFORMER_XL,
-    VITS,
-)
 from relskew_core.conventions._buckets import T5, DeBERTa
 from relskew_core.conventions._cells import BEiT, Swin
 from relskew_core.conventions._convention import Convention
-from relskew_core.conventions._descending import DISTANCE, INKLING, SPEECHT5, UKHOV
-from relskew_core.conventions._load_music import load_music_transformer
-from relskew_core.conventions._load_speech import load_conformer, load_vits, load_wav2vec2_bert
-from relskew_core.conventions._load_text import load_t5, load_tensor2tensor
+from relskew_core.conventions._load import (
+    load_conformer,
+    load_music_transformer,
+    load_t5,
+    load_tensor2tensor,
+    load_vits,
+    load_wav2vec2_bert,
+)
+from relskew_core.conventions._tables import (
+    DISTANCE,
+    INKLING,
+    MUSIC_TRANSFORMER,
+    SHAW,
+    SPEECHT5,
+    TENSOR2TENSOR_CAUSAL,
+    TENSOR2TENSOR_UNMASKED,
+    TRANSFORMER_XL,
+    UKHOV,
+    VITS,
+)
 
 __all__ = [
     "DISTANCE",

@@ -33,11 +33,6 @@ class T5:
     max_distance : int, default 128
         ``relative_attention_max_distance``.
 
-    See Also
-    --------
-    load_t5 : a whole attention layer.
-    relskew_core.t5_buckets : the buckets.
-
     Examples
     --------
     >>> import numpy as np
@@ -126,11 +121,6 @@ class DeBERTa:
         ``S``, half of the table's rows; version 1 calls it ``max_relative_positions``.
     max_distance : int or None
         As :func:`relskew_core.deberta_buckets` takes it: ``None`` for version 1.
-
-    See Also
-    --------
-    T5 : a bias by bucket.
-    relskew_core.deberta_buckets : the buckets.
 
     Examples
     --------

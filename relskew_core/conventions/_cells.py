@@ -25,11 +25,6 @@ class Swin:
     window : (int, int)
         Height ``h`` and width ``w``.
 
-    See Also
-    --------
-    BEiT : the same with a class token.
-    relskew_core.relative_attention_2d : takes the tables.
-
     Examples
     --------
     >>> import numpy as np
@@ -113,11 +108,6 @@ class BEiT:
     ----------
     window : (int, int)
         Height ``h`` and width ``w`` in patches.
-
-    See Also
-    --------
-    Swin : the same without a class token.
-    relskew_core.relative_attention_2d : takes the tables.
 
     Examples
     --------

@@ -37,11 +37,6 @@ class Convention:
     text : str, default ""
         What the value says of itself in ``help`` and when it is printed.
 
-    See Also
-    --------
-    relskew_core.Span : the span that ``load`` returns.
-    relskew_core.relative_attention : takes a table and its span.
-
     Examples
     --------
     >>> import numpy as np

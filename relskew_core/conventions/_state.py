@@ -46,15 +46,12 @@ class State:
 
     @property
     def xp(self) -> Namespace:
-        """The namespace of the arrays read so far."""
         return namespace_of_arrays(self._read)
 
     def label(self, name: str) -> str:
-        """Return the name of an array in messages."""
         return _label(self.prefix + name)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a key."""
         return self.prefix + name in self.arrays
 
     def find(self, suffix: str) -> str | None:
@@ -111,7 +108,6 @@ class State:
             )
 
     def lacks(self, names: str) -> ValueError:
-        """Return the error for names none of which exists."""
         there = self._keys_under(self.prefix)
         return ValueError(f"`state` must have {names} under {self.prefix!r}; its keys there are {there}")
 
@@ -147,7 +143,6 @@ FORMS = {"q_proj": "W E", "k_proj": "W E", "v_proj": "W E", "out_proj": "E W"}
 
 
 def note_head_width(state: State, name: str) -> None:
-    """Record the width ``D`` of a head, after ``name`` has given the width ``W`` of all of them."""
     width, heads = state.sizes["W"], state.sizes["H"]
     if width % heads:
         raise ValueError(
@@ -157,14 +152,12 @@ def note_head_width(state: State, name: str) -> None:
 
 
 def read_weights(state: State, names: Mapping[str, str], axes: str = "") -> Weights:
-    """Read the weights of four linear layers, named as in relskew. Convolutions have more ``axes`` of 1."""
     weights = {f"{name}.weight": state.read(f"{names[name]}.weight", FORMS[name] + axes) for name in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
     return {name: weight[..., 0] if axes else weight for name, weight in weights.items()}
 
 
 def read_biases(state: State, names: Mapping[str, str]) -> Weights:
-    """Read the biases of linear layers: all of them, or none if there are none."""
     if not any(state.has(f"{other}.bias") for other in names.values()):
         return {}
     return {f"{name}.bias": state.read(f"{other}.bias", FORMS[name].split()[0]) for name, other in names.items()}

@@ -33,7 +33,6 @@ def runs(layout: Layout, parts: int, index: int, count: int) -> tuple[Run, ...]:
 
 
 def divisor(layout: Layout, parts: int) -> int:
-    """Return the number that must divide the length of a sequence."""
     return parts * (2 if layout == "zigzag" else 1)
 
 

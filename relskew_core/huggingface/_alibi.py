@@ -31,8 +31,6 @@ class _AlibiAttention(DropIn):
 
 
 class MptRelativeAttention(_AlibiAttention):
-    """``MptAttention``."""
-
     replaces = ("MptAttention",)
     projections = ("", "", "", "out_proj")
     heads = "n_heads"
@@ -92,7 +90,6 @@ class BloomRelativeAttention(_AlibiAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache, and add ``residual``."""
         refuse_weights(output_attentions)
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2)
         q, k, v = heads.unbind(-2)
@@ -130,7 +127,6 @@ class FalconRelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache."""
         refuse_weights(output_attentions)
         q, k, v = (x.transpose(1, 2) for x in self.kind._split_heads(self, self.query_key_value(hidden_states)))
         past = 0

@@ -1,9 +1,13 @@
-"""The shared part of all drop-ins: attributes of the original, splitting and joining heads, the call of attention."""
+"""The shared part of all drop-ins: attributes of the original, heads, masks of keys alone, the call of attention."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
 import inspect
+import sys
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,9 +18,74 @@ from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 from relskew_core.backends._torch.decomposed import banded, dense, must_decompose
-from relskew_core.huggingface._masks import register_masks
-from relskew_core.layers.torch._constants import buckets
-from relskew_core.layers.torch._whole import Whole
+from relskew_core.layers.torch._attention import Whole, buckets
+
+MASK_NAME, CAUSAL_NAME = "relskew_keys", "relskew_keys_of_a_decoder"
+"""The names under which transformers finds masks of keys alone."""
+
+
+def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
+    if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder makes its own mask
+        part._get_output_attention_mask = functools.partial(_keys_of, part)
+        return
+    register_masks()
+    part.config = copy.copy(part.config)
+    part.config._attn_implementation = name
+
+
+def register_masks() -> None:
+    """Register the masks of keys with transformers, if a model uses them: also in a copy in another process."""
+    if "transformers" not in sys.modules:
+        return
+    masking = importlib.import_module("transformers.masking_utils")
+
+    def keys(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if mask_function is not masking.bidirectional_mask_function:
+            mask: Tensor | None = masking.sdpa_mask(
+                mask_function=mask_function, attention_mask=attention_mask, **options
+            )
+            return mask
+        return None if attention_mask is None else attention_mask[:, None, None, :]
+
+    def keys_of_a_decoder(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if mask_function is masking.causal_mask_function:
+            return attention_mask  # (batch, keys): a mask with two axes contains no bias by head and pair
+        mask: Tensor | None = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
+        return mask
+
+    masking.AttentionMaskInterface.register(MASK_NAME, keys)
+    masking.AttentionMaskInterface.register(CAUSAL_NAME, keys_of_a_decoder)
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """A mask of keys, ``(batch, length)``, in place of the mask of all pairs that the model is about to make.
+
+    Expanded, and combined with its transpose, it stays a mask of keys: queries that are padding see what others see,
+    which no output that counts depends on.
+    """
+
+    keys: Tensor
+
+    def unsqueeze(self, axis: int) -> KeyMask:
+        return self
+
+    def expand(self, *shape: Any) -> KeyMask:
+        return self
+
+    def transpose(self, one: int, other: int) -> KeyMask:
+        return self
+
+    def __and__(self, other: KeyMask) -> Tensor:
+        return self.keys[:, None, :]
+
+    def int(self) -> Tensor:
+        return self.keys.int()
+
+
+def _keys_of(encoder: Any, *given: Any, **options: Any) -> KeyMask:
+    return KeyMask(type(encoder)._get_output_attention_mask(encoder, *given, **options))
+
 
 AROUND = ("Parametrized", "FSDP", "Replicate")
 """How the names of the classes begin that torch makes around the class of a module."""
@@ -111,19 +180,16 @@ class DropIn(Whole):
         return split(q(x), heads), split(k(source), heads), split(v(source), heads)
 
     def finish(self, out: Tensor) -> Tensor:
-        """Join the heads and project them."""
         y: Tensor = getattr(self, self.projections[3])(join(out))
         return y
 
     def share_dropped(self) -> float:
-        """Return the share of the weights that the module drops in training."""
         share: Any = getattr(self, self.drops)
         if isinstance(share, nn.Module):  # torch's, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
         return float(share)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend with the module's dropout in training."""
         if self.window is not None:
             options["window"] = self.window
         return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
@@ -155,7 +221,6 @@ def _defines(kind: type[Any], name: str) -> bool:
 
 
 def demanded(x: inspect.Parameter) -> bool:
-    """Whether a call must have the parameter."""
     return x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD
 
 
@@ -167,7 +232,6 @@ def attribute(module: Any, path: str) -> Any:
 
 
 def _is_forward(value: Any, module: Any) -> bool:
-    """Whether an attribute is the ``forward`` of the module's class."""
     return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is kind_of(module).forward
 
 
@@ -229,7 +293,6 @@ def cache_given(cache: Any, others: dict[str, Any]) -> Any:
 
 
 def refuse_weights(output_attentions: bool | None) -> None:
-    """Refuse to return weights, which are never materialised."""
     if output_attentions:
         raise ValueError("`output_attentions` must be False: relative attention never materialises the weights")
 

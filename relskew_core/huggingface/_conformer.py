@@ -75,7 +75,6 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
         relative_position_embeddings: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         if relative_position_embeddings is None:
             raise ValueError("`relative_position_embeddings` must be given for relative positions, got None")
@@ -94,7 +93,6 @@ class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
         pos_emb: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         if pos_emb is None:
             raise ValueError("`pos_emb` must be given for relative positions, got None")
@@ -103,8 +101,6 @@ class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
 
 
 class ParakeetRelativeAttention(_ConformerAttention):
-    """``ParakeetEncoderAttention``."""
-
     replaces = ("ParakeetEncoderAttention",)
     masks = ("ParakeetEncoder",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -127,7 +123,6 @@ class ParakeetRelativeAttention(_ConformerAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
@@ -152,7 +147,6 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache; the rows are for all keys."""
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
@@ -203,8 +197,6 @@ class PositionBias:
 
 
 class Phi4RelativeBias(DropIn):
-    """``Phi4MultimodalAudioRelativeAttentionBias``."""
-
     replaces = ("Phi4MultimodalAudioRelativeAttentionBias",)
     needs = "Phi4MultimodalAudioAttention"
     projections, heads, drops = (), "", ""
@@ -213,7 +205,6 @@ class Phi4RelativeBias(DropIn):
     bias_values: nn.Embedding
 
     def forward(self, x: Tensor) -> PositionBias:
-        """Return the number of each relative position."""
         far = self.max_distance
         rows = torch.arange(-far, far, dtype=torch.int64, device=x.device)
         rows = rows.abs().clamp(max=far - 1) if self.symmetric else rows + far
@@ -230,7 +221,6 @@ class Phi4RelativeAttention(DropIn):
     drops = "attention_dropout"
 
     def forward(self, hidden_states: Tensor, attention_mask: PositionBias, **kwargs: Any) -> Tensor:
-        """Attend from ``(batch, length, width)`` to itself."""
         q, k, v = self.project(hidden_states)
         mask = None if attention_mask.mask is None else attention_mask.mask.to(q.dtype)
         return self.finish(self.attend(q, k, v, rel_bias=attention_mask.numbers, span=attention_mask.span, mask=mask))

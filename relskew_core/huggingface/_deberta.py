@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from relskew_core._functions.buckets import deberta_buckets
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights, split, t5_rows
-from relskew_core.layers.torch._constants import kept
+from relskew_core.layers.torch._attention import kept
 
 
 @kept(64)
 def _deberta_rows(left: int, right: int, size: int, furthest: int | None, device: torch.device) -> Tensor:
-    """Return the row of each relative position of a span."""
     rows = deberta_buckets(Span(left, right), position_buckets=size, max_distance=furthest)
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -88,7 +87,6 @@ class DebertaV2RelativeAttention(DropIn):
         return self.pos_key_proj if which == "c2p" else self.pos_query_proj
 
     def _rows(self, k: Tensor) -> tuple[Tensor, Span]:
-        """Return the rows for the positions that occur: taken once, and as few as possible."""
         left, right, length = self.span.left, self.span.right, k.shape[-2]
         rows = _deberta_rows(left, right, self.size, self.furthest, k.device)
         if torch.compiler.is_exporting() or length > min(left, right):

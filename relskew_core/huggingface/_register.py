@@ -174,7 +174,6 @@ class _Registered:
         return out.transpose(1, 2).contiguous(), None
 
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
-        """Return the bias and its positions."""
         if isinstance(self.rel_bias, str):
             # At least float32 before the product is rounded: half precision represents neither all distances nor all
             # slopes.

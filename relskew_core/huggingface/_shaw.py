@@ -27,15 +27,12 @@ class SpeechT5RelativePositions(DropIn):
         return False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return rows of ascending ``key - query``."""
         rows = torch.arange(2 * self.max_length, dtype=torch.int64, device=hidden_states.device)
         table: Tensor = self.pe_k(rows.flip(0))
         return table
 
 
 class SpeechT5RelativeAttention(DropIn):
-    """``SpeechT5Attention`` of the encoder; the decoder's has no positions."""
-
     replaces = ("SpeechT5Attention",)
     needs = "SpeechT5RelativePositionalEncoding"
     local = True
@@ -54,7 +51,6 @@ class SpeechT5RelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         options: dict[str, Any] = {}
@@ -120,8 +116,6 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
 
 
 class VitsRelativeAttention(DropIn):
-    """``VitsAttention``."""
-
     replaces = ("VitsAttention",)
     reads = "window_size emb_rel_k emb_rel_v"
 
@@ -139,7 +133,6 @@ class VitsRelativeAttention(DropIn):
         attention_mask: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         out = self.attend(
             *self.project(hidden_states), rel_k=self.emb_rel_k[0], rel_v=self.emb_rel_v[0],
@@ -149,8 +142,6 @@ class VitsRelativeAttention(DropIn):
 
 
 class Wav2Vec2BertRelativeKeyAttention(DropIn):
-    """``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``."""
-
     replaces = ("Wav2Vec2BertSelfAttention",)
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
     reads = "position_embeddings_type distance_embedding left_max_position_embeddings right_max_position_embeddings"
@@ -166,7 +157,6 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(kwargs.get("output_attentions"))
         span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
         table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))

@@ -1,4 +1,4 @@
-"""The drop-ins for the attention of T5 and related models: a bias by bucket, shared by all layers or one per layer."""
+"""The drop-ins for T5 and related models: a bias by bucket, and by boxes of words in LayoutLMv3 and UDOP."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, cache_given, length, refuse_weights, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, additive, cache_given, join, length, refuse_weights, split, t5_rows
 
 
 class T5RelativeAttention(DropIn):
@@ -47,7 +48,6 @@ class T5RelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Attend from ``(batch, length, width)`` to itself or to ``key_value_states``, through a cache if given."""
         refuse_weights(output_attentions)
         cache = cache_given(cache, kwargs)
         cross = key_value_states is not None
@@ -66,7 +66,6 @@ class T5RelativeAttention(DropIn):
         return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None
 
     def added(self, position_bias: Tensor) -> dict[str, Any]:
-        """Return the options of a bias."""
         return {"rel_bias": position_bias, "span": self.span}
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
@@ -85,8 +84,6 @@ class T5RelativeAttention(DropIn):
 
 
 class Pix2StructRelativeAttention(T5RelativeAttention):
-    """``Pix2StructTextAttention``, of a decoder."""
-
     replaces = ("Pix2StructTextAttention",)
     projections = ("query", "key", "value", "output")
     local = False
@@ -106,7 +103,6 @@ class UMT5RelativeAttention(T5RelativeAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself or to ``encoder_hidden_states``."""
         out, *_ = super().forward(hidden_states, attention_mask, encoder_hidden_states, cache=cache, **kwargs)
         return out, None
 
@@ -129,19 +125,15 @@ class MPNetRelativeEncoder(DropIn):
         return False  # its layers add them
 
     def forward(self, *given: Any, **options: Any) -> Any:
-        """Run the encoder."""
         return self.kind.forward(self, *given, **options)
 
     def compute_position_bias(self, x: Tensor) -> Tensor:
-        """Return the bias of each relative position."""
         rows = t5_rows(SPAN, 32, x)  # whichever number its configuration has
         bias: Tensor = self.relative_attention_bias(rows).mT.contiguous()
         return bias
 
 
 class MPNetRelativeAttention(DropIn):
-    """``MPNetSelfAttention``."""
-
     replaces = ("MPNetSelfAttention",)
     needs = "MPNetEncoder"
     projections = ("q", "k", "v", "o")
@@ -157,7 +149,6 @@ class MPNetRelativeAttention(DropIn):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor]:
-        """Attend from ``(batch, length, width)`` to itself, like the original module."""
         refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         return (self.finish(self.attend(q, k, v, rel_bias=position_bias, span=SPAN, mask=attention_mask)),)
@@ -182,7 +173,6 @@ class InklingRelativeAttention(DropIn):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from ``(batch, length, width)`` to itself and to the cache."""
         refuse_weights(kwargs.get("output_attentions"))
         cache = cache_given(cache, kwargs)
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
@@ -216,3 +206,102 @@ class InklingRelativeAttention(DropIn):
         seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)
         factor = 1.0 + self.config.log_scaling_alpha * torch.log((seen / self.config.log_scaling_n_floor).clamp(min=1))
         return (x * factor[:, None]).to(x.dtype)
+
+
+class LayoutLMv3RelativeEncoder(DropIn):
+    """``LayoutLMv3Encoder``, which adds the bias of all layers to the mask."""
+
+    replaces = ("LayoutLMv3Encoder",)
+    needs = "LayoutLMv3SelfAttention"
+    projections, heads, drops = (), "", ""
+    reads = "has_relative_attention_bias has_spatial_attention_bias layer"
+
+    @classmethod
+    def serves(cls, original: Any) -> bool:
+        return super().serves(original) and bool(original.has_relative_attention_bias)
+
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.far = {"rel_pos_bias": original.max_rel_pos}
+        if original.has_spatial_attention_bias:
+            self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), original.max_rel_2d_pos)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        bbox: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Any = None,
+        **options: Any,
+    ) -> Any:
+        places = {"rel_pos_bias": position_ids}
+        if len(self.far) > 1:
+            places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
+        with torch.no_grad():  # the model does not train them
+            bias = sum(self._by_pair(name, where) for name, where in places.items())
+        bias = bias / self.layer[0].attention.self.attention_head_size ** 0.5
+        if attention_mask is not None:
+            bias = bias + additive(attention_mask, bias.dtype)
+        return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
+
+    def _by_pair(self, name: str, places: Tensor) -> Tensor:
+        """Return the bias of each pair of positions, ``(batch, heads, length, length)``."""
+        far, layer = self.far[name], getattr(self, name)
+        rows = t5_rows(Span.clipped(far), layer.in_features, places)
+        dtype = next(self.layer[0].parameters()).dtype
+        table = layer(one_hot(rows, layer.in_features).to(dtype)).mT
+        relative = places[..., None, :] - places[..., :, None]
+        return table[:, relative.clamp(-far, far) + far].transpose(0, 1)
+
+    def _compute_position_bias(self, position_ids: Any, bbox: Any) -> None:
+        return None
+
+    # before transformers 5.24
+    def _cal_1d_pos_emb(self, position_ids: Any) -> None:
+        return None
+
+    def _cal_2d_pos_emb(self, bbox: Any) -> None:
+        return None
+
+
+class LayoutLMv3RelativeAttention(DropIn):
+    replaces = ("LayoutLMv3SelfAttention",)
+    needs = "LayoutLMv3Encoder"
+    projections = ("query", "key", "value", "")
+    heads = "num_attention_heads"
+
+    @classmethod
+    def serves(cls, original: Any) -> bool:
+        of = getattr(original, "config", original)  # transformers 5.24 leaves it to the configuration
+        return super().serves(original) and bool(getattr(of, "has_relative_attention_bias", False))
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        refuse_weights(kwargs.get("output_attentions"))
+        return join(self.attend(*self.project(hidden_states), mask=attention_mask)), None
+
+
+class UdopRelativeBias(DropIn):
+    """``RelativePositionBiasAggregated``, which also hides padding."""
+
+    replaces = ("RelativePositionBiasAggregated",)
+    needs = "UdopAttention"
+    projections, heads, drops = (), "", ""
+    reads = "biases"
+
+    def forward(self, attention_mask: Tensor, bbox: Tensor | None = None) -> Tensor:
+        bias: Tensor = self.kind.forward(self, attention_mask, bbox)
+        return bias.masked_fill(attention_mask[:, None, None, :] == 0, torch.finfo(bias.dtype).min)
+
+
+class UdopRelativeAttention(T5RelativeAttention):
+    """``UdopAttention``: T5's in the decoder, and with the bias by pairs of boxes in the encoder."""
+
+    replaces = ("UdopAttention",)
+    local = False
+    masks = ()
+
+    def added(self, position_bias: Tensor) -> dict[str, Any]:
+        """Return the options of a bias; that by pairs already hides padding."""
+        return {"mask": position_bias} if position_bias.ndim == 4 else super().added(position_bias)

@@ -40,7 +40,6 @@ class XLNetRelativeSkew(DropIn):
         target_mapping: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from the contents ``h``, and from the queries ``g`` if there are any, to the memory and to ``h``."""
         refuse_weights(output_attentions)
         seen = h if mems is None or mems.dim() < 2 else torch.cat([mems, h])
         k, v = _heads(seen, self.k), _heads(seen, self.v)
@@ -109,7 +108,6 @@ class ProphetNetRelativeAttention(DropIn):
         extended_predict_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, None]:
-        """Attend from all streams, ``(batch, streams · length, width)``, to the main one and to the cache."""
         refuse_weights(kwargs.get("output_attentions"))
         cache = cache_given(cache, kwargs)
         streams = 1 + self.ngram
@@ -179,7 +177,6 @@ class FunnelRelativeStructure(DropIn):
         return places, segments, attention_mask, None
 
     def pre_attention_pooling(self, output: Any, attention_inputs: Any) -> tuple[Any, Any]:
-        """Pool the queries, and the keys if the model does."""
         places, segments, mask, _ = attention_inputs
         output, (places, _, mask, _) = self.kind.pre_attention_pooling(self, output, (places, None, mask, None))
         if segments is not None:
@@ -188,7 +185,6 @@ class FunnelRelativeStructure(DropIn):
         return output, (places, segments, mask, None)
 
     def post_attention_pooling(self, attention_inputs: Any) -> Any:
-        """Pool the keys like the queries."""
         places, segments, mask, _ = attention_inputs
         places, _, mask, _ = self.kind.post_attention_pooling(self, (places, None, mask, None))
         if segments is not None and self.config.pool_q_only:
@@ -222,7 +218,6 @@ class FunnelRelativeAttention(DropIn):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_inputs: Any, output_attentions: bool = False
     ) -> tuple[Tensor]:
-        """Attend from ``(batch, queries, width)`` to ``(batch, keys, width)``."""
         refuse_weights(output_attentions)
         places, segments, mask, _ = attention_inputs
         heads = self.config.n_head

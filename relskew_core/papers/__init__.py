@@ -30,22 +30,22 @@ C.-Z. A. Huang et al. 2018, "Music Transformer: Generating Music with Long-Term 
 I. Ukhov 2024, "Relative positional embedding for any attention mechanism", blog.ivanukhov.com.
 """
 
-from relskew_core.papers._huang import (
+from relskew_core.papers._algorithms import (
+    clipped_distances,
+    clipped_lookup,
+    diagonal_attention,
+    diagonal_logits,
+    diagonal_skew,
     huang_attention,
     huang_local_attention,
     huang_logits,
     huang_mask,
     huang_skew,
     huang_skew_local,
-)
-from relskew_core.papers._shaw import (
-    clipped_distances,
-    clipped_lookup,
     shaw_attention,
     shaw_logits,
     shaw_values,
 )
-from relskew_core.papers._ukhov import diagonal_attention, diagonal_logits, diagonal_skew
 
 __all__ = [
     "clipped_distances",

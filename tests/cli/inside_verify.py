@@ -16,8 +16,7 @@ from relskew_core import BlockSpec, Span, attention_block
 from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
 from relskew_core.cli import _console, _libraries, _verify, main
-from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
-from relskew_core.cli._runtimes import runtimes
+from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries, runtimes
 from relskew_core.cli._verify import Case, cases
 
 CASES = {case.name: case for case in cases()}

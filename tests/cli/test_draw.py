@@ -86,14 +86,14 @@ def test_colours_of_the_terminal_are_those_of_the_files() -> None:
     assert "\x1b[38" not in printed(draw_call(2, causal=True))
 
 
-def test_many_columns_are_half_blocks_and_too_many_are_told() -> None:
+def test_many_columns_are_shades_and_too_many_are_joined() -> None:
     told = printed(draw_call(40, causal=True, window=(3, 0)))
     rows = [line for line in told.splitlines() if "█" in line]
     assert len(rows) == 20
     assert "40 columns" in told
     narrow = printed(draw_call(200, causal=True), 60)
     assert max(map(len, narrow.splitlines())) <= 60
-    assert "200 columns, 0 … 199, 4 a place, and one of 4 rows" in narrow
+    assert "200 columns, 0 … 199; a place is the strongest of 8 × 4" in narrow
     assert sum(any(shade in line for shade in "·░▒▓█") for line in narrow.splitlines()) == 200 / 4 / 2
     shades = printed(draw_weights(np.eye(20)), 60)
     assert sum(line.count("█") for line in shades.splitlines()) == 20

@@ -14,7 +14,7 @@ import pytest
 from relskew_core import Span
 from relskew_core._array.extras import to_install
 from relskew_core.draw import Cell, Panel, Picture, draw_call, draw_span, draw_weights
-from relskew_core.draw._cells import DARK, LIGHT
+from relskew_core.draw._picture import DARK, LIGHT
 
 pytest.importorskip("matplotlib")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -29,9 +29,9 @@ import oracles
 from relskew_core import toeplitz_2d
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
-from relskew_core.huggingface import _beit, _grids, replace_attention
+from relskew_core.huggingface import _images, replace_attention
 from relskew_core.huggingface._attend import DropIn, additive
-from relskew_core.huggingface._windows import by_cell
+from relskew_core.huggingface._images import by_cell
 
 Tensor = torch.Tensor
 
@@ -42,8 +42,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     compiled = _compiled.kernels
 
     def choose(taken: bool) -> None:
-        for part in (_beit, _grids):
-            monkeypatch.setattr(part, "HELD", 0 if taken else 2**40)
+        monkeypatch.setattr(_images, "HELD", 0 if taken else 2**40)
         monkeypatch.setattr(_compiled, "kernels", None if taken else compiled)
         monkeypatch.setattr(prepared, "_checked", {})
 

@@ -1,28 +1,27 @@
-"""JAX: keys and values travel around a mesh axis, in one loop that every device compiles once.
-
-Which pairs of two shares see each other depends on which devices they are on, and that is known only when the program
-runs. But there are few kinds of them: every kind is a branch of a ``switch``, with its lengths and patterns, and
-the rows of the tables that it uses are looked up.
-"""
+"""Relative attention of a split sequence, inside shard_map."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from relskew_core._array.checks import check_bool, check_choice, describe, is_array
+from relskew_core._array.softmax import log_sum_exp
+from relskew_core._array.typing import Array
 from relskew_core._functions.attention import Backward, attend, pull_back
-from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
+from relskew_core._kernel.by_head import HeadScales, with_sinks
+from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part, takes
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax.manual import axes_of, varying
-from relskew_core.distributed._layout import Layout, needed, runs
+from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 
 Arrays = dict[str, Any]
 
@@ -37,7 +36,6 @@ class Kinds:
 
     @classmethod
     def of(cls, queries: Sequence[Run], keys: Sequence[Run], bounds: tuple[int, int | None, int | None]) -> Kinds:
-        """Sort the pairs of devices by kind."""
         kinds: dict[Pairs | None, int] = {}
         found = [[Pairs.of(a, b, *bounds) for b in keys] for a in queries]
         alike = [[None if pairs is None else replace(pairs, zero=0) for pairs in row] for row in found]
@@ -48,8 +46,6 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class TracedRing:
-    """One call of a split sequence."""
-
     options: Arguments  # its arrays are not those of the call
     span: Span
     axis: str
@@ -61,7 +57,6 @@ class TracedRing:
 
     @classmethod
     def of(cls, given: Arguments, options: Options, size: int, axis: str, layout: Layout) -> TracedRing:
-        """Plan a call."""
         pattern = options.visibility
         bounds = (pattern.offset, pattern.left, pattern.right)
         queries, keys = ([runs(layout, size, index, x.shape[-2]) for index in range(size)] for x in (given.q, given.k))
@@ -74,7 +69,6 @@ class TracedRing:
         return cls(plain, options.span, axis, size, needed(queries, keys, *bounds), queries, keys, kinds)
 
     def attend(self, given: Arguments) -> tuple[Any, Any]:
-        """Return the output and the sums of weights, in the dtype of the accumulation."""
         arrays = {name: x for name, x in given.arrays().items() if x is not None}
         if given.segments is not None:
             pair = given.segments if isinstance(given.segments, tuple) else (given.segments, given.segments)
@@ -181,7 +175,6 @@ class TracedRing:
         return carry[1], carry[2], at
 
     def _sent(self, tree: Any, hops: int) -> Any:
-        """Send arrays along the ring by a number of devices."""
         if hops % self.size == 0:
             return tree
         there = [(index, (index + hops) % self.size) for index in range(self.size)]
@@ -254,7 +247,6 @@ class TracedPart:
         return given, Part(of_more=True)
 
     def attend(self, x: Arrays, held: Arrays) -> tuple[Any, Any]:
-        """Return output and sums of weights."""
         given, part = self._call(x, held)
         return attend(problem(given, return_lse=True, part=part), given.impl)
 
@@ -289,7 +281,6 @@ class TracedPart:
         return total.at[..., rows].add(gradient) if bias else total.at[..., rows, :].add(gradient)
 
     def _places(self) -> tuple[Any, Any]:
-        """Return the table's row of every relative position, and which of them it has."""
         pairs, span = self.pairs, self.ring.span
         rows = self.zero + span.left + pairs.step * jnp.arange(pairs.low, pairs.high + 1, dtype=int)
         return jnp.clip(rows, 0, span.rows - 1), (rows >= 0) & (rows < span.rows)
@@ -309,3 +300,117 @@ class TracedPart:
         if mask.ndim > 1 and mask.shape[-2] > 1:
             mask = mask[..., self.queries.here, :]
         return mask if mask.shape[-1] == 1 else jnp.take(mask, self._columns(), axis=-1)
+
+
+@dataclass(eq=False)
+class _Ring(Arguments):
+    _: KW_ONLY
+    axis_name: str
+    layout: Layout = "contiguous"
+    return_lse: bool = False
+
+
+@takes(_Ring)
+def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
+    """Attend as :func:`relskew_core.relative_attention` does, to a sequence that is split over a mesh axis.
+
+    Call it inside ``jax.shard_map``: each device passes its shard of the positions of ``q``, ``k`` and ``v``, and gets
+    its shard of the output, while keys and values travel around a ring. The loop is one ``lax.scan``, so the compile
+    time does not grow with the number of devices. The gradient is a second round, and keeps only the inputs and outputs
+    of the forward pass.
+
+    Parameters
+    ----------
+    q, k, v, rel_q : array, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
+        This device's shard.
+    rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
+        As in :func:`relskew_core.relative_attention`; tables are whole on every device.
+    causal, window, offset
+        As there, of the whole sequence; ``offset`` is an int.
+    mask : array, optional
+        For this device's queries and all keys of the whole sequence, in their order there; broadcasts to
+        ``(..., H, Lq, P · Lk)``.
+    segments : integer array, shape (..., L) or (L,), or a pair of them, optional
+        Of this device's shard.
+    block_size, blocks_before, positions, dropout, seed
+        Raise an error.
+    axis_name : str
+        Name of the mesh axis along which the sequence is split.
+    layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
+        The positions of a device: contiguous; two parts, the second mirrored, so that causal attention costs the same
+        on every device; or every ``n``-th position for ``n`` devices.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits.
+
+    Returns
+    -------
+    out : array, shape (..., H, Lq, Dv)
+        This device's shard. For arrays in half precision, parts are merged in float32.
+    lse : array, shape (..., H, Lq)
+        Only with ``return_lse``.
+
+    Notes
+    -----
+    Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Brandon et al. 2023,
+    "Striped Attention".
+
+    Examples
+    --------
+    One device here; the call is the same for many:
+
+    >>> import jax
+    >>> from functools import partial
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> from relskew_core import relative_attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4))
+    >>> table = jax.random.normal(jax.random.key(1), (8, 4))
+    >>> mesh = jax.make_mesh((1,), ("ring",))
+    >>> attend = partial(ring_attention, causal=True, axis_name="ring")
+    >>> split, whole = PartitionSpec(None, "ring"), PartitionSpec()
+    >>> specs = split, split, split, whole
+    >>> ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=split))
+    >>> given = [
+    ...     jax.device_put(x, NamedSharding(mesh, spec))
+    ...     for x, spec in zip((q, k, v, table), specs)
+    ... ]
+    >>> bool(
+    ...     abs(ring(*given) - relative_attention(q, k, v, table, causal=True)).max() < 1e-5
+    ... )
+    True
+
+    The zigzag layout, which gives all devices of a causal model equal work; on two devices, device 0 then has the first
+    and the last quarter of the positions:
+
+    >>> attend = partial(attend, layout="zigzag")
+    >>> zigzag = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=split)
+    >>> jax.jit(zigzag)(*given).shape
+    (2, 8, 4)
+
+    With a gradient, here only its shape:
+
+    >>> gradient = jax.grad(lambda *x: ring(*x).sum(), argnums=3)
+    >>> jax.eval_shape(gradient, *given).shape
+    (8, 4)
+    """
+    check_choice("layout", given.layout, LAYOUTS)
+    check_bool("return_lse", given.return_lse)
+    if not isinstance(given.axis_name, str):
+        raise TypeError(f"`axis_name` must be the name of one axis of the mesh, got {describe(given.axis_name)}")
+    for name in ("positions", "block_size", "seed"):
+        if getattr(given, name) is not None:
+            raise ValueError(f"`{name}` must be None in a ring, got {describe(getattr(given, name))}")
+    if is_array(given.offset) or not isinstance(given.offset, int | None):
+        raise TypeError(f"`offset` must be an int, the same for all items, got {describe(given.offset)}")
+    arguments = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
+    call = problem(replace(arguments, mask=None))
+    size = lax.psum(1, given.axis_name)  # a constant, because 1 is a constant
+    check_whole(arguments, call, size, given.layout, xp=jnp)
+    sinks = arguments.sinks
+    scales = HeadScales.of(arguments, xp=jnp)
+    arguments = replace(arguments if scales is None else scales.applied(arguments), sinks=None)
+    ring = TracedRing.of(arguments, call.options, size, given.axis_name, given.layout)
+    out, sums = ring.attend(arguments)
+    if sinks is not None:
+        out, sums = with_sinks(out, sums, sinks, xp=jnp)
+    out = out.astype(given.q.dtype)
+    return (out, log_sum_exp(sums)) if given.return_lse else out

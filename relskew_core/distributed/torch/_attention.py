@@ -19,8 +19,7 @@ from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, SEQUENCES, Argument
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._parts import Gathered, PartsAttention, PartsPlan, Ring
-from relskew_core.distributed.torch._ranks import Ranks, agreed, groups
-from relskew_core.distributed.torch._sequence import joined, taken_apart, whole
+from relskew_core.distributed.torch._sequence import Ranks, agreed, groups, joined, taken_apart, whole
 from relskew_core.distributed.torch._tables import as_if_whole, check_sharded
 
 HEADS = -3
@@ -56,12 +55,10 @@ def _exchange(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor:
 
 
 def to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    """Return all positions of this rank's share of the heads."""
     return _exchange(x, ranks, layout, back=False)
 
 
 def to_positions(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    """Return all heads of this rank's share of the positions."""
     return _exchange(x, ranks, layout, back=True)
 
 
@@ -172,12 +169,6 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     ValueError, TypeError
         On all ranks, if an argument does not fit on one of them or differs between them; the message names it.
 
-    See Also
-    --------
-    ContextParallel : the same for modules.
-    shard_sequence : splits the arrays.
-    relskew_core.relative_attention : the same on one device.
-
     Notes
     -----
     Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Jacobs et al. 2023,
@@ -277,7 +268,6 @@ def _plain(given: _Parallel) -> Arguments:
 
 
 def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, part: Part) -> PartsPlan:
-    """Plan a call whose keys arrive in parts."""
     pattern, layout = call.options.visibility, parallel.layout
     queries, keys = (
         [runs(layout, ranks.size, index, x.shape[-2]) for index in range(ranks.size)] for x in (given.q, given.k)

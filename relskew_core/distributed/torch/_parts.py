@@ -18,8 +18,7 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
 from relskew_core.distributed._layout import Layout, runs
-from relskew_core.distributed.torch._ranks import Ranks
-from relskew_core.distributed.torch._sequence import joined, taken_apart
+from relskew_core.distributed.torch._sequence import Ranks, joined, taken_apart
 from relskew_core.distributed.torch._tables import RankTables, ShardedTables
 
 Held = Sequence[Tensor]
@@ -97,7 +96,6 @@ class Gathered:
 
     @classmethod
     def of(cls, ranks: Ranks, layout: Layout, count: int) -> Gathered:
-        """Arrange the parts in their order in the whole sequence; stripes are adjacent, each a run."""
         if layout != "striped":
             return cls(ranks, [Run(0, 1, ranks.size * count)], layout)
         stripes = [run for index in range(ranks.size) for run in runs("striped", ranks.size, index, count)]
@@ -105,13 +103,11 @@ class Gathered:
         return cls(ranks, side_by_side, "contiguous")
 
     def forward(self, held: Held, step: Step) -> Held:
-        """Attend to all keys at once; return them."""
         held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
         step(None, self.keys, held)
         return held
 
     def backward(self, held: Held, like: Held, step: Step) -> Held:
-        """Return the gradients of the keys and values of this rank."""
         size, found = self.ranks.size, step(None, self.keys, held)
         return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]
 
@@ -121,8 +117,6 @@ LABELS = ("q_segments", "k_segments", "seed")
 
 @dataclass(frozen=True, slots=True)
 class PartsPlan:
-    """All of a call except for its arrays."""
-
     options: Arguments  # its arrays are not those of the call
     span: Span
     offset: int
@@ -134,7 +128,6 @@ class PartsPlan:
     sharded: bool  # whether the rows of the tables are sharded over the ranks
 
     def tables(self, x: dict[str, Any]) -> RankTables:
-        """Return the tables of the call."""
         if not self.sharded:
             return RankTables.of(x, self.span)
         return ShardedTables.of_rows(x, self.span, self.rounds.ranks, self.offset)
@@ -154,7 +147,6 @@ class OnePart:
     def of(
         cls, plan: PartsPlan, x: dict[str, Any], tables: RankTables, held: Held, queries: Run, keys: Run
     ) -> OnePart | None:
-        """Return the call, ``None`` if no query sees a key."""
         pairs = Pairs.of(queries, keys, plan.offset, plan.left, plan.right)
         if pairs is None:
             return None
@@ -187,14 +179,12 @@ class OnePart:
         return cls(given, part, queries, keys, rows)
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Return output and sums of weights, in the dtype of the accumulation."""
         out, sums = attend(problem(self.given, return_lse=True, part=self.part), self.given.impl)
         assert sums is not None
         return out, sums
 
 
 def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
-    """Return the part of a mask (…, Lq here, Lk of all) for the pairs of two runs."""
     columns = slice(None) if mask.shape[-1] == 1 else keys.positions
     if mask.ndim < 2:
         return (..., columns)
@@ -283,6 +273,5 @@ def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast, which has been applied to the arrays before."""
     context: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
     return context

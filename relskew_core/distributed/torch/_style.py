@@ -22,7 +22,7 @@ from relskew_core.backends._torch.operator import COUNT, Operator
 from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
 from relskew_core.distributed._layout import LAYOUTS, Layout
 from relskew_core.distributed.torch._attention import HEADS, METHODS, Method, context_parallel_attention
-from relskew_core.distributed.torch._ranks import distributed, groups
+from relskew_core.distributed.torch._sequence import distributed, groups
 from relskew_core.layers.torch._attention import TableAttention
 
 
@@ -42,11 +42,6 @@ class ContextParallel(ParallelStyle):
         How the sequence was split.
     check : bool, default True
         As in :func:`context_parallel_attention`.
-
-    See Also
-    --------
-    context_parallel_attention : the function.
-    shard_sequence : splits the inputs.
 
     Notes
     -----
@@ -101,7 +96,6 @@ def _attend(
     segments: Any = None,
     **options: Any,
 ) -> Any:
-    """Attend like the module, to keys that are split over processes."""
     if "unfilled" in options or (k.shape[-2] != q.shape[-2] and not module.spec.cross):
         raise ValueError("`past` must be None, because the sequence is split over processes")
     if key_padding_mask is not None:
@@ -115,7 +109,6 @@ def _attend(
 
 
 def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
-    """Draw a seed that is the same on all ranks."""
     seed = torch.randint(2**31, (), dtype=torch.int64, device=q.device)
     for ranks in reversed(groups(group)):
         if ranks is not None:
@@ -141,10 +134,6 @@ def register_sharding() -> None:
     other ways are gathered first. To split sequences, use :func:`context_parallel_attention`.
 
     A second call does nothing.
-
-    See Also
-    --------
-    context_parallel_attention : for sequences that are split.
 
     Notes
     -----

@@ -17,7 +17,7 @@ from relskew_core._array.checks import describe
 from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind
 from relskew_core._positions.pairs import Pairs, Rows
 from relskew_core._positions.span import Span, check_span_given
-from relskew_core.distributed.torch._ranks import Ranks, distributed, groups
+from relskew_core.distributed.torch._sequence import Ranks, distributed, groups
 
 
 def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) -> Tensor:
@@ -38,10 +38,6 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     -------
     Tensor
         In separate memory, for ``context_parallel_attention(…, layout="striped", tables="sharded")``.
-
-    See Also
-    --------
-    context_parallel_attention : takes the rows with ``tables="sharded"``.
 
     Examples
     --------
@@ -119,23 +115,19 @@ class RankTables:
 
     @classmethod
     def of(cls, x: dict[str, Any], span: Span) -> RankTables:
-        """Return the tables of a call."""
         return cls(span, _columns(x))
 
     def begin(self, distance: int | None) -> None:
         """Prepare a round of the ring."""
 
     def rows(self, pairs: Pairs) -> Rows:
-        """Return the rows that some pairs use."""
         return pairs.rows(self.span)
 
     def part(self, name: str, rows: Rows) -> Tensor:
-        """Return these rows of a table."""
         found: Tensor = rows.of_table(self.given[name], self.span.beyond, xp=xp)
         return found[..., 0] if KINDS[name] is Kind.BIAS else found
 
     def want(self, names: set[str], dtype: torch.dtype) -> None:
-        """Allocate the gradients."""
         self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
 
     def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
@@ -153,7 +145,6 @@ class RankTables:
         """Finish a round of gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of all requested tables."""
         return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.sums.items()}
 
 
@@ -189,7 +180,6 @@ class ShardedTables(RankTables):
         return found
 
     def begin(self, distance: int | None) -> None:
-        """Fetch the rows that stripes at a distance use."""
         assert distance is not None
         self.owner = (-distance - self.offset) % self.ranks.size
         count = _count(self.owner, self.ranks, self.span)
@@ -201,14 +191,12 @@ class ShardedTables(RankTables):
                 self.sums[name] = torch.zeros_like(self.given[name], dtype=self.totals[name].dtype)
 
     def rows(self, pairs: Pairs) -> Rows:
-        """Return rows among those that were fetched."""
         before = int(bool(self.edges))
         count = _count(self.owner, self.ranks, self.span)
         zero = (pairs.zero + self.span.left - _first(self.owner, self.ranks, self.span)) // self.ranks.size
         return Rows.of(zero + before, 1, pairs.low, pairs.high, Span(count - 1 + 2 * before, 0, self.span.beyond))
 
     def want(self, names: set[str], dtype: torch.dtype) -> None:
-        """Allocate the gradients of this rank's rows, and of the edges."""
         self.totals = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in names}
         for name, total in self.totals.items():
             if name in self.edges:
@@ -228,7 +216,6 @@ class ShardedTables(RankTables):
                 total += found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of this rank's rows, summed over all ranks."""
         for name, found in self.of_edges.items():
             distributed.all_reduce(found, group=self.ranks.group)
             for edge, position, row in ((0, -self.span.left, 0), (1, self.span.right, -1)):

@@ -58,7 +58,6 @@ class FixedCache(NamedTuple):
     length: Array
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
-        """Write the new keys and values after the cached ones; the positions after them are hidden."""
         length = check_plain("past.length", self.length)
         if isinstance(length, int | np.ndarray | np.generic):
             with jax.ensure_compile_time_eval():
@@ -88,8 +87,6 @@ for kind in Cache.__args__:  # jax.export can then serialise a step
 
 
 class JaxBlock(ModuleBlock[FixedCache, SlidingCache]):
-    """The shared part of the modules of both frameworks."""
-
     xp: ClassVar[Namespace] = jnp
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
 
@@ -102,7 +99,6 @@ class JaxBlock(ModuleBlock[FixedCache, SlidingCache]):
 
 
 def drawn(spec: BlockSpec, name: str, key: Array, dtype: Any) -> Array:
-    """Draw the weight of a name, in the bounds of :func:`relskew_core.init_weights`."""
     shape = spec.weight_shapes()[name]
     if starts_at_zero(name):
         return jnp.zeros(shape, dtype)

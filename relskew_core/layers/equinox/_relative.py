@@ -21,8 +21,6 @@ from relskew_core.layers._jax.caches import Cache, JaxBlock, drawn
 
 
 class SeenByEquinox(Seen, total=False):
-    """The options of a call, for type checkers."""
-
     key: Array | None
     inference: bool | None
 
@@ -50,11 +48,6 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         Of the parameters.
     key : key of jax.random
         Draws the weights, in the bounds of :func:`relskew_core.init_weights`.
-
-    See Also
-    --------
-    relskew_core.BlockSpec : describes the block.
-    relskew_core.attention_block : the same as a function.
 
     Examples
     --------
@@ -103,7 +96,6 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
             setattr(self, name, drawn(spec, name, keys[name], dtype) if name in spec.weight_shapes() else None)
 
     def __pdoc__(self, **options: Any) -> wadler_lindig.AbstractDoc:
-        """Show the parameters, and the arguments that differ from the defaults."""
         values = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in ("spec", "settings")}
         shown = [(name, value) for name, value in values.items() if value is not None and value is not False]
         chosen = map(wadler_lindig.TextDoc, self.spec.chosen() + self.settings.chosen())

@@ -18,8 +18,6 @@ from relskew_core.layers._jax.caches import Cache, JaxBlock, drawn
 
 
 class SeenByFlax(Seen, total=False):
-    """The options of a call, for type checkers."""
-
     deterministic: bool | None
     rngs: nnx.Rngs | nnx.RngStream | None
 
@@ -51,11 +49,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         Draws the weights, in the bounds of :func:`relskew_core.init_weights`.
     keep_rngs : bool, default True
         Keep a fork of ``rngs.dropout`` where there is dropout; otherwise every call needs ``rngs``.
-
-    See Also
-    --------
-    relskew_core.BlockSpec : describes the block.
-    relskew_core.attention_block : the same as a function.
 
     Examples
     --------
@@ -117,7 +110,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         self.rngs = rngs.dropout.fork() if keep_rngs and self.settings.dropout else None
 
     def __nnx_repr__(self) -> Generator[Any, Any, None]:
-        """Show the parameters, and the arguments that differ from the defaults."""
         for item in super().__nnx_repr__():  # type: ignore[no-untyped-call]
             key = getattr(item, "key", None)
             if key == "spec":
@@ -141,7 +133,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         return module
 
     def weights(self) -> dict[str, Array]:
-        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
         found = {}
         for name in self.spec.weight_shapes():
             owner, _, part = name.rpartition(".")
@@ -197,7 +188,6 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         return {name: table[...] for name, table in super()._tables().items()}
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
-        """Return the key of a call's dropout, ``None`` for no dropout."""
         if not self.settings.dropout:
             return None
         deterministic = self.deterministic if deterministic is None else deterministic

@@ -57,7 +57,6 @@ class FixedCache(NamedTuple):
     length: Array
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
-        """Write the new keys and values after the cached ones; the positions after them are hidden."""
         length, room, n = self.length, self.keys.shape[-2], k.shape[-2]
         if check_fixed(self, k, v, xp=xp) is None:
             fits = mx.logical_and(length >= 0, length <= room - n)[..., None, None, None]
@@ -90,11 +89,6 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
         As in :func:`relskew_core.relative_attention`.
     dtype : dtype, default float32
         Of the parameters, which are drawn in the bounds of :func:`relskew_core.init_weights`.
-
-    See Also
-    --------
-    relskew_core.BlockSpec : describes the block.
-    relskew_core.attention_block : the same as a function.
 
     Examples
     --------
@@ -178,6 +172,5 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
 
 
 def _drawn(spec: BlockSpec, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Draw the weight of a name, in the bounds of :func:`relskew_core.init_weights`."""
     bound = 0.0 if starts_at_zero(name) else uniform_bound(spec, name)
     return mx.random.uniform(-bound, bound, shape, dtype) if bound else mx.zeros(shape, dtype)

@@ -1,13 +1,14 @@
-"""The shared part of both modules: the tables, the options, and the call of attention."""
+"""The shared part of all modules: tables and options, tensors of a call, and the call of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from functools import wraps
+from typing import Any, NoReturn
 
 import array_api_compat.torch as xp
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from relskew_core._array.checks import describe
@@ -18,8 +19,80 @@ from relskew_core._block.module import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
-from relskew_core.layers.torch._constants import buckets, slopes
-from relskew_core.layers.torch._whole import Whole
+from relskew_core._functions.buckets import alibi_slopes, t5_buckets
+from relskew_core._functions.tables import Direction, sinusoid_rates, sinusoids
+from relskew_core._positions.span import Span
+from relskew_core.backends._torch.transformations import is_transformed
+
+
+class Whole(nn.Module):
+    """A module that ``torch.fx`` calls as one node, as it does torch's own, and that ``torch.jit.script`` refuses."""
+
+    def _call_impl(self, *given: Any, **named: Any) -> Any:
+        for x in (*given, *named.values()):
+            if isinstance(x, fx.Proxy):
+                tracer: Any = x.tracer
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), given, named)
+        return super()._call_impl(*given, **named)  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}: use torch.compile, torch.export.export or "
+            "torch.jit.trace"
+        )
+
+
+Function = Callable[..., Tensor]
+
+
+def kept(most: int) -> Callable[[Function], Function]:
+    """Make a function keep its last results, but none that a transformation or a mode of torch takes part in.
+
+    Such tensors may be fake or functional, and have no numbers for later calls.
+    """
+
+    def decorate(make: Function) -> Function:
+        found: dict[Hashable, Tensor] = {}
+
+        @wraps(make)
+        def call(*key: Any) -> Tensor:
+            if is_transformed():
+                return make(*key)
+            made = found.get(key)
+            if made is None:
+                with torch.inference_mode(False), torch.no_grad():  # training may use it next
+                    made = make(*key)
+                if type(made) is not Tensor:
+                    return made
+                if len(found) >= most:
+                    found.clear()
+                found[key] = made
+            return made
+
+        return call
+
+    return decorate
+
+
+@kept(64)
+def buckets(
+    left: int, right: int, num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device
+) -> Tensor:
+    rows = t5_buckets(
+        Span(left, right), num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional
+    )
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@kept(64)
+def slopes(num_heads: int, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(alibi_slopes(num_heads)[first : first + count], dtype=dtype, device=device)
+
+
+@kept(4)
+def rows_of_sinusoids(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rates = sinusoid_rates(dim, base=10000.0)
+    return sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 class TableAttention(Whole):
@@ -57,7 +130,6 @@ class TableAttention(Whole):
         super()._load_from_state_dict(state_dict, prefix, *options, **more)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from the defaults."""
         return ", ".join(self.spec.chosen() + Settings(self.dropout, self.impl, self.chunk_size).chosen())
 
     def table_parameters(self) -> list[nn.Parameter]:
@@ -130,11 +202,9 @@ class TableAttention(Whole):
         return with_bias(self.tables_of(q), spec, q, k, options, **fixed, xp=xp)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return a dictionary of the tables and sinks, read as attributes because torch may replace them."""
         return {name: getattr(self, name) for name in ATTENDED}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
-        """Return the tables of the heads of some queries, in their dtype."""
         return {name: x if x is None else _local_table(name, x, q, self.spec) for name, x in self.tables().items()}
 
 
@@ -164,7 +234,6 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def _check_placed(device: Any, dtype: Any) -> None:
-    """Refuse a device or dtype that parameters cannot have."""
     known = dtype is None or isinstance(dtype, torch.dtype)
     if not known or not is_floating(torch.empty(0, dtype=dtype, device="meta"), xp=xp):
         raise TypeError(f"`dtype` must be a real floating dtype of torch, got {describe(dtype)}")

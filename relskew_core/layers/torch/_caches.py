@@ -53,7 +53,6 @@ class FixedCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, FixedCache, Mapping[str, Any]]:
-        """Write the new keys and values after the cached ones."""
         known, n = check_fixed(self, k, v, xp=xp), k.shape[-2]
         present = FixedCache(self.keys, self.values, self.length + n)
         pairs = ((self.keys, k), (self.values, v))
@@ -105,7 +104,6 @@ class SlidingCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, SlidingCache, Mapping[str, Any]]:
-        """Append the new keys and values, and drop the same number of old ones."""
         k, v, present, seen = slid(self, k, v, xp=xp)
         # Separate memory: a view would keep the whole prompt, and its strides would differ at the next step.
         keys, values = (x.contiguous() for x in present[:2])

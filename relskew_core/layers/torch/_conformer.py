@@ -14,9 +14,8 @@ from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.tables import DIRECTIONS, Direction
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import fill
+from relskew_core.layers.torch._attention import fill, rows_of_sinusoids
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
-from relskew_core.layers.torch._constants import rows_of_sinusoids
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
 
@@ -29,10 +28,6 @@ class ChunkCache(NamedTuple):
         The last positions, in order; in the beginning, room in front of them.
     length : Tensor of int64, shape ()
         How many of them there are.
-
-    See Also
-    --------
-    ConformerAttention : makes and takes the cache.
 
     Examples
     --------
@@ -51,7 +46,6 @@ class ChunkCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, ChunkCache, dict[str, Any]]:
-        """Append the new keys and values, and drop the same number of old ones."""
         k, v, present, seen = slid(self, k, v, xp=xp)
         keys, values = (x.contiguous() for x in present[:2])  # a view would keep the whole chunk
         # the blocks decide what is visible, without a window
@@ -80,12 +74,6 @@ class ConformerAttention(RelativeMultiheadAttention):
         Of the sinusoids, as in :func:`relskew_core.sinusoidal_table`: ``"both"`` for SpeechBrain's checkpoints.
     dropout, impl, chunk_size, device, dtype : optional
         As in :class:`RelativeMultiheadAttention`.
-
-    See Also
-    --------
-    ChunkCache : its cache.
-    RelativeMultiheadAttention : learned tables instead of sinusoids.
-    relskew_core.conventions.load_conformer : reads weights of other code.
 
     Notes
     -----
@@ -135,7 +123,6 @@ class ConformerAttention(RelativeMultiheadAttention):
         self.u, self.w = (nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) for _ in "uw")
 
     def extra_repr(self) -> str:
-        """Describe the module in ``print``."""
         return ", ".join(
             [super().extra_repr(), *([] if self.direction == "past" else [f"direction={self.direction!r}"])]
         )
@@ -187,7 +174,6 @@ class ConformerAttention(RelativeMultiheadAttention):
         return ChunkCache(*self._room((*lead, spec.num_heads, kept, spec.head_dim), dtype or self.u.dtype))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attend with both biases and with projected sinusoids for all positions of the call."""
         size, span = self.spec.block_size, self.spec.span
         if size is not None and "unfilled" in options and q.shape[-2] % size:
             raise ValueError(

@@ -44,10 +44,6 @@ class MultiheadAttention(TableAttention):
     device, dtype : optional
         As in torch.
 
-    See Also
-    --------
-    RelativeMultiheadAttention : a block whose projections are modules.
-
     Examples
     --------
     >>> import torch
@@ -333,6 +329,5 @@ class MultiheadAttention(TableAttention):
         return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from the defaults."""
         widths = [f"{name}={n}" for name, n in (("kdim", self.kdim), ("vdim", self.vdim)) if n != self.embed_dim]
         return ", ".join([super().extra_repr(), *widths, *(["batch_first=True"] if self.batch_first else [])])

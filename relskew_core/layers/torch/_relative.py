@@ -47,12 +47,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     device, dtype : optional
         Of the parameters, as in torch's own modules.
 
-    See Also
-    --------
-    MultiheadAttention : for torch's own layers.
-    relskew_core.BlockSpec : describes the block.
-    relskew_core.attention_block : the same as a function.
-
     Notes
     -----
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", and Huang et al. 2018, "Music

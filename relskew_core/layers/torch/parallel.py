@@ -19,11 +19,6 @@ class TableParallel(ParallelStyle):
 
     Tables that all heads share stay whole, and their gradients are summed.
 
-    See Also
-    --------
-    relskew_core.layers.torch.RelativeMultiheadAttention : the module.
-    relskew_core.distributed.torch.ContextParallel : splits the sequence.
-
     Examples
     --------
     One process here; the plan is the same for many:

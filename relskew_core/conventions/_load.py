@@ -1,0 +1,441 @@
+"""Attentions of other code bases as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from relskew_core._array.checks import check_bool, check_int
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._positions.span import Span
+from relskew_core.conventions._buckets import T5
+from relskew_core.conventions._convention import load_named
+from relskew_core.conventions._state import FORMS, State, Weights, as_block, note_head_width, read_biases, read_weights
+from relskew_core.conventions._tables import MUSIC_TRANSFORMER, SHAW, TENSOR2TENSOR_CAUSAL, TENSOR2TENSOR_UNMASKED, VITS
+
+
+def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
+    """Read the attention of VITS, a window on keys and values: of transformers, or of its authors.
+
+    Piper, Coqui TTS and MeloTTS have the authors' names: ``conv_q``, ``conv_k``, ``conv_v`` and ``conv_o``.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_attention_heads``, or the authors' ``n_heads``.
+    prefix : str, default ""
+        The prefix of the attention in it: ``"text_encoder.encoder.layers.0.attention."``, or
+        ``"enc_p.encoder.attn_layers.0."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Examples
+    --------
+    The state dict of an attention of width 8 with two heads and a window of four positions on each side:
+
+    >>> import numpy as np
+    >>> state = {"emb_rel_k": np.ones((1, 9, 4)), "emb_rel_v": np.ones((1, 9, 4))}
+    >>> for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_vits(state, num_heads=2)
+    >>> spec.span, weights["rel_k"].shape
+    (Span(left=4, right=4, beyond='zero'), (9, 4))
+
+    The block runs with them in every array library:
+
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
+    """
+    read = State(state, prefix, "emb_rel_k", H=check_int("num_heads", num_heads, minimum=1))
+    names, axes = {name: name for name in PROJECTIONS}, ""
+    if any(read.has(f"conv_{name}.weight") for name in "qkvo"):  # convolutions of a single position
+        names, axes = {name: f"conv_{name[0]}" for name in PROJECTIONS}, " 1"
+    weights = read_weights(read, names, axes) | read_biases(read, names)
+    keys = read.read("emb_rel_k", "1 R D", "H R D")
+    values = read.read("emb_rel_v", "1 R D" if keys.shape[0] == 1 else "H R D")
+    weights["rel_k"], span = load_named(VITS, read.label("emb_rel_k"), keys)
+    weights["rel_v"], _ = load_named(VITS, read.label("emb_rel_v"), values)
+    return as_block(read, weights, span)
+
+
+def load_wav2vec2_bert(
+    state: Mapping[str, Array], *, num_heads: int, left: int = 64, right: int = 8, prefix: str = ""
+) -> tuple[BlockSpec, Weights]:
+    """Read an HF ``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_attention_heads``.
+    left, right : int, default 64, 8
+        ``config.left_max_position_embeddings`` and ``config.right_max_position_embeddings``.
+    prefix : str, default ""
+        The prefix of the attention in it: ``"encoder.layers.0.self_attn."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Examples
+    --------
+    The state dict of an attention of width 8 with two heads, and a table of ``2 + 1 + 1`` distances:
+
+    >>> import numpy as np
+    >>> state = {"distance_embedding.weight": np.ones((4, 4))}
+    >>> for name in ("linear_q", "linear_k", "linear_v", "linear_out"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_wav2vec2_bert(state, num_heads=2, left=2, right=1)
+    >>> spec.span
+    Span(left=2, right=1, beyond='clip')
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
+    """
+    left, right = check_int("left", left, minimum=0), check_int("right", right, minimum=0)
+    heads = check_int("num_heads", num_heads, minimum=1)
+    read = State(state, prefix, "distance_embedding.weight", H=heads, R=left + right + 1)
+    names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
+    weights = read_weights(read, names) | read_biases(read, names)
+    weights["rel_k"], span = SHAW.load(read.read("distance_embedding.weight", "R D"), left=left)
+    return as_block(read, weights, span)
+
+
+def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> Weights:
+    """Read the attention of a Conformer with Transformer-XL's positions, for :class:`ConformerAttention` of torch.
+
+    ESPnet, NeMo, fairseq, ChunkFormer and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have
+    the same names (``linear_pos``, ``pos_bias_u``); transformers' Parakeet (``relative_k_proj``, ``bias_u``) and
+    SpeechBrain (``in_proj_weight``) have others.
+
+    SpeechBrain divides its logits by the root of the width of all heads, and a block by that of one head:
+    ``q_proj.weight``, ``u`` and ``w`` are SpeechBrain's, divided by the root of the number of heads. Its sinusoids need
+    ``direction="both"``, unless its encoder was made with ``use_legacy_symmetric=False``.
+
+    WeNet and ESPnet's ``rel_pos_type="legacy"`` have the same names, and compute something else.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        Number of heads.
+    prefix : str, default ""
+        The prefix of the attention in it: ``"encoder.encoders.0.self_attn."``.
+
+    Returns
+    -------
+    dict of str to array
+        For ``ConformerAttention(spec).load_state_dict``, where ``spec.bias`` says whether there are biases.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import ConformerAttention
+    >>> names = ["linear_q", "linear_k", "linear_v", "linear_out", "linear_pos"]
+    >>> original = torch.nn.ModuleDict(
+    ...     {name: torch.nn.Linear(8, 8, bias=name != "linear_pos") for name in names}
+    ... )
+    >>> original.pos_bias_u, original.pos_bias_v = (
+    ...     torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2)
+    ... )
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)))
+    >>> attention.load_state_dict(load_conformer(original.state_dict(), num_heads=2))
+    <All keys matched successfully>
+
+    An attention of SpeechBrain:
+
+    >>> state = {"in_proj_weight": torch.ones(24, 8), "linear_pos.weight": torch.ones(8, 8)}
+    >>> state |= {f"pos_bias_{name}": torch.ones(4, 2) for name in "uv"}
+    >>> state |= {"out_proj.weight": torch.ones(8, 8), "out_proj.bias": torch.zeros(8)}
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)), direction="both")
+    >>> attention.load_state_dict(load_conformer(state, num_heads=2))
+    <All keys matched successfully>
+    """
+    heads = check_int("num_heads", num_heads, minimum=1)
+    read = State(state, prefix, "linear_pos.weight", "relative_k_proj.weight", H=heads)
+    if read.has("in_proj_weight"):
+        return _speechbrain(read)
+    names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
+    positions, biases = "linear_pos", ("pos_bias_u", "pos_bias_v")
+    if read.has("relative_k_proj.weight"):
+        names = {name: name for name in PROJECTIONS} | {"out_proj": "o_proj"}
+        positions, biases = "relative_k_proj", ("bias_u", "bias_v")
+    weights = read_weights(read, names) | read_biases(read, names)
+    weights["pos_proj.weight"] = read.read(f"{positions}.weight", FORMS["q_proj"])
+    for name, other in zip(("u", "w"), biases, strict=True):
+        weights[name] = read.read(other, "H D")
+    read.finish()
+    return weights
+
+
+def _speechbrain(state: State) -> Weights:
+    """Cut the packed projections head by head, and divide the queries by the root of the number of heads."""
+    weights = {
+        "out_proj.weight": state.read("out_proj.weight", "E W"),
+        "out_proj.bias": state.read("out_proj.bias", "E"),
+    }
+    note_head_width(state, "out_proj.weight")
+    width, heads, head_width = (state.sizes[axis] for axis in "WHD")
+    state.sizes["3W"] = 3 * width
+    packed, xp = state.read("in_proj_weight", "3W E"), state.xp
+    by_head = xp.reshape(packed, (heads, 3, head_width, state.sizes["E"]))
+    for index, name in enumerate(PROJECTIONS[:3]):
+        weights[f"{name}.weight"] = xp.reshape(by_head[:, index, :, :], (width, state.sizes["E"]))
+        weights[f"{name}.bias"] = xp.zeros_like(weights[f"{name}.weight"][:, 0])
+    if state.has("value_bias_weight"):
+        weights["v_proj.bias"] = state.read("value_bias_weight", "W")
+    for name, other in (("u", "pos_bias_u"), ("w", "pos_bias_v")):  # their shape is not the order of their numbers
+        weights[name] = xp.reshape(state.read(other, "D H"), (heads, head_width))
+    for name in ("q_proj.weight", "u", "w"):
+        weights[name] = weights[name] * heads**-0.5
+    weights["pos_proj.weight"] = state.read("linear_pos.weight", FORMS["q_proj"])
+    state.finish()
+    return weights
+
+
+def load_tensor2tensor(
+    state: Mapping[str, Array],
+    *,
+    num_heads: int,
+    causal: bool,
+    block_size: int | None = None,
+    prefix: str = "",
+) -> tuple[BlockSpec, Weights]:
+    """Read a ``multihead_attention`` of tensor2tensor: Shaw's ``dot_product_relative`` or the relative version 2.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        The variables of a checkpoint, converted to one array library.
+    num_heads : int
+        Number of heads.
+    causal : bool
+        A decoder's self-attention.
+    block_size : int, optional
+        Of Music Transformer's local attention.
+    prefix : str, default ""
+        Scope up to and including ``"multihead_attention/"``.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Without biases: tensor2tensor has none.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Examples
+    --------
+    The variables of a decoder's attention of width 8 with two heads, in the version of Shaw et al.:
+
+    >>> import numpy as np
+    >>> scope = "body/layer_0/self_attention/multihead_attention/"
+    >>> state = {
+    ...     f"{scope}{name}/kernel": np.eye(8)
+    ...     for name in ("q", "k", "v", "output_transform")
+    ... }
+    >>> for role in ("keys", "values"):
+    ...     state[f"{scope}relative_positions_{role}/embeddings"] = np.ones((33, 4))
+    >>> spec, weights = load_tensor2tensor(state, num_heads=2, causal=True, prefix=scope)
+    >>> spec.span, spec.rel_values
+    (Span(left=16, right=16, beyond='clip'), True)
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
+    """
+    check_bool("causal", causal)
+    read = State(state, prefix, "output_transform/kernel", H=check_int("num_heads", num_heads, minimum=1))
+    weights: Weights = {}
+    for name, other in zip(PROJECTIONS, ("q", "k", "v", "output_transform"), strict=True):
+        transposed = " ".join(reversed(FORMS[name].split()))
+        weights[f"{name}.weight"] = read.read(f"{other}/kernel", transposed)
+    weights = {key: read.xp.matrix_transpose(kernel) for key, kernel in weights.items()}
+    note_head_width(read, "q/kernel")
+    tables, span = _tables(read, causal=causal)
+    return as_block(read, weights | tables, span, causal=causal, block_size=block_size)
+
+
+def load_t5(
+    state: Mapping[str, Array],
+    *,
+    num_heads: int,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    prefix: str = "",
+    bias_prefix: str | None = None,
+) -> tuple[BlockSpec, Weights]:
+    """Read the self-attention of an HF ``T5Attention``: projections without biases, and a bias by relative position.
+
+    T5 does not scale its logits and a block does: ``q_proj.weight`` is T5's times the square root of a head's width.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_heads``.
+    bidirectional : bool
+        Encoder (True) or decoder.
+    num_buckets : int, default 32
+        ``config.relative_attention_num_buckets``.
+    max_distance : int, default 128
+        ``config.relative_attention_max_distance``.
+    prefix : str, default ""
+        The prefix of the attention in it: ``"encoder.block.3.layer.0.SelfAttention."``.
+    bias_prefix : str, optional
+        The prefix of the layer that has ``relative_attention_bias``, the stack's first; ``prefix`` by default.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Without biases of projections, and with ``rel_bias``.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Examples
+    --------
+    The state dict of an encoder's first attention, of width 8 with two heads:
+
+    >>> import numpy as np
+    >>> state = {f"{name}.weight": np.eye(8) for name in "qkvo"}
+    >>> state["relative_attention_bias.weight"] = np.ones((32, 2))
+    >>> spec, weights = load_t5(state, num_heads=2, bidirectional=True)
+    >>> spec.rel_bias, weights["rel_bias"].shape
+    (True, (2, 257))
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
+    """
+    t5 = T5(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
+    read = State(state, prefix, "o.weight", H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)
+    weights = read_weights(read, {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"})
+    weights["q_proj.weight"] = weights["q_proj.weight"] * read.sizes["D"] ** 0.5
+    read.check_prefix("bias_prefix", prefix if bias_prefix is None else bias_prefix, "relative_attention_bias.weight")
+    weights["rel_bias"], span = t5.load(read.read("relative_attention_bias.weight", "B H", prefix=bias_prefix))
+    return as_block(read, weights, span, causal=not bidirectional)
+
+
+def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
+    """Read a table for keys and, if there is one, for values: both clipped, or both of version 2."""
+    clipped = [state.find(f"relative_positions_{role}s/embeddings") for role in ("key", "value")]
+    version_2 = [state.find(f"{role}_relative_embeddings") for role in ("key", "value")]
+    if any(clipped) and any(version_2):
+        found = ", ".join(state.prefix + name for name in clipped + version_2 if name)
+        raise ValueError(f"`state` must have the tables of one version of relative attention, got {found}")
+    keys, values = clipped if any(clipped) else version_2
+    if keys is None:
+        raise state.lacks("relative_positions_keys/embeddings or key_relative_embeddings")
+    convention, forms = TENSOR2TENSOR_CAUSAL if causal else TENSOR2TENSOR_UNMASKED, ["R D", "H R D"]
+    if any(clipped):
+        convention, forms = SHAW, ["R D"]
+        if values is None:  # only version 2 may have a table for the keys alone
+            raise state.lacks("relative_positions_values/embeddings")
+    table = state.read(keys, *forms)
+    rel_k, span = load_named(convention, state.label(keys), table)
+    if values is None:
+        return {"rel_k": rel_k}, span
+    same_heads = [form for form in forms if len(form.split()) == table.ndim]
+    rel_v, _ = load_named(convention, state.label(values), state.read(values, *same_heads))
+    return {"rel_k": rel_k, "rel_v": rel_v}, span
+
+
+def load_music_transformer(
+    state: Mapping[str, Array], *, num_heads: int, prefix: str = ""
+) -> tuple[BlockSpec, Weights]:
+    """Read the attention of a PyTorch port of Music Transformer.
+
+    Known are ``in_proj_weight, out_proj, Er`` (gwinndr), ``Wq, Wk, Wv, fc, E`` (jason9693) and ``wq, wk, wv, wo,
+    E.weight`` (spectraldoy; a table for each head, clipped).
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        Number of heads.
+    prefix : str, default ""
+        The prefix of the attention in it: ``"transformer.encoder.layers.0.self_attn."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Causal.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it. Two ports never saved their
+        table: it was no parameter, and every run drew another one.
+
+    Examples
+    --------
+    The state dict of jason9693's port, of width 8 with two heads and a table of 64 positions:
+
+    >>> import numpy as np
+    >>> state = {"E": np.ones((64, 4))}
+    >>> for name in ("Wq", "Wk", "Wv", "fc"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_music_transformer(state, num_heads=2)
+    >>> spec.span, spec.causal
+    (Span(left=63, right=0, beyond='error'), True)
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
+    """
+    read = State(state, prefix, "Er", "Wq.weight", "wq.weight", H=check_int("num_heads", num_heads, minimum=1))
+    for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):
+        if read.has(first):
+            weights, span = port(read)
+            return as_block(read, weights, span, causal=True)
+    raise read.lacks("in_proj_weight, Wq.weight or wq.weight")
+
+
+def _gwinndr(state: State) -> tuple[Weights, Span]:
+    """Cut the packed projections of ``torch.nn.MultiheadAttention`` into three."""
+    weights = {"out_proj.weight": state.read("out_proj.weight", "E W")}
+    note_head_width(state, "out_proj.weight")
+    state.sizes["3W"] = 3 * state.sizes["W"]
+    packed = {"weight": state.read("in_proj_weight", "3W E")}
+    if state.has("in_proj_bias") or state.has("out_proj.bias"):
+        packed["bias"] = state.read("in_proj_bias", "3W")
+        weights["out_proj.bias"] = state.read("out_proj.bias", "E")
+    width = state.sizes["W"]
+    for kind, rows in packed.items():
+        for index, name in enumerate(PROJECTIONS[:3]):
+            weights[f"{name}.{kind}"] = rows[index * width : (index + 1) * width, ...]
+    weights["rel_k"], span = MUSIC_TRANSFORMER.load(state.read("Er", "R D"))
+    return weights, span
+
+
+def _jason9693(state: State) -> tuple[Weights, Span]:
+    names = {"q_proj": "Wq", "k_proj": "Wk", "v_proj": "Wv", "out_proj": "fc"}
+    weights = read_weights(state, names) | read_biases(state, names)
+    weights["rel_k"], span = MUSIC_TRANSFORMER.load(state.read("E", "R D"))
+    return weights, span
+
+
+def _spectraldoy(state: State) -> tuple[Weights, Span]:
+    """Split a table with the width of all heads, whose edge row serves further positions."""
+    inner = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
+    weights = read_weights(state, {**inner, "out_proj": "wo"})
+    weights["out_proj.bias"] = state.read("wo.bias", FORMS["out_proj"].split()[0])
+    zeros = state.xp.zeros_like(weights["q_proj.weight"][:, 0])
+    weights |= read_biases(state, inner) or {f"{name}.bias": zeros for name in inner}
+    table = state.read("E.weight", "R W")
+    by_head = state.xp.reshape(table, (table.shape[0], state.sizes["H"], state.sizes["D"]))
+    weights["rel_k"] = state.xp.moveaxis(by_head, -2, -3)
+    return weights, Span(table.shape[0] - 1, 0, "clip")
