@@ -14,7 +14,7 @@
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, with every read and write checked; by
 #                       GCC, or with SANITIZER=clang++ by Clang
 #   make sanitize-pairs tests of products of pairs and tiles of bfloat16, as C++ instead of instructions, with the same checks
-#   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; takes
+#   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/inside_compiled.py; takes
 #                       long; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls on another processor, ARCH=s390x
 #   make test-compilers the warnings of GCC and Clang, in every version and for every machine that is installed
@@ -47,7 +47,7 @@ INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 # The extras of users, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml
-LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
+LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/inside_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py tests/export/test_torch.py tests/export/inside_translation.py
 
 # Vectors as short and products as high as on ARM, and fresh memory full of NaN.
@@ -57,7 +57,7 @@ SANITIZER ?= g++
 RUNTIMES = $(if $(findstring clang,$(SANITIZER)),libclang_rt.asan-$(shell uname -m).so,libasan.so libubsan.so)
 SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 KERNELS_COMPILER= \
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
-SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
+SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids.py tests/backends/test_threads.py tests/backends/inside_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
 .PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-clang-cl test-operator
@@ -147,7 +147,7 @@ sanitize: .venv/dev.stamp
 # In C++ in place of a processor's own instructions, which sanitizers do not see.
 sanitize-pairs: .venv/dev.stamp
 	KERNELS_FLAGS='$(SANITIZERS)' $(subst KERNELS_COMPILER=,KERNELS_COMPILER=$(SANITIZER),$(SANITIZED)) \
-		-m pytest tests/backends/test_half_precision.py -k software
+		-m pytest tests/backends/inside_half_precision.py -k software
 
 # A seed gives the same examples only where strings hash the same.
 fuzz: .venv/dev.stamp

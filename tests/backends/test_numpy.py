@@ -16,12 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 import dense
+from libraries import needs_kernels
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
-from relskew_core.backends import _compiled, _threads
 
-pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
+pytestmark = needs_kernels
 
 
 @pytest.fixture
@@ -96,29 +94,6 @@ def test_values_that_no_query_of_the_chunk_sees_may_be_anything() -> None:
 def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="`threads` must be an int"):
         backends.set_numpy_threads(threads)
-
-
-def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3 + process), raising=False)
-    assert _threads.numpy_threads() == 3
-    backends.set_numpy_threads(5)
-    assert _threads.numpy_threads() == 5
-    backends.set_numpy_threads(None)
-    monkeypatch.delattr(os, "sched_getaffinity")
-    for count, threads in ((7, 7), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert _threads.numpy_threads() == threads
-
-
-@pytest.mark.parametrize(("given", "threads"), [("2", 2), (" 4,2", 4), ("0", 3), ("many", 3), ("-1", 3), ("", 3)])
-def test_the_environment_may_limit_threads(monkeypatch: pytest.MonkeyPatch, given: str, threads: int) -> None:
-    monkeypatch.setattr(_threads, "_processors", lambda: 3)
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert _threads.numpy_threads() == threads
-    backends.set_numpy_threads(7)
-    assert _threads.numpy_threads() == 7
-    backends.set_numpy_threads(None)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -206,17 +181,6 @@ def test_kernels_take_offsets_by_item_and_segments_far_apart(options: dict[str, 
     q, k, v = (np.broadcast_to(x, (3, *x.shape)) for x in arrays(150)[:3])
     native, portable = (relative_attention(q, k, v, **options, impl=impl) for impl in ("native", "portable"))
     np.testing.assert_allclose(native, portable, rtol=0, atol=2e-6)
-
-
-def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = arrays(9)[0]
-    call = problem(Arguments(q, q, q, mask=np.zeros((9, 9)), softcap=2.0))
-    x, options = call.operands(), call.options
-    assert _compiled.refusal(x, options) is None
-    names = _compiled.refusal(x, options, _compiled.SUPPORTED - {"mask", "softcap"})
-    assert names == "the compiled kernels do not take `mask` and `softcap`"
-    monkeypatch.setattr(_compiled, "kernels", None)
-    assert _compiled.refusal(x, options) == "no kernels were compiled at installation"
 
 
 @pytest.mark.filterwarnings("error")

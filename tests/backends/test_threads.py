@@ -18,12 +18,10 @@ import dense
 import kernels_built
 from benchmarks.processor import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
+from libraries import needs_kernels
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core.backends import _compiled
 
-kernels = _compiled.kernels
-
-pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+pytestmark = needs_kernels
 
 SETUP = """
 import threading

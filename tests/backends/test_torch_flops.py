@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from libraries import needs_kernels
 from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.backends import _compiled
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 N, M, D, WIDE, ROWS = 40, 56, 8, 6, 11
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
 }
 
 
-@pytest.mark.skipif(_compiled.kernels is None, reason="without kernels torch counts its own operations")
+@needs_kernels
 @pytest.mark.parametrize("name", CASES)
 def test_both_passes(name: str) -> None:
     options, pairs, of_logits, of_values = CASES[name]

@@ -15,9 +15,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import relskew_core
-from libraries import NATIVE
+from libraries import NATIVE, needs_kernels
 from relskew_core import Span
-from relskew_core.backends import _compiled
 from relskew_core.layers.torch import MultiheadAttention
 
 pytestmark = [
@@ -116,7 +115,7 @@ def test_forward_mode_goes_with_backward_mode(n: int) -> None:
     close(found.detach(), expected)
 
 
-@pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
+@needs_kernels
 def test_the_native_path_refuses_forward_mode_by_name() -> None:
     given = drawn(9)
     attend(*given, impl=NATIVE)

@@ -14,7 +14,6 @@ import pytest
 
 import relskew_core
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core._array.checks import describe
 
 H, N, D = 2, 3, 4  # heads, length, width
 
@@ -300,7 +299,12 @@ def tellings(value: Any) -> Iterator[str]:
     """Every way in which an error may tell an argument, or an item of it."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
     for each in (value, *items):
-        yield from (describe(each), repr(each), str(getattr(each, "dtype", None)), str(getattr(each, "shape", None)))
+        kind, text = type(each).__name__, repr(each)
+        dtype, shape = (getattr(each, name, None) for name in ("dtype", "shape"))
+        yield from (text, str(dtype), str(shape), f"{kind} of dtype {dtype} and shape {shape}")
+        short = " ".join(text.split())
+        yield f"{kind} {short}" if len(short) <= 60 else f"{kind} {short[:60]}…"
+        yield f"{kind} of {len(each)}" if isinstance(each, (dict, list, tuple, set, str)) else kind
 
 
 @pytest.mark.parametrize("function", list(CALLS))

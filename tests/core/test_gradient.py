@@ -17,13 +17,7 @@ import oracles
 import strategies
 from libraries import LIBRARIES, NATIVE, Library, of_name
 from relskew_core import Span, merge_attention, relative_attention, relative_attention_vjp
-from relskew_core._array.namespace import namespace_of
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
-from relskew_core._kernel.sums import RunningSum, sum_to
-from relskew_core.backends import _numpy
 
-XP = namespace_of(np)
 GATE = 1e-10
 
 STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
@@ -102,11 +96,13 @@ def test_tables_by_head_in_a_program_of_jax(beyond: Any) -> None:
 
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
 def test_the_native_path_has_them_too(case: dense.Case) -> None:
-    call = problem(Arguments(**case.arrays(), **case.call()))
-    reason, impl = _numpy.serve("attention_vjp", call), "native"
-    if isinstance(reason, str):
-        with pytest.raises(ValueError, match=f"no native path for this call: {re.escape(reason)}"):
-            gradients_on(TORCH, case.d_out(), case.arrays(), case.call(), impl="native")
+    impl = "native"
+    try:
+        gradients_on(NUMPY, case.d_out(), case.arrays(), case.call(), impl=impl)
+    except ValueError as reason:  # the same for both libraries, whose kernels are the same
+        assert "no native path for this call: " in str(reason)  # noqa: PT017 - the next call is to say the same
+        with pytest.raises(ValueError, match=f"^{re.escape(str(reason))}$"):
+            gradients_on(TORCH, case.d_out(), case.arrays(), case.call(), impl=impl)
         impl = "auto"
     actual = gradients_on(TORCH, case.d_out(), case.arrays(), case.call(), impl=impl)
     check(actual, dense.vjp(case.d_out(), case.arrays(), case.call()))
@@ -178,23 +174,6 @@ def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str,
               dense.vjp(case.d_out(), case.arrays(), case.call()))  # fmt: skip
 
 
-@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table"])
-@pytest.mark.parametrize("rel_scale", [None, 0.7])
-@pytest.mark.parametrize("own", [True, False])
-def test_factors_that_vary_are_taken_in_before_a_kernel(
-    tables: str, rel_scale: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = dense.Case("varying", tables=tables, options={"scale": 0.3, "rel_scale": rel_scale}, own_tables=own)
-    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
-    monkeypatch.setattr("relskew_core._kernel.by_head.varies", lambda x: isinstance(x, float))
-    options = problem(Arguments(**case.arrays(), **case.call())).options
-    assert (options.scale, options.rel_scale) == (1.0, 1.0)
-    check(gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()), expected)
-    for name in ("scale", "rel_scale"):
-        with pytest.raises(ValueError, match=f"^`{name}` must be a finite number, got float inf$"):
-            relative_attention(**case.arrays(), **{**case.call(), name: np.inf})
-
-
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_log_sum_exps_have_gradients_too(impl: Any, chunk_size: int | None) -> None:
@@ -216,30 +195,6 @@ def test_parts_of_half_precision_are_merged_in_single() -> None:
     exact = oracles.merge_attention(list(outs.astype("float64")), list(lses.astype("float64")))
     assert out.dtype == np.float16
     np.testing.assert_allclose(out, exact.out, rtol=2**-11, atol=2**-24)  # half a unit in the last place
-
-
-@settings(max_examples=100, deadline=None)
-@given(starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
-       sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5), after=st.integers(0, 2))  # fmt: skip
-def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
-    rng = np.random.default_rng(2)
-    expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))
-    running = RunningSum(expected, XP)
-    for start, size in zip(starts, sizes, strict=False):
-        piece = rng.standard_normal((2, size, 3))
-        expected[:, start : start + size] += piece
-        running.add(start, piece)
-    np.testing.assert_allclose(running.total(), expected, atol=1e-14)
-
-
-def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
-    x = np.random.default_rng(3).standard_normal((2, 3, 4, 1, 5, 6))
-    for lead in ((), (1,), (4, 1), (1, 1), (3, 4, 1), (3, 1, 1), (1, 4, 1), (2, 1, 4, 1), (1, 3, 1, 1), (2, 3, 4, 1)):
-        summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
-        expected = x.sum(axis=summed).reshape(*lead, 5, 6)
-        np.testing.assert_allclose(sum_to(x, lead, xp=XP), expected, atol=1e-13, err_msg=f"{lead}")
-    x = x.reshape(2, 1, 3, 4, 5, 6)
-    np.testing.assert_allclose(sum_to(x, (3, 1), xp=XP), x.sum((0, 1, 3))[:, None], atol=1e-13)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])

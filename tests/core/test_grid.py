@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 import oracles
 from libraries import GATES, Library
 from relskew_core import Span, relative_attention_2d, relative_logits_2d, toeplitz_2d
-from relskew_core._functions import grid_kernels
 
 Floats = NDArray[Any]
 
@@ -272,22 +270,6 @@ def test_the_defaults_are_full_spans_and_the_usual_scale() -> None:
     term = logits_2d(q, (table_h, table_w), (Span.full(2), Span.full(3)), (2, 3), (2, 3))
     want = oracles.relative_attention(q, q, q, mask=term / 2).out
     np.testing.assert_allclose(got, want, rtol=1e-12)
-
-
-def test_memory_grows_with_the_chunk_and_not_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_kernels, "attend", lambda *args, **options: None)  # the kernels have no chunks
-    side, width = 48, 16
-    rng = np.random.default_rng(5)
-    q = rng.standard_normal((1, side * side, width)).astype(np.float32)
-    tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
-    grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
-    peaks = {}
-    for chunk_size in (2 * side, 2 * side, side * side):  # the first call imports modules
-        tracemalloc.start()
-        relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
-        peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peaks[2 * side] < peaks[side * side] / 7
 
 
 def test_gradients_flow_to_the_tables_and_the_bias() -> None:

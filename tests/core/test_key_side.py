@@ -17,7 +17,6 @@ import strategies
 from dense import Case
 from libraries import NATIVE
 from relskew_core import Span, relative_attention, relative_attention_vjp, relative_logits
-from relskew_core.backends import _compiled
 
 CASES = [
     Case("keys alone", n=5, m=8, tables="key_table"),
@@ -152,10 +151,3 @@ def test_what_nobody_sees_may_be_anything() -> None:
     np.testing.assert_array_equal(poisoned.q, gradients.q)
     np.testing.assert_array_equal(poisoned.key_table, gradients.key_table)
     np.testing.assert_array_equal(poisoned.k[..., :23, :], gradients.k[..., :23, :])
-
-
-def test_without_kernels_there_is_no_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    k, table = np.zeros((2, 7, 4)), np.zeros((2, 13, 4))
-    monkeypatch.setattr(_compiled, "kernels", None)
-    with pytest.raises(ValueError, match="no native path for this call: no kernels were compiled"):
-        relative_attention(k, k, k, key_table=table, impl="native")

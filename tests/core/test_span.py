@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from relskew_core import Span, relative_attention
-from relskew_core._positions.span import Beyond
 
 
-@pytest.mark.parametrize("beyond", get_args(Beyond))
-def test_short_names_say_what_lies_beyond(beyond: Beyond) -> None:
+@pytest.mark.parametrize("beyond", ["error", "clip", "zero"])
+def test_short_names_say_what_lies_beyond(beyond: Any) -> None:
     assert Span.causal(3, beyond) == Span(2, 0, beyond)
     assert Span.causal(3, beyond=beyond) == Span(2, 0, beyond)
     assert Span.full(3, beyond=beyond) == Span(2, 2, beyond)

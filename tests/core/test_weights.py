@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core._block import weights as module
 
 
 def test_the_numbers_never_change() -> None:
@@ -17,14 +16,6 @@ def test_the_numbers_never_change() -> None:
     for key, weight in init_weights(spec, seed=11).items():
         digest.update(key.encode() + weight.astype("<f4").tobytes())
     assert digest.hexdigest() == "f1c5377fba63bb390872c6c0817c161289e3c228cab0470ce5431ee63658bcf0"
-
-
-def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = BlockSpec(12, 3, Span(3, 2))
-    whole = init_weights(spec, seed=2)
-    monkeypatch.setattr(module, "PIECE", 16)
-    for key, weight in init_weights(spec, seed=2).items():
-        np.testing.assert_array_equal(weight, whole[key])
 
 
 def test_as_many_weights_as_a_matrix_of_width_8192_has() -> None:

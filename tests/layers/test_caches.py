@@ -12,8 +12,8 @@ from layers.modules import SPECS, dense_module, inputs, made
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from libraries import needs_kernels
 from relskew_core import BlockSpec, Span
-from relskew_core.backends import _compiled
 from relskew_core.layers.torch import FixedCache, RelativeMultiheadAttention, SlidingCache
 
 DECODERS = {
@@ -192,7 +192,7 @@ def test_a_full_cache_is_an_error() -> None:
         module(x[:, 6:], past=cache)
 
 
-@pytest.mark.skipif(_compiled.kernels is None, reason="the portable code leaves these gradients and errors to torch")
+@needs_kernels  # the portable code leaves these gradients and errors to torch
 @pytest.mark.parametrize("lengths", [None, [4, 3]], ids=["alike", "by item"])
 def test_gradients_of_an_overwritten_cache_are_an_error(lengths: list[int] | None) -> None:
     """Those of the last call are not, which nothing overwrote."""

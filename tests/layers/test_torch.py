@@ -18,9 +18,6 @@ from torch import Tensor, nn
 
 import relskew_core
 from relskew_core import BlockSpec, Span, attention_block, init_weights
-from relskew_core._kernel.call import Operands, Options
-from relskew_core._positions.visibility import Visibility
-from relskew_core.backends._torch.operator import flat
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -294,18 +291,6 @@ def test_gradcheck_of_dropout() -> None:
     mask = torch.randn(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
     given = (x.requires_grad_(), module.get_parameter("rel_k"), module.get_parameter("rel_v"), mask)
     assert torch.autograd.gradcheck(attend, given, fast_mode=True)
-
-
-def test_dropout_is_part_of_the_operator() -> None:
-    q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
-    table = torch.randn(2, 3, 4, dtype=torch.float64)
-    options = flat(Options(Span.clipped(1), Visibility(5, 5), 0.5, 0.5, dropout=0.25))
-    given = Operands(q, k, v, rel_k=table, rel_v=table.clone(), mask=torch.randn(5, 5, dtype=torch.float64))
-    grad = [None if x is None else x.clone().requires_grad_() for x in given]
-    seed = torch.tensor([123], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.relskew.attention.default, (*grad[:-1], seed, *options))
-    cotangents = (torch.ones_like(v), None, None, None, " ".join(Operands._fields))
-    torch.library.opcheck(torch.ops.relskew.attention_vjp.default, (*cotangents, *given[:-1], seed, *options))
 
 
 def test_the_second_derivative_goes_through_dropout() -> None:

@@ -39,7 +39,7 @@ SUITES = {
     ),
     "core": (
         (f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"),
-        ("tests/core", "tests/backends/test_prepared.py"),
+        ("tests/core", "tests/backends/inside_prepared.py"),
     ),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (

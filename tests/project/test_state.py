@@ -9,7 +9,7 @@ import pytest
 import state
 
 TESTS = Path(__file__).parents[1]
-TRACED = "layers/test_kept.py::test_nothing_of_a_traced_call_is_kept"
+TRACED = "layers/inside_kept.py::test_nothing_of_a_traced_call_is_kept"
 LIVES = "huggingface/test_lives.py::test_a_step_changes_no_result"
 SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_processes"
 FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
@@ -18,12 +18,12 @@ WINDOWS = "huggingface/test_families.py::test_a_window"
 
 TABLE = {
     "backends.__init__._prepared": TRACED,
-    "backends._compiled.availability._warn": "backends/test_without_kernels.py::_warn.cache_clear",
-    "backends._jax.foreign.is_registered": "backends/test_jax_compiled.py::is_registered",
-    "backends._threads._numpy_threads": "backends/test_compiled.py::test_a_short_call_is_for_one_thread",
-    "backends._torch.cpu.threads._address": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
-    "backends._torch.cpu.threads._forked": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
-    "backends._torch.cpu.threads._symbol": "backends/test_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._compiled.availability._warn": "backends/inside_without_kernels.py::_warn.cache_clear",
+    "backends._jax.foreign.is_registered": "backends/inside_jax_compiled.py::is_registered",
+    "backends._threads._numpy_threads": "backends/inside_compiled.py::test_a_short_call_is_for_one_thread",
+    "backends._torch.cpu.threads._address": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._torch.cpu.threads._forked": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
+    "backends._torch.cpu.threads._symbol": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
     "backends._torch.triton.self_check._verdict": "support/triton_host.py::_verdict.cache_clear",
     "relskew_core._block.spec._buckets": TRACED,
     "relskew_core._functions.grid_windows._known": TRACED,

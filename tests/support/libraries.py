@@ -27,6 +27,7 @@ GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 
 NATIVE: Any = "auto" if _compiled.kernels is None else "native"
 """The way of calls that the compiled kernels are to serve, which a machine may not have."""
+needs_kernels = pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
 
 
 def unchanged(function: Function) -> Function:

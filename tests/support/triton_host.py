@@ -1,6 +1,6 @@
 """The host's side of the fused kernels, in Triton's interpreter: chunks, strides, the operator and its gradients.
 
-Run by ``test_triton.py``, as ``triton_kernels.py`` is.
+Run by ``inside_triton.py``, as ``triton_kernels.py`` is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fused kernels in Triton's interpreter, against the dense formula in float64.
 
 Not collected with the other tests: Triton decides once, when it is imported, whether kernels are interpreted.
-``test_triton.py`` runs this file in processes of their own, with ``TRITON_INTERPRET=1``.
+``inside_triton.py`` runs this file in processes of their own, with ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations

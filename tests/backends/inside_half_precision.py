@@ -16,13 +16,13 @@ from torch import Tensor
 import dense
 import kernels_built
 from compiled_cases import CASES
-from libraries import GATES
+from libraries import GATES, needs_kernels
 from relskew_core import Span, relative_attention
 from relskew_core.backends import _compiled
 
 kernels = _compiled.kernels
 
-pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+pytestmark = needs_kernels
 
 LEVELS = kernels.LEVELS if kernels else []
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -22,14 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dense
 import oracles
+from libraries import needs_kernels
 from relskew_core import Span, relative_attention
 from relskew_core._functions import prepared
 from relskew_core._kernel.call import Arguments
-from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import prepared as numpy_kernels
 from relskew_core.backends._torch.cpu import eager
 
-pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
+pytestmark = needs_kernels
 
 every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
 libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])

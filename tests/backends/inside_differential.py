@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import differential
+from libraries import needs_kernels
 from relskew_core import backends, relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core._functions import grid_windows, prepared
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled as of_numpy
 from tracked import ROOT
 
-pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("level", _compiled.kernels.LEVELS if _compiled.kernels else [])

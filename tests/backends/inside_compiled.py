@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import platform
 import sys
 import threading
@@ -22,7 +23,8 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 import dense
 import kernels_built
 from compiled_cases import CASES, DTYPES, LONG, as_torch, close, narrow, on_threads
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from libraries import needs_kernels
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, GridOperands
 from relskew_core._kernel.problem import problem
@@ -33,7 +35,7 @@ from relskew_core.backends._torch.cpu import threads as of_threads
 
 kernels = _compiled.kernels
 
-pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+pytestmark = needs_kernels
 
 LEVELS = kernels.LEVELS if kernels else []
 
@@ -590,7 +592,7 @@ GIVEN = [
     (function, 3 + place, name)
     for function, groups in PLACES.items()
     for place, name in enumerate(name for group in groups for name in group)
-    if name not in ("q_positions", "k_positions", "axis_tables", "d_axis_tables")  # `test_grids` tries these
+    if name not in ("q_positions", "k_positions", "axis_tables", "d_axis_tables")  # `inside_grids` tries these
 ]
 """Every array of a call: what it goes to, its place there, and its name."""
 
@@ -819,3 +821,37 @@ def test_without_them_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:
         found = out, *relative_attention_vjp(given[0], *given, causal=True)[:3]
         for x, y in zip(found, expected, strict=True):
             close(np.asarray(x), y)
+
+
+def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3 + process), raising=False)
+    assert _threads.numpy_threads() == 3
+    backends.set_numpy_threads(5)
+    assert _threads.numpy_threads() == 5
+    backends.set_numpy_threads(None)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for count, threads in ((7, 7), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert _threads.numpy_threads() == threads
+
+
+@pytest.mark.parametrize(("given", "threads"), [("2", 2), (" 4,2", 4), ("0", 3), ("many", 3), ("-1", 3), ("", 3)])
+def test_the_environment_may_limit_threads(monkeypatch: pytest.MonkeyPatch, given: str, threads: int) -> None:
+    monkeypatch.setattr(_threads, "_processors", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert _threads.numpy_threads() == threads
+    backends.set_numpy_threads(7)
+    assert _threads.numpy_threads() == 7
+    backends.set_numpy_threads(None)
+
+
+def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((3, 9, 8))
+    call = problem(Arguments(q, q, q, mask=np.zeros((9, 9)), softcap=2.0))
+    x, options = call.operands(), call.options
+    assert _compiled.refusal(x, options) is None
+    names = _compiled.refusal(x, options, _compiled.SUPPORTED - {"mask", "softcap"})
+    assert names == "the compiled kernels do not take `mask` and `softcap`"
+    monkeypatch.setattr(_compiled, "kernels", None)
+    assert _compiled.refusal(x, options) == "no kernels were compiled at installation"

@@ -17,6 +17,7 @@ import dense
 import kernels_built
 import oracles
 from compiled_cases import CASES, close, narrow
+from libraries import needs_kernels
 from relskew_core import Span, relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -29,7 +30,7 @@ transforms = pytest.importorskip("jax_transforms")
 compiled = pytest.importorskip("relskew_core.backends._jax.compiled")
 foreign = pytest.importorskip("relskew_core.backends._jax.foreign")
 
-pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
+pytestmark = needs_kernels
 
 attention: Any = relative_attention
 attention_vjp: Any = relative_attention_vjp

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import relskew_core
+from libraries import needs_kernels
 from relskew_core import relative_attention, relative_attention_vjp
 from relskew_core._array import precision
 from relskew_core._functions import prepared
@@ -24,8 +25,6 @@ MOST = 60
 
 PACKAGE = Path(relskew_core.__file__).parent
 FOLDERS = tuple(str(path.resolve()) for path in (PACKAGE, PACKAGE / "backends", PACKAGE / "export"))
-
-needs_kernels = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 
 
 def of_jax(x: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dense
 import oracles
-from libraries import NATIVE
+from libraries import NATIVE, needs_kernels
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.problem import problem
@@ -53,7 +53,6 @@ CASES = [
     )
 ]
 
-needs_kernels = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -537,3 +536,15 @@ def test_offsets_by_item_of_a_long_call() -> None:
     options: dict[str, Any] = {"causal": True, "offset": [0, -100]}
     out = relative_attention(q, k, v, **options)
     torch.testing.assert_close(out, relative_attention(q, k, v, impl="portable", **options), rtol=0, atol=1e-12)
+
+
+def test_dropout_is_part_of_the_operator() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
+    table = torch.randn(2, 3, 4, dtype=torch.float64)
+    options = flat(Options(Span.clipped(1), Visibility(5, 5), 0.5, 0.5, dropout=0.25))
+    given = Operands(q, k, v, rel_k=table, rel_v=table.clone(), mask=torch.randn(5, 5, dtype=torch.float64))
+    grad = [None if x is None else x.clone().requires_grad_() for x in given]
+    seed = torch.tensor([123], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.relskew.attention.default, (*grad[:-1], seed, *options))
+    cotangents = (torch.ones_like(v), None, None, None, " ".join(Operands._fields))
+    torch.library.opcheck(torch.ops.relskew.attention_vjp.default, (*cotangents, *given[:-1], seed, *options))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oracles
+import symbols
 from relskew_core import Span
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.call import Arguments
@@ -353,3 +354,15 @@ def test_few_queries_are_one_chunk() -> None:
     q, k = np.zeros((64, 16, 4)), np.broadcast_to(np.zeros(()), (64, 10**6, 4))
     call = problem(Arguments(q, k, k))
     assert [(chunk.start, chunk.stop) for chunk in chunks(call.given, call.options)] == [(0, 16)]
+
+
+@pytest.mark.parametrize("offset", [[3, -2], np.asarray([3, -2])], ids=["listed", "array"])
+def test_offsets_by_item_are_positions_in_an_export_and_offsets_elsewhere(offset: Any) -> None:
+    """Operators do not support offsets by item."""
+    xp = pytest.importorskip("array_api_strict")
+    q = xp.asarray(np.zeros((2, 1, 4, 1)))
+    given: Any = xp.asarray(offset) if isinstance(offset, np.ndarray) else offset
+    assert not problem(Arguments(q, q, q, offset=given)).options.visibility.by_value
+    with symbols.exporting():
+        assert problem(Arguments(q, q, q, offset=given)).options.visibility.by_value
+        assert not problem(Arguments(q, q, q, offset=3)).options.visibility.by_value

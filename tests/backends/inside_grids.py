@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import oracles
-from libraries import NATIVE
+from libraries import needs_kernels
 from relskew_core import Span, relative_attention_2d, relative_attention_nd
 from relskew_core._functions import grid_kernels, grid_windows
 from relskew_core._functions.grid_call import GridCall
@@ -21,7 +21,7 @@ from relskew_core._functions.grid_kernels import GridPair
 from relskew_core._kernel.call import Side
 from relskew_core.backends import _compiled, set_numpy_threads
 
-pytestmark = pytest.mark.skipif(NATIVE != "native", reason="no kernels were compiled")
+pytestmark = needs_kernels
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
 GRIDS: dict[str, dict[str, Any]] = {
     "square": {"q_grid": (4, 4), "k_grid": (4, 4)},
@@ -341,3 +341,21 @@ def test_numpy_has_threads_too() -> None:
         set_numpy_threads(None)
     one, three = found
     assert np.array_equal(one, three)
+
+
+def test_memory_of_portable_code_grows_with_the_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grid_kernels, "attend", lambda *args, **options: None)  # the kernels have no chunks
+    side, width = 48, 16
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((1, side * side, width)).astype(np.float32)
+    tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
+    grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
+    peaks = {}
+    for chunk_size in (2 * side, 2 * side, side * side):  # the first call imports modules
+        tracemalloc.start()
+        relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
+        peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peaks[2 * side] < peaks[side * side] / 7

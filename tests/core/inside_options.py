@@ -1,0 +1,98 @@
+"""Options inside of a call: what chunks hold, and how sinks, positions and dropout are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core.test_options import STEPS, TABLE, K, Q, V
+
+from relskew_core._array.namespace import namespace_of
+from relskew_core._array.softmax import as_sums
+from relskew_core._kernel.by_head import sinks_gradient, with_sinks
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.chunk import chunks
+from relskew_core._kernel.dropout import hashes, kept, narrowed, signed, stirred, threshold
+from relskew_core._kernel.problem import problem
+
+XP = namespace_of(np)
+
+
+def keys_worked_on(segments: Any, *, n: int, make: Any = np.asarray, **options: Any) -> int:
+    """How many pairs of queries and keys the chunks of a call hold."""
+    x = make(np.zeros((2, 1, n, 4), np.float32))
+    call = problem(Arguments(x, x, x, segments=None if segments is None else make(segments), **options))
+    laid = chunks(call.operands(), call.options)
+    return sum((chunk.stop - chunk.start) * (chunk.end - chunk.first) for chunk in laid)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_documents_cost_what_a_window_of_their_length_costs(make: Any) -> None:
+    packed = np.repeat(np.arange(64), 64)
+    documents = keys_worked_on(packed, n=4096, make=make)
+    assert documents <= keys_worked_on(None, n=4096, window=(64, 64))
+    assert keys_worked_on(packed, n=4096, make=make, causal=True) <= documents
+    by_item = keys_worked_on(np.stack([packed, np.repeat(np.arange(32), 128)]), n=4096, make=make)
+    assert by_item <= keys_worked_on(None, n=4096, window=(128, 128))
+
+
+def test_sinks_of_half_precision_are_counted_in_single() -> None:
+    """Native kernels of half precision give their output in it and the log-sum-exps in single."""
+    rng = np.random.default_rng(8)
+    d_out, out, sinks = rng.standard_normal((4, 5, 300)), rng.standard_normal((4, 5, 300)), rng.standard_normal(4)
+    lse, d_lse = rng.standard_normal((2, 4, 5)).astype("float32")
+    d_out, out, sinks = (x.astype("float16") for x in (d_out, out, sinks))
+    share = np.exp(lse) / (np.exp(lse) + np.exp(sinks.astype("float32"))[:, None])
+    found, total = with_sinks(out, as_sums(lse, xp=XP), sinks, xp=XP)
+    assert (found.dtype, total.dtype) == (np.float16, np.float32)
+    np.testing.assert_allclose(found, out * share[..., None], rtol=2e-3)
+    np.testing.assert_allclose(total.sum(-1), lse - np.log(share), rtol=1e-5)
+    delta = (d_out.astype("float64") * out).sum(-1) - d_lse
+    expected = -((1 - share) * delta).sum(-1)
+    gradient = sinks_gradient(sinks, d_out, out, total, d_lse, xp=XP)
+    assert gradient.dtype == np.float32
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+def test_the_cost_of_blocks_grows_with_the_length() -> None:
+    sizes = [keys_worked_on(None, n=n, block_size=16, blocks_before=2) for n in (2048, 4096, 8192)]
+    assert sizes[1] <= 2.1 * sizes[0]
+    assert sizes[2] <= 2.1 * sizes[1]
+
+
+def test_consecutive_positions_take_the_fast_path() -> None:
+    def pattern(queries: Any, keys: Any) -> Any:
+        positions = np.asarray(queries), np.asarray(keys)
+        return problem(Arguments(Q, K, V, TABLE, positions=positions, window=(20, 20))).options.visibility
+
+    assert pattern(STEPS, STEPS) == problem(Arguments(Q, K, V, TABLE, window=(20, 20))).options.visibility
+    assert pattern(STEPS - 100, STEPS - 100).offset == 0
+    assert pattern(STEPS + 3, STEPS + 5).offset == -2
+    assert pattern(STEPS + np.asarray([[0], [2]]), STEPS).known == (0, 2)
+    assert pattern(STEPS[::-1], STEPS).by_value
+    assert pattern(STEPS * 2, STEPS).by_value
+
+
+def test_a_weight_at_the_threshold_is_kept() -> None:
+    call = problem(Arguments(Q, K, V, dropout=0.5, seed=3))
+    chunk = next(iter(chunks(call.operands(), call.options)))
+    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=XP)), xp=XP)
+    options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
+    weights = kept(call.operands(), options, chunk, xp=XP)
+    assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
+    assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is dropped
+    by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
+    assert by_place.by_value  # although the positions are consecutive
+
+
+def test_places_wrap_at_32_bits() -> None:
+    far = [0, 5, -1, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32 + 7, 3 * 2**31, 2**62 + 3]
+    numbers = np.asarray(far)
+    np.testing.assert_array_equal(narrowed(numbers, xp=XP), numbers.astype(np.int32), strict=True)
+    assert [signed(number) for number in far] == numbers.astype(np.int32).tolist()
+    assert threshold(0.0) == -(2**31)
+    assert threshold(0.25) == -(2**30)
+    assert threshold(1 - 2**-53) == 2**31 - 1  # the largest 32-bit integer
