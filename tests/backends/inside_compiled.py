@@ -1,7 +1,5 @@
 """The compiled kernels: they equal the portable code in NumPy and torch, for every kind of processor they know."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """CuPy's path through torch, on NumPy's memory: reasons, arrays that are shared, and the answer without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

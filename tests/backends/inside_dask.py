@@ -1,7 +1,5 @@
 """dask: arrays in many blocks, uneven ones too, larger than what a task ever holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dask.array

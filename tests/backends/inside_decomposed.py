@@ -1,7 +1,5 @@
 """Attention for exporters without a translation, against plain loops and the portable kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

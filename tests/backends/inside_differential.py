@@ -1,7 +1,5 @@
 """Random calls compared with the formula, for other processors: they pass, and find planted errors."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

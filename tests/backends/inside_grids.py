@@ -1,7 +1,5 @@
 """Calls over grids in the compiled kernels: that they serve them, and give what the portable code gives."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from collections.abc import Callable

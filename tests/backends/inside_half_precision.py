@@ -1,7 +1,5 @@
 """Half precision by the compiled kernels, which read it where it is, and compute in float32 or by pairs of bfloat16."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

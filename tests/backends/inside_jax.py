@@ -1,7 +1,5 @@
 """JAX's loops: the results and gradients of the dense formula, in memory and compile time that keep the promise."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

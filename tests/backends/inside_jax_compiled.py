@@ -1,7 +1,5 @@
 """JAX on CPUs by the compiled kernels: jitted, mapped, split and differentiated they equal the portable code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """MLX's namespace: the functions that portable code calls, as precise as their dtype."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of the compiled kernels: remembered by what their checks look at; the same numbers, gradients and errors."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

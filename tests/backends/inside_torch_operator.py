@@ -1,7 +1,5 @@
 """torch's native path for torch users: operator, autograd, compile, export, vmap, func, autocast, threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

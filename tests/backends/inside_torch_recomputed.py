@@ -1,7 +1,5 @@
 """torch: the options of a call through autograd, kept by it or computed anew in the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

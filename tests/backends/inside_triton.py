@@ -1,7 +1,5 @@
 """The fused kernels without a GPU: interpreted, compiled, and which calls they take."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

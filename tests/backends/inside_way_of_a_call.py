@@ -1,7 +1,5 @@
 """The overhead of a call in Python: calls of a known kind, and the imports of a first call."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Machines without compiled kernels: long calls say so, once, and what to do."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -4,8 +4,6 @@
 compiler; otherwise it is this machine's GCC and Clang.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

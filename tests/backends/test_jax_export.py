@@ -1,7 +1,5 @@
 """``jax.export``: one program for any batch, saved and loaded; sizes that loops go by must be numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """JAX's settings of dtypes, ranks and precision: no call fails under one, and none changes a result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

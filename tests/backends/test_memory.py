@@ -1,7 +1,5 @@
 """Thousands of calls leave no memory behind, in any way of calling."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

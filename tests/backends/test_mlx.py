@@ -1,7 +1,5 @@
 """MLX: gradients and transformations of calls, memory that keeps the promise, programs, and what has no value yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

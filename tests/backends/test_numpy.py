@@ -1,7 +1,5 @@
 """The compiled kernels for NumPy's arrays: on as many threads as are asked for, in company of other threads."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What compilers make of the kernels: loops that stay in registers, and no code that processors share by mistake."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 What needs a process of its own, for its signals, its end or its limits, runs as a script.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

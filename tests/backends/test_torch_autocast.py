@@ -1,7 +1,5 @@
 """torch's autocast regions, in every public function, with each of its parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

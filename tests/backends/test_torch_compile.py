@@ -1,7 +1,5 @@
 """Numbers that vary under ``torch.compile``: one graph for the first, one for all others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

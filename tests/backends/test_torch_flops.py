@@ -1,7 +1,5 @@
 """torch's counter of operations, which counts calls as its own attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Every parameter of every public function is tried, as the signatures name them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

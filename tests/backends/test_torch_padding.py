@@ -1,7 +1,5 @@
 """Batches whose masks hide keys from all queries of an item, at the ends or between others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

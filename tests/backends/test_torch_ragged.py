@@ -1,7 +1,5 @@
 """torch on CPU: ragged batches, worked off as a call for each offset."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch's transformations, modes, tracers and kinds of tensors: none is lost, and none reaches an unsuitable kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

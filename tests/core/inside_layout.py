@@ -1,7 +1,5 @@
 """Chunks, blocks of keys and short calls laid out: which keys and columns, by one look at every query and key."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Integers of 32 bits: libraries that have no others, and casts that do not wrap."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import array_api_compat.numpy

@@ -1,7 +1,5 @@
 """A library's own kernels: what they are asked for, what they get and what becomes of what they return."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

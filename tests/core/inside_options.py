@@ -1,7 +1,5 @@
 """Options inside of a call: what chunks hold, and how sinks, positions and dropout are computed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

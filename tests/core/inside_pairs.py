@@ -1,7 +1,5 @@
 """Attention between parts of a sequence as calls of their own: every pair and every row, by one look at each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

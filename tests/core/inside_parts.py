@@ -1,7 +1,5 @@
 """Parts of a larger call: they drop the same weights as the whole, at any position of queries, keys and heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

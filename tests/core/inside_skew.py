@@ -1,7 +1,5 @@
 """The skew from any column on and the rows of a table for any run of positions, one number at a time."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

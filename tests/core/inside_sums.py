@@ -1,7 +1,5 @@
 """Sums of gradients, and factors that vary: where they go inside of a call."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from core.test_gradient import NUMPY, check, gradients_on

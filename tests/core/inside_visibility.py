@@ -1,7 +1,5 @@
 """Who sees whom, in integers: every range, bound and mask against one look at every query and key."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The first weights of a block: drawn in pieces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

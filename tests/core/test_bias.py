@@ -1,7 +1,5 @@
 """Biases by relative position: buckets, slopes, and the matrix that is a view."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

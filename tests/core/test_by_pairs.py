@@ -1,7 +1,5 @@
 """A second formula, which shares nothing with the oracle of the other tests, agrees with it and with the library."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """NumPy's arrays in the byte order of other machines, as their files have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

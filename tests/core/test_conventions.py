@@ -1,7 +1,5 @@
 """Other people's tables: row by row what they say, and back unchanged."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

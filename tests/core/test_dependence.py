@@ -1,7 +1,5 @@
 """torch: a result depends on its arguments, if by zeros, where no query sees a key and where there is nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

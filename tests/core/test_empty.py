@@ -1,7 +1,5 @@
 """Calls with nothing in them: no items, heads, queries, keys or numbers of a value, with every option and library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any

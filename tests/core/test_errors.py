@@ -1,7 +1,5 @@
 """Every bad argument of every public function is refused, in a message that names it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

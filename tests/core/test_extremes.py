@@ -1,7 +1,5 @@
 """Offsets, positions, windows and blocks near the ends of all integers, against loops whose integers have no end."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

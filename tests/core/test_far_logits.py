@@ -1,7 +1,5 @@
 """Rows whose logits are all far from zero, as under a mask of -1e9, next to which a log-sum-exp loses the sum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``relative_attention_vjp`` against torch's autograd of the dense formula, on every option."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

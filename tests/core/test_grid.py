@@ -1,7 +1,5 @@
 """Grids: tables of heights and widths, biases of both, class tokens, attention some rows at a time."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grids of one, two and three axes: windows, neighborhoods and biases, one query and one key at a time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import tracemalloc

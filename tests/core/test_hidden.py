@@ -1,7 +1,5 @@
 """Hidden entries change nothing, whatever they contain: results and gradients equal those with zeros in their place."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

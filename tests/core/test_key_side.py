@@ -1,7 +1,5 @@
 """Keys times a table: position to content."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

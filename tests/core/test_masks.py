@@ -1,7 +1,5 @@
 """Additive masks of zeros and ones, which hide nothing: a warning where their values are known at no cost."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -4,8 +4,6 @@ A case is named arrays and options. Every result must be of the library, dtype a
 within the dtype's gate of the oracle, which is given the same rounded numbers.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

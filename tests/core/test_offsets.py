@@ -1,7 +1,5 @@
 """Offsets of every integer dtype: none wraps, whether it is one for all or one for each item of a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What sinks, segments, positions, blocks of a stream, scales by head and dropout mean, and what they cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

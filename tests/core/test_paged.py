@@ -1,7 +1,5 @@
 """Paged keys and values: the same numbers as of the same call on keys that are gathered by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

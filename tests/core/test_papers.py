@@ -1,7 +1,5 @@
 """The published algorithms against small known cases, the loop oracle and the functions of the package."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Where sums are made: half precision in single, single precision in single, and nothing in double by the way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What must hold for every call: properties of the layouts and of attention over random shapes, spans and patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Offsets for each item of a batch: what running every item alone gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

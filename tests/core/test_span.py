@@ -1,7 +1,5 @@
 """Spans and their short names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """State dicts of other code bases as blocks: the weights they hold, and an error by name for each key that is wrong."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Programs for every length: the sizes at hand decide nothing, and the numbers are those of a program for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables that are made or changed: sinusoids and interpolation."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

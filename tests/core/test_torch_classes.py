@@ -1,7 +1,5 @@
 """Classes of tensors that add something to numbers: refused where it would be lost, and carried elsewhere."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

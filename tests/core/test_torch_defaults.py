@@ -1,7 +1,5 @@
 """torch's default dtype and default device, which who loads models of half precision sets, change no result."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Calls that would run and be wrong: they are rejected with a suggestion; the right ones pass."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

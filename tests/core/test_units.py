@@ -1,7 +1,5 @@
 """Arrays that are more than their numbers, with units, masks or labels: refused by name wherever arrays come in."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The first weights of a block: their numbers are a promise, of every size."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The example of a model on split sequences, and the arithmetic of what splitting costs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

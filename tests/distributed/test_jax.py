@@ -1,7 +1,5 @@
 """Split sequences on JAX: four devices in one process, whose number is fixed when JAX starts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Split sequences on torch: one start of so many processes for everything."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

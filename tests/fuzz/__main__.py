@@ -1,7 +1,5 @@
 """The command: targets in turn until the time is over, each at least once, then one table."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

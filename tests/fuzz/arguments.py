@@ -1,7 +1,5 @@
 """Random wrong arguments: a public function accepts them, or its error names the wrong one."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random lives of a cache, against one pass: extended, taken back, reordered, copied, with empty pieces and traces."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any

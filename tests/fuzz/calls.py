@@ -4,8 +4,6 @@ Beside what ``strategies`` draws: large logits, NaN and infinities where nobody 
 windows beyond all integers that a library has.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

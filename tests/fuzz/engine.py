@@ -1,7 +1,5 @@
 """The shared part of all targets: a turn of examples from one seed, and the report of a wrong number."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Random blocks as ONNX graphs, run at several lengths, against ``attention_block`` in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

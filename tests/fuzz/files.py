@@ -1,7 +1,5 @@
 """Broken files: models for ``validate`` and the command line, weights for the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 Values that nobody may see are no numbers, and arguments that are what they are by default are left out.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable

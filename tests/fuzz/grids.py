@@ -1,7 +1,5 @@
 """Random grids of one to three axes, with every option, and their gradients: the formula with all logits at once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Random lives of modules: made without memory, loaded, averaged, cast, copied, hooked, traced, in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

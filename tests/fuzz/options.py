@@ -1,7 +1,5 @@
 """Random calls with every option at once, and their gradients: plain loops, and autograd of the dense formula."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

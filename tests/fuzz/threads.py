@@ -1,7 +1,5 @@
 """Random calls in several threads at once, the same and different ones, against themselves alone."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier

@@ -1,7 +1,5 @@
 """Random calls on JAX under its transformations, against those of the dense formula, which torch makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

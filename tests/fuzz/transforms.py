@@ -1,7 +1,5 @@
 """Random calls on torch under all that torch does to functions, and under other defaults of dtype and device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """No array of a traced call is kept: what every module of the library reaches is inspected after each kind of trace."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

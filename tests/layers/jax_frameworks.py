@@ -1,7 +1,5 @@
 """The modules of flax and equinox, each by what the tests ask of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

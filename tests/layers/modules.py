@@ -1,7 +1,5 @@
 """Modules of many kinds, and the formula that each must follow, written with torch's own operations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

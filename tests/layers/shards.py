@@ -1,7 +1,5 @@
 """One of several processes that share a module: ``python shards.py STORE PROCESSES RANK``."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

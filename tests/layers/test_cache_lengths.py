@@ -1,7 +1,5 @@
 """Caches of constant shape in every framework: the number of filled positions, known or traced."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Caches: growing, of one length, sliding; each equals attention without one, however the sequence is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

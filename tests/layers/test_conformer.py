@@ -1,7 +1,5 @@
 """Attention of Conformers: its formula, a stream of chunks, weights of other code bases, ONNX."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

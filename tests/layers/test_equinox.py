@@ -1,7 +1,5 @@
 """equinox's module among equinox's own: its leaves, its flag, its keys."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

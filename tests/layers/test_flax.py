@@ -1,7 +1,5 @@
 """flax's module among flax's own: its state, its flags, its random numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """What flax's and equinox's modules have in common: the numbers, gradients, caches and weights of the block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

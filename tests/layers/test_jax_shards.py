@@ -1,7 +1,5 @@
 """Batches and heads split over devices: the same numbers, and nothing sent but sums of gradients."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

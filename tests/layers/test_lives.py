@@ -1,7 +1,5 @@
 """Modules that are made without memory, loaded, averaged, cast, copied or traced, between calls of equal results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

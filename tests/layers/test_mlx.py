@@ -1,7 +1,5 @@
 """The module of mlx.nn: the numbers, gradients, caches and weights of the block, among MLX's own modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

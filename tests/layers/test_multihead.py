@@ -1,7 +1,5 @@
 """``MultiheadAttention`` against ``torch.nn.MultiheadAttention``, alone and inside torch's transformer layers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

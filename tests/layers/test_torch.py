@@ -1,7 +1,5 @@
 """``RelativeMultiheadAttention``: the block as a torch module."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

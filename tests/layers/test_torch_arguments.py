@@ -1,7 +1,5 @@
 """Arguments of torch's modules that do not fit, each named in its error, and new weights of parametrised modules."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A small model learns from relative positions what cannot be learned without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The module inside models: with wrapped, replaced, counted or split parts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

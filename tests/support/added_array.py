@@ -4,8 +4,6 @@ It multiplies the logits of a head, and the portable kernels alone read it. So `
 ``"portable"`` does, and ``"native"`` has to refuse it; calls without the array are as before.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

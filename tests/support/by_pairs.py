@@ -6,8 +6,6 @@ the rows that multiply keys are equation 4 of He et al. (2021), the softcap is s
 sink is the one in the denominator of Xiao et al. (2023), equation 2, with a learned logit.
 """
 
-from __future__ import annotations
-
 from math import exp, inf, log, tanh
 from typing import Any
 

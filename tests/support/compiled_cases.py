@@ -1,7 +1,5 @@
 """Calls that the compiled kernels serve, and how close to float64 they come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

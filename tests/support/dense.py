@@ -1,7 +1,5 @@
 """Calls of every kind, by their shapes, and their gradients by autograd of the formula in ``oracles``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@
 Outputs are held to a dense formula that shares no code with the library, gradients to the portable code in float64.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

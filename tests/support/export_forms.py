@@ -1,7 +1,5 @@
 """Every form of the attention block that a graph can take, small, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

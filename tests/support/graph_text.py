@@ -3,8 +3,6 @@
 ``PYTHONPATH=. python tests/support/graph_text.py`` writes the files of ``tests/export/graphs``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transformations of JAX, each of a function of queries and a table that returns an output and its log-sum-exp."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

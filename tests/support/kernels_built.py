@@ -1,7 +1,5 @@
 """The compiled kernels, made anew beside those that are installed: in the shape that they have on other processors."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

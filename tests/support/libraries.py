@@ -3,8 +3,6 @@
 ``python tests/support/libraries.py`` prints the table.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What happens to a torch module between two calls: steps that change no result, except by rounding its weights."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -5,8 +5,6 @@ the folder that ``--show`` names. With ``--store`` Jupyter runs them, and they k
 each change of a cell.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

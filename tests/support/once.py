@@ -1,7 +1,5 @@
 """What takes long to make, and every worker of a run has alike."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Graphs in onnxruntime, on CPUs."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

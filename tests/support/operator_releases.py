@@ -3,8 +3,6 @@
 ``python tests/support/operator_releases.py [RELEASE …]`` tries the last release of each minor version, or those named.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Single nodes ``relskew::RelativeAttention``, run by onnxruntime with the operator library."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

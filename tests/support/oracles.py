@@ -5,8 +5,6 @@ written out. Which key a query sees, which row serves a pair, and which weights 
 loops over queries and keys. A span is anything with ``left``, ``right`` and ``beyond``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol

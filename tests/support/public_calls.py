@@ -1,7 +1,5 @@
 """A call of every public function in torch at any length, and a value of each of their parameters."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The calls of ``dense.CASES`` that kernels serve which know some arrays and options."""
 
-from __future__ import annotations
-
 import dense
 from relskew_core._kernel.call import Arguments, unsupported
 from relskew_core._kernel.problem import problem

@@ -1,7 +1,5 @@
 """A decoder that onnx alone makes and NumPy alone repeats: for what runs decoders, whoever made them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

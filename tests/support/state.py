@@ -1,7 +1,5 @@
 """What the library keeps between calls: the places in its source, and the arrays that its modules reach."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

@@ -3,8 +3,6 @@
 ``PYTHONPATH=. python tests/support/stubs.py`` writes them.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import inspect

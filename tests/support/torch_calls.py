@@ -1,7 +1,5 @@
 """Calls of attention that models of torch make, by name: between them they come to every line of the translation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from relskew_core import Span

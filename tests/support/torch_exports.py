@@ -1,7 +1,5 @@
 """Modules of torch exported to ONNX, run in onnxruntime and compared with themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``PYTHONPATH=. python tests/support/traced_calls.py`` writes the files of ``tests/export/traced``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The project's own files: those of git, or in an unpacked sdist those that it brought."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Run by ``inside_triton.py``, as ``triton_kernels.py`` is.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Not collected with the other tests: Triton decides once, when it is imported, wh
 ``inside_triton.py`` runs this file in processes of their own, with ``TRITON_INTERPRET=1``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What goes wrong on one process is an error on all of them, soon."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

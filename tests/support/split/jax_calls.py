@@ -1,7 +1,5 @@
 """Calls of a split sequence on devices of JAX, four in one process: ``python -m split.jax_calls AXIS_TYPE``."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Models whose sequences, batches or heads are split, compared with the whole."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from typing import Any

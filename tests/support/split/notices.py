@@ -1,7 +1,5 @@
 """What processes print of their own accord."""
 
-from __future__ import annotations
-
 
 def without_notices(printed: str) -> str:
     """Leave out the lines that torch 2.8 prints when the processes have found each other."""

@@ -1,7 +1,5 @@
 """One of several processes that share a sequence: ``python -m split.ranks WHAT STORE PROCESSES RANK``."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from datetime import timedelta
