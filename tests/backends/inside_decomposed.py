@@ -23,15 +23,13 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "values": (5, 4, {"span": ZERO, "rel_k": (4, D), "rel_v": (4, D), "rel_bias": (H, 4)}),
     "keys that meet a table": (4, 6, {"span": CLIP, "key_table": (H, 4, D), "offset": 1}),
     "positions in any order": (5, 7, {"positions": 1, "span": CLIP, "rel_k": (H, 4, D), "rel_bias": (H, 4)}),
-    "positions of items": (
-        5,
-        7,
-        {"positions": 2, "span": ZERO, "rel_k": (4, D), "rel_bias": (H, 4), "rel_v": (4, D), "causal": True},
-    ),
+    "positions of items": (5, 7,
+                           {"positions": 2, "span": ZERO, "rel_k": (4, D), "rel_bias": (H, 4), "rel_v": (4, D),
+                            "causal": True}),
     "keys that meet a table at positions": (4, 6, {"positions": 1, "span": CLIP, "key_table": (H, 4, D)}),
     "values of positions": (4, 6, {"positions": 1, "span": CLIP, "rel_v": (4, D), "window": (3, 2)}),
     "all far in the past": (2, 3, {"span": CLIP, "rel_bias": (H, 4), "offset": 20}),
-}
+}  # fmt: skip
 
 
 def on(function: Any, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -10,19 +10,9 @@ import pytest
 
 import dense
 import oracles
+import relskew_core as relskew
 from libraries import GATES
-from relskew_core import (
-    BlockSpec,
-    Span,
-    attention_block,
-    attention_weights,
-    merge_attention,
-    relative_attention,
-    relative_attention_2d,
-    relative_logits,
-    relative_values,
-    toeplitz,
-)
+from relskew_core import BlockSpec, Span
 from relskew_core.layers import equinox, flax
 
 jax = pytest.importorskip("jax")
@@ -58,7 +48,7 @@ WEIGHTS = {name: drawn(*shape) for name, shape in SPEC.weight_shapes().items()}
 
 
 def attend(**arguments: Any) -> Callable[..., Any]:
-    return lambda q: relative_attention(q, q, q, **{name: given(x) for name, x in arguments.items()})
+    return lambda q: relskew.relative_attention(q, q, q, **{name: given(x) for name, x in arguments.items()})
 
 
 def given(x: Any) -> Any:
@@ -67,7 +57,7 @@ def given(x: Any) -> Any:
 
 
 def block(x: Any) -> Any:
-    return attention_block(x, {name: jnp.asarray(weight) for name, weight in WEIGHTS.items()}, SPEC)
+    return relskew.attention_block(x, {name: jnp.asarray(weight) for name, weight in WEIGHTS.items()}, SPEC)
 
 
 CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -83,14 +73,14 @@ CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "dropout": (Q, attend(rel_k=TABLE, dropout=0.5, seed=3)),
     "keys that meet a table": (Q, attend(rel_k=TABLE, key_table=TABLE)),
     "sinks": (Q, attend(sinks=BY_HEAD, softcap=2.0)),
-    "logits": (Q, lambda q: relative_logits(q, jnp.asarray(TABLE), n_keys=6)),
-    "values": (Q[..., :3, :3], lambda w: relative_values(w, jnp.asarray(OF_ROWS), Span.clipped(1))),
-    "a matrix of a bias": (BIAS, lambda bias: toeplitz(bias, n_queries=6, n_keys=6)),
-    "weights": (Q, lambda q: attention_weights(q, q, jnp.asarray(TABLE), mask=jnp.asarray(PADDING))),
-    "merged": (Q, lambda q: merge_attention([q, q], [q[..., 0], q[..., 1]])[0]),
+    "logits": (Q, lambda q: relskew.relative_logits(q, jnp.asarray(TABLE), n_keys=6)),
+    "values": (Q[..., :3, :3], lambda w: relskew.relative_values(w, jnp.asarray(OF_ROWS), Span.clipped(1))),
+    "a matrix of a bias": (BIAS, lambda bias: relskew.toeplitz(bias, n_queries=6, n_keys=6)),
+    "weights": (Q, lambda q: relskew.attention_weights(q, q, jnp.asarray(TABLE), mask=jnp.asarray(PADDING))),
+    "merged": (Q, lambda q: relskew.merge_attention([q, q], [q[..., 0], q[..., 1]])[0]),
     "a grid": (
         Q,
-        lambda q: relative_attention_2d(
+        lambda q: relskew.relative_attention_2d(
             q, q, q, jnp.asarray(OF_ROWS), jnp.asarray(OF_COLUMNS), rel_bias=jnp.asarray(OF_CELLS),
             mask=jnp.asarray(ADDED), q_grid=(2, 3), k_grid=(2, 3),
         ),
@@ -145,7 +135,7 @@ def test_no_dtype_and_no_rank_is_promoted(case: dense.Case, impl: str) -> None:
         others = {name: dense.each(jnp.asarray, x) for name, x in arrays.items()}
 
         def both(given: dict[str, Any]) -> Any:
-            attend = partial(relative_attention, **others, **case.call(), return_lse=True, impl=impl)
+            attend = partial(relskew.relative_attention, **others, **case.call(), return_lse=True, impl=impl)
             results, pull = jax.vjp(lambda x: attend(**x), given)
             return results[0], pull(jax.tree.map(jnp.ones_like, results))
 

@@ -9,24 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 import oracles
+import relskew_core as relskew
 from libraries import LIBRARIES, Library
-from relskew_core import (
-    BlockSpec,
-    Span,
-    attention_block,
-    attention_weights,
-    merge_attention,
-    relative_attention,
-    relative_attention_2d,
-    relative_attention_vjp,
-    relative_logits,
-    relative_logits_2d,
-    relative_values,
-    skew,
-    toeplitz,
-    toeplitz_2d,
-    unskew,
-)
+from relskew_core import BlockSpec, Span
 
 SIZES = {"items": 2, "heads": 2, "queries": 3, "keys": 4, "width of values": 2}
 """Of an ordinary call."""
@@ -128,8 +113,8 @@ def hold(row: Library, name: str, numbers: dict[str, Any], arrays: dict[str, Any
     wanted = expected(numbers, {name: x for name, x in options.items() if name != "impl"})
     d_out = given(row, np.ones(wanted.out.shape))
     with row.setting():
-        results = relative_attention(**arrays, **options, return_lse=True)
-        gradients = relative_attention_vjp(d_out, **arrays, **options)._asdict()
+        results = relskew.relative_attention(**arrays, **options, return_lse=True)
+        gradients = relskew.relative_attention_vjp(d_out, **arrays, **options)._asdict()
         for x, like in zip(results, wanted, strict=True):
             same(name, row.to_numpy(x), like)
         for which, x in gradients.items():
@@ -148,7 +133,7 @@ def test_a_matrix_is_refused_by_name() -> None:
     for name in ("q", "k", "v", "rel_k", "mask", "segments"):
         arrays: dict[str, Any] = {"q": q, "k": q, "v": q, name: matrix}
         with pytest.raises(TypeError, match=rf"`{name}` must be an array of numbers alone"):
-            relative_attention(**arrays, span=Span.causal(3), causal=True)
+            relskew.relative_attention(**arrays, span=Span.causal(3), causal=True)
 
 
 CLIP: dict[str, Any] = {"span": Span.clipped(2), "offset": 0}
@@ -156,14 +141,14 @@ GRID: dict[str, Any] = {"span_h": Span.clipped(2), "span_w": Span.clipped(2), "o
 
 
 def merged(*parts: Any) -> Any:
-    return merge_attention(parts[:2], parts[2:])[0]
+    return relskew.merge_attention(parts[:2], parts[2:])[0]
 
 
 def block(x: Any, memory: Any, k: Any, v: Any, *weights: Any, spec: BlockSpec) -> Any:
     named = dict(zip(spec.weight_shapes(), weights, strict=True))
     if spec.cross:
-        return attention_block(x, named, spec, memory=memory)
-    return attention_block(x, named, spec, past=(k, v))[0]
+        return relskew.attention_block(x, named, spec, memory=memory)
+    return relskew.attention_block(x, named, spec, past=(k, v))[0]
 
 
 def others(empty: str) -> Iterator[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any], tuple[int, ...]]]:
@@ -173,23 +158,23 @@ def others(empty: str) -> Iterator[tuple[Callable[..., Any], list[tuple[int, ...
     ragged: dict[str, Any] = {"offset": [0, 1][:b]}
     placed: dict[str, Any] = {"span": Span.clipped(2), "positions": (np.arange(n), np.zeros((b, m), int))}
     square: dict[str, Any] = {**GRID, "q_grid": (1, n), "k_grid": (1, m)}
-    yield relative_logits, [q, table], {**CLIP, "n_keys": m, "causal": True}, (b, h, n, m)
-    yield relative_logits, [q, (h, *table)], {**CLIP, **ragged, "n_keys": m}, (b, h, n, m)
-    yield relative_logits, [(b, h, m, width), table], {**CLIP, "n_queries": n, "side": "key"}, (b, h, n, m)
-    yield relative_logits, [q, table], placed, (b, h, n, m)
-    yield relative_values, [(b, h, n, m), (5, dv)], CLIP, (b, h, n, dv)
-    yield relative_values, [(b, h, n, m), (h, 5, dv)], {**CLIP, **ragged, "causal": True}, (b, h, n, dv)
-    yield toeplitz, [(h, 5)], {**CLIP, "n_queries": n, "n_keys": m}, (h, n, m)
-    yield attention_weights, [q, k, table], {**CLIP, "chunk_size": 2}, (b, h, n, m)
-    yield attention_weights, [q, k, table], placed, (b, h, n, m)
-    yield relative_logits_2d, [q, table, (h, *table)], square, (b, h, n, m)
-    yield toeplitz_2d, [(h, 5, 5)], square, (h, n, m)
-    yield relative_attention_2d, [q, k, v, table, table], square, (b, h, n, dv)
+    yield relskew.relative_logits, [q, table], {**CLIP, "n_keys": m, "causal": True}, (b, h, n, m)
+    yield relskew.relative_logits, [q, (h, *table)], {**CLIP, **ragged, "n_keys": m}, (b, h, n, m)
+    yield relskew.relative_logits, [(b, h, m, width), table], {**CLIP, "n_queries": n, "side": "key"}, (b, h, n, m)
+    yield relskew.relative_logits, [q, table], placed, (b, h, n, m)
+    yield relskew.relative_values, [(b, h, n, m), (5, dv)], CLIP, (b, h, n, dv)
+    yield relskew.relative_values, [(b, h, n, m), (h, 5, dv)], {**CLIP, **ragged, "causal": True}, (b, h, n, dv)
+    yield relskew.toeplitz, [(h, 5)], {**CLIP, "n_queries": n, "n_keys": m}, (h, n, m)
+    yield relskew.attention_weights, [q, k, table], {**CLIP, "chunk_size": 2}, (b, h, n, m)
+    yield relskew.attention_weights, [q, k, table], placed, (b, h, n, m)
+    yield relskew.relative_logits_2d, [q, table, (h, *table)], square, (b, h, n, m)
+    yield relskew.toeplitz_2d, [(h, 5, 5)], square, (h, n, m)
+    yield relskew.relative_attention_2d, [q, k, v, table, table], square, (b, h, n, dv)
     prefixed: list[tuple[int, ...]] = [(b, h, n + 1, width), (b, h or 1, m + 1, width), (b, h or 1, m + 1, dv)]
-    yield relative_attention_2d, prefixed, {**square, "prefix": (1, 1)}, (b, h, n + 1, dv)
+    yield relskew.relative_attention_2d, prefixed, {**square, "prefix": (1, 1)}, (b, h, n + 1, dv)
     yield merged, [(b, h, n, dv), (b, h, n, dv), (b, h, n), (b, h, n)], {}, (b, h, n, dv)
-    yield skew, [(b, h, n, n + m - 1)], {}, (b, h, n, m)
-    yield unskew, [(b, h, n, m)], {}, (b, h, n, n + m - 1)
+    yield relskew.skew, [(b, h, n, n + m - 1)], {}, (b, h, n, m)
+    yield relskew.unskew, [(b, h, n, m)], {}, (b, h, n, n + m - 1)
     for cross in (False, True):
         spec = BlockSpec(4, 2, Span.clipped(2), cross=cross, rel_values=True)
         arrays = [(b, n, 4), (b, m, 4), (b, 2, m, 2), (b, 2, m, 2), *spec.weight_shapes().values()]

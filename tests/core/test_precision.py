@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 
 import dense
-from relskew_core import (
-    Span,
-    attention_weights,
-    relative_attention,
-    relative_attention_2d,
-    relative_attention_vjp,
-    relative_logits,
-    relative_logits_2d,
-    relative_values,
-    resize_table,
-)
+import relskew_core as relskew
+from relskew_core import Span
 
 SINGLE = np.dtype("float32")
 SUMS = ("matmul", "sum", "exp", "log", "max")
@@ -59,49 +50,49 @@ def drawn(dtype: str, *shape: int) -> Any:
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
 def test_attention(case: dense.Case, dtype: str) -> None:
     arrays, options = case.arrays(dtype), case.call()
-    out, lse = relative_attention(**arrays, **options, return_lse=True, impl="portable")
+    out, lse = relskew.relative_attention(**arrays, **options, return_lse=True, impl="portable")
     assert (out.dtype, lse.dtype) == (dtype, SINGLE)
-    gradients = relative_attention_vjp(case.d_out().astype(dtype), **arrays, **options, impl="portable")
+    gradients = relskew.relative_attention_vjp(case.d_out().astype(dtype), **arrays, **options, impl="portable")
     assert {x.dtype for x in gradients if x is not None} == {np.dtype(dtype)}
     looked = {name: x for name, x in {**arrays, **options}.items() if name not in ("v", "rel_v", "dropout", "seed")}
-    assert attention_weights(**looked).dtype == dtype
+    assert relskew.attention_weights(**looked).dtype == dtype
 
 
 def test_weights_that_see_nothing(dtype: str) -> None:
     q, k = drawn(dtype, 2, 4, 3), drawn(dtype, 2, 5, 3)
-    assert attention_weights(q, k, offset=-2, causal=True, chunk_size=2).dtype == dtype
-    assert attention_weights(q[:, :0], k).dtype == dtype
+    assert relskew.attention_weights(q, k, offset=-2, causal=True, chunk_size=2).dtype == dtype
+    assert relskew.attention_weights(q[:, :0], k).dtype == dtype
 
 
 @pytest.mark.parametrize("offset", [0, [1, 2]], ids=["together", "ragged"])
 def test_products_with_a_table(dtype: str, offset: Any) -> None:
     options: dict[str, Any] = {"offset": offset}
     x, table, span = drawn(dtype, 2, 3, 4, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
-    assert relative_logits(x, table, span, n_keys=6, **options).dtype == dtype
-    assert relative_logits(x, table, span, n_queries=6, side="key", **options).dtype == dtype
+    assert relskew.relative_logits(x, table, span, n_keys=6, **options).dtype == dtype
+    assert relskew.relative_logits(x, table, span, n_queries=6, side="key", **options).dtype == dtype
     for causal in (False, True):
-        assert relative_values(x, table, span, causal=causal, **options).dtype == dtype
+        assert relskew.relative_values(x, table, span, causal=causal, **options).dtype == dtype
     future: dict[str, Any] = {"offset": -9 if offset == 0 else [-9, -9]}
-    assert relative_values(x, table, span, causal=True, **future).dtype == dtype
-    assert relative_logits(x, table, span, n_keys=6, causal=True, **future).dtype == dtype
+    assert relskew.relative_values(x, table, span, causal=True, **future).dtype == dtype
+    assert relskew.relative_logits(x, table, span, n_keys=6, causal=True, **future).dtype == dtype
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_products_with_a_table_looked_up(dtype: str, side: Any) -> None:
     x, table, places = drawn(dtype, 2, 4, 5), drawn(dtype, 7, 5), np.asarray([3, 1, 1, 0])
-    logits = relative_logits(x, table, Span(4, 2, "clip"), positions=(places, places), side=side)
+    logits = relskew.relative_logits(x, table, Span(4, 2, "clip"), positions=(places, places), side=side)
     assert logits.dtype == dtype
 
 
 def test_grids(dtype: str) -> None:
     q, table, span = drawn(dtype, 2, 6, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
     grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "span_h": span, "span_w": span}
-    assert relative_logits_2d(q, table, table, **grids).dtype == dtype
+    assert relskew.relative_logits_2d(q, table, table, **grids).dtype == dtype
     mask = drawn(dtype, 6, 6)
     for more in ({"mask": mask}, {"mask": mask > 0}, {"rel_bias": drawn(dtype, 7, 7)}):
-        out: Any = relative_attention_2d(q, q, q, table, table, **grids, **more)
+        out: Any = relskew.relative_attention_2d(q, q, q, table, table, **grids, **more)
         assert out.dtype == dtype
 
 
 def test_resized_tables(dtype: str) -> None:
-    assert resize_table(drawn(dtype, 5, 3), 7).dtype == dtype
+    assert relskew.resize_table(drawn(dtype, 5, 3), 7).dtype == dtype

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oracles
+import relskew_core as relskew
 from libraries import LIBRARIES
-from relskew_core import (
-    Span,
-    merge_attention,
-    relative_attention_2d,
-    relative_logits,
-    relative_values,
-    resize_table,
-    skew,
-    unskew,
-)
+from relskew_core import Span
 from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
 
 leads = st.sampled_from([(), (3,), (2, 1), (0,)])
@@ -48,7 +40,7 @@ def test_skew_is_a_gather(lead: tuple[int, ...], n: int, m: int, seed: int) -> N
     x = random(seed, *lead, n, n + m - 1)
     columns = n - 1 - np.arange(n)[:, None] + np.arange(m)
     gathered = np.take_along_axis(x, np.broadcast_to(columns, (*lead, n, m)), axis=-1)
-    assert np.array_equal(skew(x), gathered)
+    assert np.array_equal(relskew.skew(x), gathered)
 
 
 @property_test
@@ -58,15 +50,15 @@ def test_unskew_is_the_adjoint_of_skew(lead: tuple[int, ...], n: int, m: int, se
     rng = np.random.default_rng(seed)
     x = rng.integers(-9, 10, (*lead, n, n + m - 1))
     s = rng.integers(-9, 10, (*lead, n, m))
-    assert np.sum(skew(x) * s) == np.sum(x * unskew(s))
+    assert np.sum(relskew.skew(x) * s) == np.sum(x * relskew.unskew(s))
 
 
 @property_test
 @given(leads, sizes, sizes, seeds)
 def test_skew_undoes_unskew(lead: tuple[int, ...], n: int, m: int, seed: int) -> None:
     s = random(seed, *lead, n, m)
-    assert np.array_equal(skew(unskew(s)), s)
-    assert np.count_nonzero(unskew(s)) == np.count_nonzero(s)
+    assert np.array_equal(relskew.skew(relskew.unskew(s)), s)
+    assert np.count_nonzero(relskew.unskew(s)) == np.count_nonzero(s)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -74,10 +66,10 @@ def test_skew_undoes_unskew(lead: tuple[int, ...], n: int, m: int, seed: int) ->
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
 def test_skew_copies_nothing(lead: tuple[int, ...], n: int, m: int) -> None:
     x = random(0, *lead, n, n + m - 1)
-    assert np.shares_memory(skew(x), x)
+    assert np.shares_memory(relskew.skew(x), x)
     torch = pytest.importorskip("torch")
     tensor = torch.tensor(x)
-    assert skew(tensor).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    assert relskew.skew(tensor).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 @property_test
@@ -91,8 +83,8 @@ def test_logits_and_values_equal_the_loops(
     q, weights = random(seed, 2, 3, n, 2), random(seed, 2, 3, n, m)
     table = random(seed + 1, *by_head, span.rows, 2)
     options: dict[str, Any] = {"offset": offset, "causal": causal}
-    logits = relative_logits(q, table, span, n_keys=m, **options)
-    values = relative_values(weights, table, span, **options)
+    logits = relskew.relative_logits(q, table, span, n_keys=m, **options)
+    values = relskew.relative_values(weights, table, span, **options)
     assert np.allclose(logits, oracles.relative_logits(q, table, span, n_keys=m, **options), rtol=0, atol=1e-12)
     assert np.allclose(values, oracles.relative_values(weights, table, span, **options), rtol=0, atol=1e-12)
     assert np.isclose(np.sum(logits * weights), np.sum(q * values), rtol=0, atol=1e-11)
@@ -105,8 +97,8 @@ def test_logits_depend_on_relative_positions_only(
 ) -> None:
     span = data.draw(spans([], beyond=data.draw(st.sampled_from(["clip", "zero"]))))
     q, table = random(seed, n, 2), random(seed + 1, span.rows, 2)
-    here = relative_logits(q, table, span, n_keys=m, offset=offset, causal=causal)
-    there = relative_logits(q, table, span, n_keys=m + shift, offset=offset + shift, causal=causal)
+    here = relskew.relative_logits(q, table, span, n_keys=m, offset=offset, causal=causal)
+    there = relskew.relative_logits(q, table, span, n_keys=m + shift, offset=offset + shift, causal=causal)
     assert np.allclose(here, there[:, shift:], rtol=0, atol=1e-13)
 
 
@@ -119,16 +111,16 @@ def test_causal_building_blocks_read_nothing_of_the_future(
     span = data.draw(spans([], beyond=data.draw(st.sampled_from(["clip", "zero"]))))
     q, weights, table = random(seed, n, 2), random(seed, n, m), random(seed + 1, span.rows, 2)
     clean = [
-        relative_logits(q, table, span, n_keys=m, offset=offset, causal=True),
-        relative_values(weights, table, span, offset=offset, causal=True),
+        relskew.relative_logits(q, table, span, n_keys=m, offset=offset, causal=True),
+        relskew.relative_values(weights, table, span, offset=offset, causal=True),
     ]
     i = data.draw(st.integers(0, n - 1))
     table[span.left + 1 :] = np.nan
     weights[np.arange(m) > np.arange(n)[:, None] + offset] = np.nan
     weights[i] = q[i] = np.nan
     spoilt = [
-        relative_logits(q, table, span, n_keys=m, offset=offset, causal=True),
-        relative_values(weights, table, span, offset=offset, causal=True),
+        relskew.relative_logits(q, table, span, n_keys=m, offset=offset, causal=True),
+        relskew.relative_values(weights, table, span, offset=offset, causal=True),
     ]
     for before, after in zip(clean, spoilt, strict=True):
         assert np.array_equal(np.delete(after, i, axis=0), np.delete(before, i, axis=0))
@@ -235,7 +227,7 @@ def test_runs_of_keys_merge_into_the_whole(way: Way, call: Call, data: st.DataOb
         if mask is not None and mask.shape[-1] > 1:
             part = part.but(mask=mask[..., start:stop])
         parts.append(part.on(way))
-    assert close(oracles.Attention(*merge_attention(*transposed(parts))), call.on(way))
+    assert close(oracles.Attention(*relskew.merge_attention(*transposed(parts))), call.on(way))
 
 
 @every_way
@@ -243,7 +235,7 @@ def test_runs_of_keys_merge_into_the_whole(way: Way, call: Call, data: st.DataOb
 def test_any_sets_of_keys_merge_into_the_whole(way: Way, call: Call, parts: int, seed: int) -> None:
     whose = np.random.default_rng(seed).integers(0, parts, (call.n, call.m))
     found = [call.but(mask=whose == part).on(way) for part in range(parts)]
-    assert close(oracles.Attention(*merge_attention(*transposed(found))), call.on(way))
+    assert close(oracles.Attention(*relskew.merge_attention(*transposed(found))), call.on(way))
 
 
 # What a query may not see ---------------------------------------------------------------------------------------------
@@ -352,8 +344,8 @@ def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("function", [
-    lambda x, table: resize_table(x, 40, method="cubic"),
-    lambda x, table: relative_attention_2d(x / 16, x, x, table, table, q_grid=(2, 3), k_grid=(2, 3)),
+    lambda x, table: relskew.resize_table(x, 40, method="cubic"),
+    lambda x, table: relskew.relative_attention_2d(x / 16, x, x, table, table, q_grid=(2, 3), k_grid=(2, 3)),
 ], ids=["resized", "grid"])  # fmt: skip
 def test_half_precision_is_rounded_once(function: Callable[[Any, Any], Any]) -> None:
     rng = np.random.default_rng(7)

@@ -7,22 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from relskew_core import (
-    BlockSpec,
-    Span,
-    attention_block,
-    conventions,
-    init_weights,
-    relative_attention,
-    relative_attention_2d,
-    relative_attention_vjp,
-    skew,
-)
+import relskew_core as relskew
+from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 
 X, MASK = torch.ones(2, 6, 4), torch.ones(6, 6)
 SPEC = BlockSpec(4, 2, Span.clipped(5))
-WEIGHTS = init_weights(SPEC, seed=0, xp=torch)
+WEIGHTS = relskew.init_weights(SPEC, seed=0, xp=torch)
 
 
 class Unit(torch.Tensor):
@@ -45,14 +36,14 @@ def masked(x: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
-    "q": lambda x, of: relative_attention(of(x), x, x),
-    "k": lambda x, of: relative_attention(x, of(x), x),
-    "mask": lambda x, of: relative_attention(x, x, x, mask=of(-MASK)),
-    "d_out": lambda x, of: relative_attention_vjp(of(x), x, x, x),
-    "v": lambda x, of: relative_attention_2d(x, x, of(x), q_grid=(3, 2), k_grid=(3, 2)),
-    "x": lambda x, of: attention_block(of(x), WEIGHTS, SPEC),
+    "q": lambda x, of: relskew.relative_attention(of(x), x, x),
+    "k": lambda x, of: relskew.relative_attention(x, of(x), x),
+    "mask": lambda x, of: relskew.relative_attention(x, x, x, mask=of(-MASK)),
+    "d_out": lambda x, of: relskew.relative_attention_vjp(of(x), x, x, x),
+    "v": lambda x, of: relskew.relative_attention_2d(x, x, of(x), q_grid=(3, 2), k_grid=(3, 2)),
+    "x": lambda x, of: relskew.attention_block(of(x), WEIGHTS, SPEC),
     "weights['rel_k']": lambda x, of: to_onnx(SPEC, {**WEIGHTS, "rel_k": of(WEIGHTS["rel_k"])}),
-    "table": lambda x, of: conventions.SHAW.load(of(torch.ones(3, 4))),
+    "table": lambda x, of: relskew.conventions.SHAW.load(of(torch.ones(3, 4))),
 }
 
 
@@ -70,7 +61,7 @@ def test_other_classes_are_carried(kind: Any) -> None:
 
     for name in ("q", "k", "v", "x"):
         assert type(CALLS[name](X, of)) is kind
-    assert type(skew(of(torch.ones(3, 5)))) is kind
+    assert type(relskew.skew(of(torch.ones(3, 5)))) is kind
 
 
 def test_graphs_would_lose_what_a_class_adds() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relskew_core import Span, relative_attention
 from relskew_core.distributed.torch import (
-    _ranks,
+    _sequence,
     context_parallel_attention,
     shard_sequence,
     shard_table,
@@ -136,7 +136,7 @@ class Traffic:
 
     def __init__(self, ranks: int) -> None:
         self.sent, self.others, self.ranks = 0, ranks - 1, ranks
-        self.real = distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather
+        self.real = distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather
 
     def __enter__(self) -> Traffic:
         send, exchange, gather = self.real
@@ -153,11 +153,11 @@ class Traffic:
             self.sent += x.nbytes * self.others
             return gather(found, x, **how)
 
-        distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather = sends, exchanges, gathers
+        distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather = sends, exchanges, gathers
         return self
 
     def __exit__(self, *error: object) -> None:
-        distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather = self.real
+        distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather = self.real
 
 
 def sends_what_theory_says(group: Any, p: int) -> None:
