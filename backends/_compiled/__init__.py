@@ -17,7 +17,6 @@ from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import (
     KINDS,
-    SEQUENCES,
     GridOptions,
     Operands,
     Options,
@@ -27,6 +26,7 @@ from relskew_core._kernel.call import (
 )
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
+from relskew_core._kernel.kinds import Rows
 from relskew_core._kernel.sums import sum_to
 from relskew_core._positions.labels import check_reach_of, known_items
 from relskew_core.backends._compiled.call import ARRAYS as ARRAYS
@@ -209,7 +209,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
-            make = library.empty if KINDS[name] in SEQUENCES else library.zeros  # the kernels add to these
+            make = library.empty if isinstance(KINDS[name], Rows) else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = buffers(_arrays(x)), buffers([found.get(name) for name in GRADIENTS])

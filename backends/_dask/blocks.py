@@ -11,7 +11,7 @@ import numpy as np
 from dask.delayed import delayed as untyped_delayed
 
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._kernel.call import KINDS, SEQUENCES, TABLES, Arguments, Kind, Operands, Options, Part, unsupported
+from relskew_core._kernel.call import KINDS, TABLES, Arguments, Operands, Options, Part, kind_of_table, unsupported
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
@@ -90,9 +90,8 @@ class Pair:
 
     def _of_table(self, name: str, table: Any) -> Any:
         xp, beyond = namespace_of_arrays({name: table}), self.rows.span.beyond
-        if KINDS[name] is Kind.BIAS:
-            return self.rows.of_table(table[..., None], beyond, xp=xp)[..., 0]
-        return self.rows.of_table(table, beyond, xp=xp)
+        kind = kind_of_table(name)
+        return kind.without_width(self.rows.of_table(kind.with_width(table), beyond, xp=xp))
 
 
 def kernels(function: str, call: Problem) -> Path:
@@ -134,21 +133,13 @@ class Blocks:
             whole[HEADS % q.ndim] = -1
         q = q.rechunk(whole)
         lead, heads = q.chunks[:HEADS], q.chunks[HEADS]
-        of_keys = tuple(size // group for size in heads)
-        lengths = {"q": q.chunks[LENGTH], "k": k.chunks[LENGTH]}
+        sizes: dict[Any, Any] = dict(enumerate(lead)) | {
+            "heads": heads, "key_heads": tuple(size // group for size in heads),
+            "queries": q.chunks[LENGTH], "keys": k.chunks[LENGTH],
+        }  # fmt: skip
 
         def chunks(name: str, x: Any) -> tuple[Any, ...]:
-            kind = KINDS[name]
-            if kind in SEQUENCES:
-                of_kind = (heads, lengths["q"]) if kind is Kind.QUERY else (of_keys, lengths["k"])
-                return (*lead, *of_kind, -1)
-            if kind is Kind.LABEL:
-                return (*lead[: x.ndim - 1], lengths[name[0]])
-            if kind is Kind.MASK:
-                full = (*lead, heads, lengths["q"], lengths["k"])[-x.ndim :]
-                return tuple(-1 if size == 1 else sizes for size, sizes in zip(x.shape, full, strict=True))
-            by_head = x.shape[0] == q.shape[HEADS] and x.ndim == (2 if kind is Kind.BIAS else 3)
-            return (heads, *[-1] * (x.ndim - 1)) if by_head else (-1,) * x.ndim
+            return tuple(sizes.get(axis, -1) for axis in KINDS[name].along(x, q))
 
         given = {name: x for name, x in operands._asdict().items() if x is not None} | {"q": q}
         arrays = {name: x.rechunk(chunks(name, x)) for name, x in given.items()}
@@ -161,13 +152,5 @@ class Blocks:
     def at(self, name: str, place: tuple[int, ...], j: int) -> tuple[int, ...]:
         """Return the block of an array that belongs to a pair."""
         *lead, head, i = place
-        kind, x = KINDS[name], self.arrays[name]
-        if kind in SEQUENCES:
-            at: tuple[int, ...] = (*lead, head, i if kind is Kind.QUERY else j, 0)
-        elif kind is Kind.LABEL:
-            at = (*lead[: x.ndim - 1], i if name.startswith("q") else j)
-        elif kind is Kind.MASK:
-            at = (*lead, head, i, j)[-x.ndim :]
-        else:
-            at = (head, *[0] * (x.ndim - 1))
-        return tuple(min(index, count - 1) for index, count in zip(at, x.numblocks, strict=True))
+        places: dict[Any, int] = dict(enumerate(lead)) | {"heads": head, "key_heads": head, "queries": i, "keys": j}
+        return tuple(places.get(axis, 0) for axis in KINDS[name].along(self.arrays[name], self.arrays["q"]))

@@ -19,9 +19,8 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import (
     KINDS,
-    SEQUENCES,
+    LABELS,
     TABLES,
-    Kind,
     Operands,
     Options,
     shape_of_out,
@@ -32,7 +31,6 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.call import REAL, WHOLE, Call, numbers
-from relskew_core.backends._ragged import mask_by_batch
 
 SHARED = (*TABLES, "seed")
 """The numbers that all items of a call share; in a mapped call each entry may have different ones."""
@@ -95,21 +93,13 @@ def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted:
 def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     """Return an array with axes for items, heads, rows and columns; the items of tables are the entries of the map."""
     x, q = getattr(given, name), given.q
-    if x is None or KINDS[name] is Kind.SEED:
+    if x is None or name == "seed":
         return None
-    if KINDS[name] in SEQUENCES:
-        return jnp.reshape(x, (-1, *x.shape[-3:]))
-    mapped, core = x.shape[:maps], x.shape[maps:]
-    if KINDS[name] is Kind.LABEL:  # one per item; keys are padded to whole vectors
-        x = jnp.reshape(x, (*mapped, *(1,) * (q.ndim - 2 - x.ndim), *core))
-        x = jnp.reshape(jnp.broadcast_to(x, (*q.shape[:-3], core[-1])), (-1, 1, 1, core[-1]))
-        return jnp.pad(x, ((0, 0),) * 3 + ((0, _compiled.kernels.SPARE),)) if name.startswith("k_") else x
-    if KINDS[name] is Kind.MASK:
-        return mask_by_batch(jnp.reshape(x, (*mapped, *(1,) * (q.ndim - x.ndim), *core)), q, xp=jnp)
-    core = (core[0], 1, core[1]) if KINDS[name] is Kind.BIAS else (*(1,) * (3 - len(core)), *core)
-    x = jnp.reshape(x, (*mapped, *core))
-    x = jnp.broadcast_to(x, (*q.shape[:maps], *core)) if math.prod(mapped) > 1 else x
-    return jnp.reshape(x, (-1, *core))
+    x = KINDS[name].flat(x, q.shape[:-3], maps=maps, xp=jnp)
+    if name in LABELS:  # one for each item; keys are padded to whole vectors
+        x = jnp.broadcast_to(x, (math.prod(q.shape[:-3]), x.shape[-1]))
+        x = jnp.pad(x, ((0, 0), (0, _compiled.kernels.SPARE))) if name.startswith("k_") else x
+    return jnp.reshape(x, (*x.shape[:-1], *(1,) * (4 - x.ndim), x.shape[-1]))
 
 
 def _of_gradient(name: str, x: Operands, entries: int) -> tuple[int, ...] | None:

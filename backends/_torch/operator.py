@@ -20,14 +20,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import (
     DIFFERENTIABLE,
-    SEQUENCES,
+    KINDS,
     TABLES,
     Gradients,
-    Kind,
     Operands,
     Options,
     named,
-    names_of,
     shape_of_out,
     shape_of_sums,
 )
@@ -319,27 +317,17 @@ class Operator(TwoOperators):
         self, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         operands, dims = Operands(*args[:COUNT]), Operands(*in_dims[:COUNT])
-        rows = names_of(*SEQUENCES)
-        apart = [name for name in Operands._fields if name not in rows and name != "mask"]
+        rank = operands.q.ndim - (dims.q is not None)
+        moved = {
+            name: KINDS[name].mapped(x, getattr(dims, name), info.batch_size, rank, xp=xp)
+            for name, x in named(operands).items()
+            if x is not None
+        }
         # If mapped arrays are not shared, or dropout draws per item, run each item separately.
-        if operands.seed is not None or any(getattr(dims, name) is not None for name in apart):
+        if operands.seed is not None or any(x is None for x in moved.values()):
             items = [self.op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
             outs, sums = zip(*items, strict=True)
             return (torch.stack(outs), torch.stack(sums)), (0, 0)
-
-        def batched(x: Tensor | None, dim: int | None) -> Tensor | None:
-            if x is None:
-                return None
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-        # Labels that differ by item are repeated along the new axis; shared ones broadcast.
-        labels = named(operands)
-        by_item = [x for x in names_of(Kind.LABEL) if labels[x] is not None and labels[x].shape[:-1].numel() > 1]
-        moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in (*rows, *by_item)}
-        if operands.mask is not None and dims.mask is not None:
-            mask = operands.mask.movedim(dims.mask, 0)
-            q_axes = operands.q.ndim - (dims.q is not None)
-            moved["mask"] = mask.reshape(mask.shape[0], *(1,) * (q_axes + 1 - mask.ndim), *mask.shape[1:])
         out, own = self.op(*operands._replace(**moved), *args[COUNT:])
         if own.ndim < 2:  # they were not requested
             own = own.new_empty((info.batch_size, 0))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
+from relskew_core._kernel.call import LABELS, TABLES, Operands, Options
 from relskew_core.export._form.plan import AUTO_CHUNK, PROFILES
 from relskew_core.export._nodes.attend import even_chunks, joined
 from relskew_core.export._nodes.emitter import BOOL, INT64, Dim, Value
@@ -92,7 +92,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
         end = body.index("Add", [start, step], "end")
         first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, call, options, start, end)
         cut = _Cut(body, (start, end), (first, stop), whole=first == 0 and stop is lengths.keys)
-        given = {name: cut(getattr(operands, name), name) for name in KINDS if KINDS[name] in (Kind.MASK, Kind.LABEL)}
+        given = {name: cut(getattr(operands, name), name) for name in ("mask", *LABELS)}
         given |= {name: cut.sequence(x, name) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
         if call.rel_q is not None:
             given["rel_q"] = cut.sequence(call.rel_q, "rel_q")
@@ -140,11 +140,11 @@ class _Cut:
         """Return some rows and columns of a mask, or some integers of queries or of keys."""
         if x is None:
             return None
-        body, kind = self._body, KINDS[name]
+        body, of_integers = self._body, name in LABELS
         shape = shape_of(x, name)
-        dtype = INT64 if kind is Kind.LABEL else BOOL if x.dtype.numpy() == BOOL else body.dtype
+        dtype = INT64 if of_integers else BOOL if x.dtype.numpy() == BOOL else body.dtype
         value = body.adopt(x, f"{name}/whole", shape, dtype)
-        if kind is Kind.LABEL:
+        if of_integers:
             return body.typed(self._axis(value, len(shape) - 1, name, of_queries=name.startswith("q_")))
         for axis, of_queries in ((len(shape) - 2, True), (len(shape) - 1, False)):
             if shape[axis] != 1:

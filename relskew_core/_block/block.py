@@ -16,7 +16,7 @@ from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.weights import attention_weights
-from relskew_core._kernel.shapes import check_mask
+from relskew_core._kernel.kinds import MASK
 
 
 @explains
@@ -219,5 +219,5 @@ def without_keys(hidden: Array | None, mask: Array | None, q: Array, k: Array, *
     """Return a mask that hides these keys (..., Lk) from all heads and queries, in addition to ``mask``."""
     if hidden is None:
         return mask
-    mask = None if mask is None else check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
+    mask = None if mask is None else MASK.check("mask", autocast({"mask": mask})["mask"], q, k, xp=xp)
     return joint(mask, ~hidden[..., None, None, :], xp=xp)

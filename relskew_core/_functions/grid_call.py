@@ -16,8 +16,8 @@ from relskew_core._functions.axes import check_bias, check_tables
 from relskew_core._functions.grid_layout import Surroundings, check_sides
 from relskew_core._functions.grid_parts import GridParts, rows_of_chunk
 from relskew_core._kernel.by_head import by_head, check_by_head
-from relskew_core._kernel.problem import form
-from relskew_core._kernel.shapes import check_mask, check_shapes
+from relskew_core._kernel.kinds import MASK
+from relskew_core._kernel.shapes import check_shapes
 
 
 def matters(window: Any, *arrays: Any) -> bool:
@@ -61,7 +61,7 @@ class GridCall(GridParts):
         rel_bias, prefix_bias = self._without_heads(q.ndim == 2)
         dtype = q.dtype
         if mask is not None:
-            mask = form("mask", check_mask(mask, q, k, xp=xp), heads=True, xp=xp)
+            mask = MASK.form(MASK.check("mask", mask, q, k, xp=xp), heads=True, xp=xp)
         arrays = (q, k, v, rel_bias, prefix_bias, mask, *self.tables)  # the dtype of sums must be that within one call
         q, k, v, rel_bias, prefix_bias, mask, *tables = widened(arrays, dtype, xp=xp)
         factor, related = (cast(x, q.dtype, xp=xp) if is_array(x) else x for x in (factor, related))

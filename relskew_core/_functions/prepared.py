@@ -15,8 +15,8 @@ from typing import Any
 
 from relskew_core import backends
 from relskew_core._array.namespace import is_compiling
-from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Operands, has_tables
-from relskew_core._kernel.problem import Problem, form
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Arguments, Operands, has_tables
+from relskew_core._kernel.problem import Problem
 from relskew_core._positions.span import Span
 
 MOST = 256
@@ -212,7 +212,8 @@ class Checked:
             if full or (call := call.at(count, offset)) is None:
                 return None
         if not (formed or self.as_given):
-            own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}
+            own = {name: KINDS[name].form(each, heads=problem.heads, xp=problem.xp)
+                   for name in DIFFERENTIABLE if (each := getattr(x, name)) is not None}  # fmt: skip
             x = replace(problem, given=Operands(**own)).operands(half=self.kernels.HALF)
             if not self.kernels.TYPES.issuperset(map(type, x)):  # the arrays were made while JAX traces
                 return None

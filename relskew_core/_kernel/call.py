@@ -11,12 +11,13 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
 from relskew_core._array.checks import check_int, check_real, is_array, refuse_unknown, wraps
 from relskew_core._array.precision import autocast
 from relskew_core._array.typing import Array, Impl
+from relskew_core._kernel import kinds
+from relskew_core._kernel.kinds import Kind, Label, Table
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
@@ -81,36 +82,23 @@ GROUPS = {
 """The groups of the arguments for the reference, by the first of each."""
 
 
-class Kind(Enum):
-    """The kind of an array of a call, which determines its axes."""
-
-    QUERY = "a row for each query"  # (..., H, Lq, width), with the leading axes of the call
-    KEY = "a row for each key"  # (..., Hkv, Lk, width)
-    TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
-    BIAS = "numbers of consecutive relative positions"  # (R,) or (H, R)
-    MASK = "boolean or additive"  # broadcasts to (..., H, Lq, Lk)
-    AXES = "rows of relative positions along each axis of grids, one table after the other"  # (1 or H, Σ R, D)
-    LABEL = "integers of queries or keys"  # (..., L) without heads, or (L,)
-    SEED = "an integer"  # (1,)
-
-
 class Operands(NamedTuple):
     """The arrays of a call for the kernels, with a heads axis; in ragged batches, tables have an axis for items."""
 
-    q: Annotated[Array, Kind.QUERY]  # (..., H, Lq, D)
-    k: Annotated[Array, Kind.KEY]  # (..., Hkv, Lk, D)
-    v: Annotated[Array, Kind.KEY]  # (..., Hkv, Lk, Dv)
-    rel_k: Annotated[Array | None, Kind.TABLE] = None  # Dr wide; ragged (..., 1 or H, W, Dr)
-    rel_v: Annotated[Array | None, Kind.TABLE] = None  # Dv wide; ragged (..., 1 or H, W, Dv)
-    rel_bias: Annotated[Array | None, Kind.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
-    rel_q: Annotated[Array | None, Kind.QUERY] = None  # (..., H, Lq, Dr), None if it is q
-    mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
-    key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
-    q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its segment
-    k_segments: Annotated[Array | None, Kind.LABEL] = None
-    q_positions: Annotated[Array | None, Kind.LABEL] = None  # if positions are `by_value`
-    k_positions: Annotated[Array | None, Kind.LABEL] = None
-    seed: Annotated[Array | None, Kind.SEED] = None  # of dropout
+    q: Annotated[Array, kinds.QUERY]  # (..., H, Lq, D)
+    k: Annotated[Array, kinds.KEY]  # (..., Hkv, Lk, D)
+    v: Annotated[Array, kinds.KEY]  # (..., Hkv, Lk, Dv)
+    rel_k: Annotated[Array | None, kinds.TABLE] = None  # Dr wide; ragged (..., 1 or H, W, Dr)
+    rel_v: Annotated[Array | None, kinds.TABLE] = None  # Dv wide; ragged (..., 1 or H, W, Dv)
+    rel_bias: Annotated[Array | None, kinds.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
+    rel_q: Annotated[Array | None, kinds.QUERY] = None  # (..., H, Lq, Dr), None if it is q
+    mask: Annotated[Array | None, kinds.MASK] = None  # at least two axes
+    key_table: Annotated[Array | None, kinds.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
+    q_segments: Annotated[Array | None, kinds.QUERY_LABEL] = None  # a query sees the keys of its segment
+    k_segments: Annotated[Array | None, kinds.KEY_LABEL] = None
+    q_positions: Annotated[Array | None, kinds.QUERY_LABEL] = None  # if positions are `by_value`
+    k_positions: Annotated[Array | None, kinds.KEY_LABEL] = None
+    seed: Annotated[Array | None, kinds.SEED] = None  # of dropout
 
     @property
     def axis_tables(self) -> Array | None:
@@ -121,23 +109,29 @@ class Operands(NamedTuple):
 KINDS: dict[str, Kind] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
 }
-KINDS["axis_tables"] = Kind.AXES
+KINDS["axis_tables"] = kinds.AXES
 
 
-def names_of(*kinds: Kind) -> list[str]:
+def kind_of_table(name: str) -> Table:
+    """Return the kind of a table of a call, or of another function."""
+    kind = KINDS.get(name, kinds.TABLE)
+    assert isinstance(kind, Table)
+    return kind
+
+
+def names_of(*wanted: Kind) -> list[str]:
     """Return the names of the arrays of some kinds."""
-    return [name for name, kind in KINDS.items() if kind in kinds]
+    return [name for name, kind in KINDS.items() if kind in wanted]
 
 
-SEQUENCES = (Kind.QUERY, Kind.KEY)
-"""The kinds of arrays with axes for batch, heads and length."""
+BY_QUERY, BY_KEY = names_of(kinds.QUERY), names_of(kinds.KEY)
 
-BY_QUERY, BY_KEY = names_of(Kind.QUERY), names_of(Kind.KEY)
+LABELS = [name for name, kind in KINDS.items() if isinstance(kind, Label)]
 
-TABLES = names_of(Kind.TABLE, Kind.BIAS)
+TABLES = names_of(kinds.TABLE, kinds.BIAS)
 """The arrays with a row for each relative position, which have a span."""
 
-DIFFERENTIABLE = names_of(*SEQUENCES, Kind.TABLE, Kind.BIAS, Kind.MASK)
+DIFFERENTIABLE = names_of(kinds.QUERY, kinds.KEY, kinds.TABLE, kinds.BIAS, kinds.MASK)
 """The arrays that have gradients: arguments of the same names."""
 
 BY_HEAD = ("sinks", "scale", "rel_scale")
@@ -285,7 +279,7 @@ def has_tables(operands: Operands) -> bool:
 def unsupported(operands: Operands, options: Options, supported: frozenset[str]) -> list[str]:
     """Name the given arrays and the options in use that a native path does not support."""
     given = [name for name, x in named(operands).items() if x is not None and name not in supported]
-    found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
+    found = list(dict.fromkeys(name.partition("_")[2] if name in LABELS else name for name in given))
     for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):
         for name, default in _DEFAULTS[type(part)].items():
             if name not in supported:

@@ -24,20 +24,19 @@ from relskew_core._kernel.call import (
     CHECKS,
     CONSTANTS,
     KINDS,
-    SEQUENCES,
+    LABELS,
     TABLES,
     Arguments,
     Gradients,
-    Kind,
     Operands,
     Options,
     Part,
     named,
-    names_of,
 )
+from relskew_core._kernel.kinds import MASK, Rows, Table
 from relskew_core._kernel.shapes import (
+    check_arrays,
     check_layout,
-    check_mask,
     check_pattern,
     check_shapes,
     check_tables,
@@ -105,10 +104,11 @@ class Problem:
             if x is None:
                 return None
             argument = getattr(given, name)
-            if KINDS.get(name) in SEQUENCES:
+            kind = KINDS.get(name)  # `None` for numbers by head
+            if isinstance(kind, Rows):
                 return self.result(x, dtype=argument.dtype)
-            if self.ragged is not None and name in TABLES:
-                x = self.ragged.gradient(x[..., None] if KINDS[name] is Kind.BIAS else x, argument)
+            if self.ragged is not None and isinstance(kind, Table):
+                x = self.ragged.gradient(kind.with_width(x), argument)
             x = self.xp.reshape(x, argument.shape)
             return cast(x, argument.dtype, xp=self.xp)
 
@@ -125,7 +125,7 @@ def _scaled(given: Arguments, scales: HeadScales | None, *, xp: Namespace) -> Ar
     """Return a call with its factors applied, to arrays in the dtype of the sums, as products are not to be rounded."""
     if scales is None:
         return given
-    arrays = {name: x for name, x in given.arrays().items() if KINDS[name] is not Kind.MASK}
+    arrays = {name: x for name, x in given.arrays().items() if KINDS[name] is not MASK}
     return scales.applied(
         replace(given, **dict(zip(arrays, widened(arrays.values(), given.q.dtype, xp=xp), strict=True)))
     )
@@ -135,7 +135,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     """Check a call; every error names its argument."""
     given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
-    alike = {name: x for name, x in given.arrays().items() if KINDS[name] is not Kind.MASK}
+    alike = {name: x for name, x in given.arrays().items() if KINDS[name] is not MASK}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, alike)
     if xp.__name__ == "jax.numpy":
         check_static({**{name: getattr(given, name) for name in CONSTANTS}, "return_lse": return_lse})
@@ -147,6 +147,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     if given.span is None:
         check_layout(tables, q, k.shape[-2], causal=pattern.right == 0)
     span = check_tables(tables, given.span, q, causal=pattern.right == 0, n_keys=k.shape[-2])
+    given = check_arrays(given, xp=xp)
     check_widths(given)
     positions, offset = _check_positions(given, xp=xp)
     if offset is None and pattern.is_open and all(table is None for table in tables.values()):
@@ -176,31 +177,21 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     heads = q.ndim > 2
 
     def operand(name: str, x: Any) -> Array | None:
-        if x is not None and KINDS[name] is Kind.MASK:
-            x = check_mask(x, q, k, xp=xp)
-        x = form(name, x, heads=heads, xp=xp)
-        if x is None or ragged is None or name not in TABLES:
+        if x is None:
+            return None
+        kind = KINDS[name]
+        x = kind.form(x, heads=heads, xp=xp)
+        if ragged is None or not isinstance(kind, Table):
             return x
-        return ragged.of(x[..., None])[..., 0] if KINDS[name] is Kind.BIAS else ragged.of(x)
+        return kind.without_width(ragged.of(kind.with_width(x)))
 
     segments: tuple[Array | None, Array | None] = (None, None)
     if given.segments is not None:
         segments = check_labels("segments", given.segments, q, k, paired=False, xp=xp)
-    labels = dict(zip(names_of(Kind.LABEL), (*segments, *(positions or (None, None))), strict=True))
+    labels = dict(zip(LABELS, (*segments, *(positions or (None, None))), strict=True))
     arrays = {name: operand(name, x) for name, x in given.arrays().items()}
     operands = Operands(**arrays, **labels, seed=seed)
     return Problem(operands, options, xp, q.dtype, heads, ragged, sinks, scales)
-
-
-def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
-    """Return an argument as an operand: with a heads axis, and for masks with a query axis."""
-    if x is None:
-        return None
-    if KINDS[name] in SEQUENCES:
-        return x if heads else x[None, ...]
-    if KINDS[name] in (Kind.BIAS, Kind.MASK):
-        return x if x.ndim > 1 else xp.reshape(x, (1, -1))
-    return x
 
 
 def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, Any]:

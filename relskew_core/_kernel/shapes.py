@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relskew_core._array.checks import LAYOUT, check_bool, check_int, check_offset, check_window, describe, layout_hint
 from relskew_core._array.known import exported, holds, same_length
-from relskew_core._array.namespace import check_companion
-from relskew_core._array.precision import bits_of, integer, settled
-from relskew_core._array.softmax import warn_of_ones
+from relskew_core._array.precision import bits_of, integer
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import BY_KEY, BY_QUERY, KINDS, Arguments, Kind
+from relskew_core._kernel.call import KINDS, TABLES, Arguments, kind_of_table
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span, span_hint
 from relskew_core._positions.visibility import FURTHEST, Visibility
@@ -51,7 +49,7 @@ def check_layout(tables: dict[str, Array | None], q: Array, n_keys: Any, *, caus
         return
     fits = q.shape[-3] if causal else 2 * q.shape[-3] - 1
     for name, table in tables.items():
-        shared = 1 if KINDS.get(name) is Kind.BIAS else 2
+        shared = len(kind_of_table(name).axes) - 1
         if table is not None and table.ndim == shared and not exported(table.shape[0]) and table.shape[0] == fits:
             raise ValueError(
                 f"`{name}` has {fits} rows, which fit axis -3 of `q`, {tuple(q.shape)}, and not axis -2; {LAYOUT} "
@@ -65,21 +63,10 @@ def check_tables(
     """Check the tables' shapes against the span, and return it; by default the first table determines it."""
     if span is not None and not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span or None{span_hint(span)}, got {describe(span)}")
-    n_heads = q.shape[-3] if q.ndim > 2 else 1
     for name, table in tables.items():
         if table is None:
             continue
-        of_numbers = KINDS.get(name) is Kind.BIAS
-        by_head = 2 if of_numbers else 3
-        if table.ndim not in (by_head - 1, by_head):
-            expected = "(R,) or (H, R)" if of_numbers else "(R, D) or (H, R, D)"
-            raise ValueError(f"`{name}` must have shape {expected}, got {describe(table)}")
-        if table.ndim == by_head and table.shape[0] != n_heads and not (of_numbers and table.shape[0] == 1):
-            hint = layout_hint(table.shape[0] == q.shape[-2])
-            raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis{hint}, got {describe(table)}")
-        rows = table.shape[-1] if of_numbers else table.shape[-2]
-        if not holds(rows > 0):
-            raise ValueError(f"`{name}` must have at least one row, got {describe(table)}")
+        rows = kind_of_table(name).check(name, table, q)
         if span is None:
             span = default_span(name, rows, causal=causal, n_keys=n_keys)
         if not holds(rows == span.rows):
@@ -111,47 +98,22 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
         )
 
 
+def check_arrays(given: Arguments, *, xp: Namespace) -> Arguments:
+    """Check every array but the tables by its kind; return the call, whose weakly typed arrays have a dtype."""
+    arrays = {name: x for name, x in given.arrays().items() if x is not None and name not in TABLES}
+    found = {name: KINDS[name].check(name, x, given.q, given.k, xp=xp) for name, x in arrays.items()}
+    return given if all(found[name] is x for name, x in arrays.items()) else replace(given, **found)
+
+
 def check_widths(given: Arguments) -> None:
     q, k, v, rel_q = given.q, given.k, given.v, given.rel_q
     if given.rel_k is None and rel_q is not None:
         raise ValueError(f"`rel_q` needs `rel_k`, got rel_k=None and {describe(rel_q)}")
-    for names, (like, rows) in ((BY_QUERY, ("q", q)), (BY_KEY, ("k", k))):
-        for name in names:
-            x = getattr(given, name)
-            if x is not None and tuple(x.shape[:-1]) != tuple(rows.shape[:-1]):
-                before = tuple(rows.shape[:-1])
-                raise ValueError(
-                    f"`{name}` must have the shape of `{like}`, {before}, before its width, got {describe(x)}"
-                )
     related = ("q", q) if rel_q is None else ("rel_q", rel_q)
     for name, (other, x) in {"rel_k": related, "rel_v": ("v", v), "key_table": ("k", k)}.items():
         table = getattr(given, name)
         if table is not None and table.shape[-1] != x.shape[-1]:
             raise ValueError(f"`{name}` must have the width of `{other}`, {x.shape[-1]}, got {describe(table)}")
-
-
-def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
-    """Return a mask, which must be boolean or additive, and broadcast."""
-    check_companion("mask", mask, "q", q, xp=xp)
-    mask = settled(mask, q.dtype, xp=xp)
-    if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
-        raise TypeError(
-            f"`mask` must be boolean (True = may attend) or have the dtype of `q`, {q.dtype}, got {mask.dtype}"
-        )
-    full = (*q.shape[:-1], k.shape[-2])
-    fits = mask.ndim <= len(full) and all(
-        have == 1 or have == want for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)
-    )
-    if not fits:
-        padding = tuple(mask.shape) == (*q.shape[:-3], k.shape[-2])
-        hint = layout_hint(q.ndim > 2 and mask.shape[-1:] == k.shape[-3:-2])
-        hint = "; one per item and key, such as padding, is mask[..., None, None, :]" if padding else hint
-        by_item = q.ndim > 3 and tuple(mask.shape) == (*q.shape[:-3], *full[-2:])
-        hint = "; one per item, query and key is mask[..., None, :, :]" if by_item else hint
-        raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
-    if mask.dtype == q.dtype:
-        warn_of_ones(mask)
-    return mask
 
 
 @dataclass(frozen=True, slots=True)

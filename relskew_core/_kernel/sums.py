@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands, named
+from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands, kind_of_table, named
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import Tables
 from relskew_core._positions.skew import pad_last
@@ -141,7 +141,7 @@ class GradientSums:
             gradient = laid.gradient(self._columns[name], xp=xp)
             if name == "key_table":  # its columns descend
                 return xp.flip(gradient, axis=-2)
-            return gradient[..., 0] if name == "rel_bias" else gradient
+            return kind_of_table(name).without_width(gradient)
 
         return Gradients(
             mask=self._mask_gradient(),

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 from relskew_core._array.checks import describe
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import TABLES, Arguments
+from relskew_core._kernel.kinds import MASK
 from relskew_core._kernel.problem import Problem
-from relskew_core._kernel.shapes import check_mask
 from relskew_core._positions.pairs import Pairs, Run
 
 Layout = Literal["contiguous", "zigzag", "striped"]
@@ -71,4 +71,4 @@ def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, x
             of_all.check_reach(name, call.options.span)
     if given.mask is not None:
         keys = SimpleNamespace(shape=(*k.shape[:-2], size * k.shape[-2], 1))
-        check_mask(given.mask, q, keys, xp=xp)
+        MASK.check("mask", given.mask, q, keys, xp=xp)

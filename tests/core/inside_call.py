@@ -19,11 +19,11 @@ from relskew_core._kernel.call import (
     CHECKS,
     DIFFERENTIABLE,
     KINDS,
+    LABELS,
     TABLES,
     Arguments,
     Gradients,
     GridOperands,
-    Kind,
     Operands,
     Options,
     Part,
@@ -136,7 +136,7 @@ EVERYTHING = COMMON | {"blocks_before", "by_value", "dropout", "softcap", *Opera
 def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array and every option that says something; one that does not is no reason."""
     operands = Operands(X, X, X, *([X] * (len(Operands._fields) - 3)))
-    everything, said = EVERYTHING, name.partition("_")[2] if KINDS.get(name) is Kind.LABEL else name
+    everything, said = EVERYTHING, name.partition("_")[2] if name in LABELS else name
     assert unsupported(operands, OPTIONS, everything) == []
     assert unsupported(operands, OPTIONS, everything - {name}) == [said]
     plain = Operands(X, X, X)

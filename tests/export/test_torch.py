@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unsupported
+from relskew_core._kernel.call import KINDS, LABELS, Arguments, Options, unsupported
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 from relskew_core.export._translate.translation import SUPPORTED
@@ -302,7 +302,7 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
             checked = problem(Arguments(queries, keys, values, **{**offset, **options}), return_lse=asks)
             tried.update(unsupported(checked.given, checked.options, frozenset()))
     tried.add("rel_q")  # one of `Shapes`
-    fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
+    fields = {name.partition("_")[2] if name in LABELS else name for name in KINDS}
     fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
     fields.remove("by_value")
     assert fields - tried == REFUSED

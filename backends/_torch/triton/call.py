@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, SEQUENCES, Operands, Options
-from relskew_core.backends._ragged import by_batch, mask_by_batch
+from relskew_core._kernel.call import KINDS, Operands, Options
+from relskew_core._kernel.kinds import MASK, Mask, Rows
 from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 
@@ -111,12 +111,13 @@ class TiledCall:
         """Flatten the leading axes; copy only arrays that no strides can describe."""
         flat = {}
         for name, x in operands._asdict().items():
-            if x is not None and name == "mask":
-                x = mask_by_batch(x, operands.q, xp=torch)
-                flat[name] = x.view(torch.uint8) if x.dtype == torch.bool else x
+            kind = KINDS[name]
+            if x is not None and isinstance(kind, Rows | Mask):
+                x = kind.flat(x, tuple(operands.q.shape[:-3]), xp=torch)
+            if kind is MASK:  # of any strides
+                flat[name] = x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
             else:
-                batched = x is not None and KINDS[name] in SEQUENCES
-                flat[name] = _rows(by_batch(x, xp=torch) if batched else x)
+                flat[name] = _rows(x)
         tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())
         found = tiles(tiled.q.dtype, widest(operands), limits(tiled.q.device))

@@ -15,7 +15,7 @@ from relskew_core._array.softmax import log_sum_exp
 from relskew_core._array.typing import Array
 from relskew_core._functions.attention import Backward, attend, pull_back
 from relskew_core._kernel.by_head import HeadScales, with_sinks
-from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part, takes
+from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, TABLES, Arguments, Options, Part, kind_of_table, takes
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run
@@ -274,11 +274,11 @@ class TracedPart:
             if total.ndim < 2:
                 return total.at[columns].add(gradient.reshape(total[columns].shape))
             return total.at[..., rows, :].set(total[..., rows, :].at[..., columns].add(gradient))
-        bias = KINDS[name] is Kind.BIAS
-        rows, inside = self._places()
+        kind, (rows, inside) = kind_of_table(name), self._places()
+        gradient = kind.with_width(gradient)
         if self.ring.span.beyond == "zero":
-            gradient = jnp.where(inside if bias else inside[:, None], gradient, 0)
-        return total.at[..., rows].add(gradient) if bias else total.at[..., rows, :].add(gradient)
+            gradient = jnp.where(inside[:, None], gradient, 0)
+        return kind.without_width(kind.with_width(total).at[..., rows, :].add(gradient))
 
     def _places(self) -> tuple[Any, Any]:
         pairs, span = self.pairs, self.ring.span
@@ -286,12 +286,11 @@ class TracedPart:
         return jnp.clip(rows, 0, span.rows - 1), (rows >= 0) & (rows < span.rows)
 
     def _rows(self, name: str, table: Any) -> Any:
-        bias = KINDS[name] is Kind.BIAS
-        rows, inside = self._places()
-        found = jnp.take(table, rows, axis=-1 if bias else -2)
+        kind, (rows, inside) = kind_of_table(name), self._places()
+        found = jnp.take(kind.with_width(table), rows, axis=-2)
         if self.ring.span.beyond == "zero":
-            found = jnp.where(inside if bias else inside[:, None], found, 0)
-        return found
+            found = jnp.where(inside[:, None], found, 0)
+        return kind.without_width(found)
 
     def _columns(self) -> Any:
         return self.start + self.pairs.step * jnp.arange(self.keys.count, dtype=int)

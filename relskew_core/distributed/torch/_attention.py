@@ -15,7 +15,8 @@ from relskew_core._array.checks import check_bool, check_choice, describe, is_ar
 from relskew_core._array.softmax import log_sum_exp
 from relskew_core._functions.attention import attend
 from relskew_core._kernel.by_head import HeadScales, with_sinks
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, SEQUENCES, Arguments, Kind, Part, takes
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Arguments, Part, takes
+from relskew_core._kernel.kinds import MASK, Rows
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._parts import Gathered, PartsAttention, PartsPlan, Ring
@@ -70,14 +71,14 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
     for name, x in given.arrays().items():
         if x is None:
             continue
-        if KINDS[name] in SEQUENCES:
+        if isinstance(KINDS[name], Rows):
             # there are fewer key heads than ranks: each rank has a copy of the one that it needs
             if x.shape[HEADS] % size:
                 x = x.repeat_interleave(size // x.shape[HEADS], dim=HEADS)
             changed[name] = to_heads(x, ranks, layout)
-        elif KINDS[name] is Kind.MASK:
+        elif KINDS[name] is MASK:
             changed[name] = _mask(x, own, given, ranks, layout)
-        elif x.ndim > (1 if KINDS[name] is Kind.BIAS else 2) and x.shape[0] == heads:
+        elif "heads" in KINDS[name].along(x, given.q):
             changed[name] = x[own]
     if given.segments is not None:
         pair = given.segments if isinstance(given.segments, tuple) else (given.segments, given.segments)

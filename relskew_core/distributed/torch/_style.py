@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from relskew_core._array.checks import check_bool, check_choice, describe
 from relskew_core._block.block import check_padding
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, SEQUENCES, Kind, Operands
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Operands
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import COUNT, Operator
 from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
@@ -216,15 +216,6 @@ def _split(name: str, x: Any, axis: int, operands: Operands) -> Any:
     """Return the placement of an operand if queries are split along an axis."""
     if x is None:
         return None
-    kind, rank, of_heads = KINDS[name], len(x.shape), axis == len(operands.q.shape) + HEADS
-    if kind in SEQUENCES:
-        return Shard(axis)
-    if kind in (Kind.TABLE, Kind.BIAS):
-        by_head = rank == (3 if kind is Kind.TABLE else 2) and x.shape[0] == operands.q.shape[HEADS]
-        return Shard(0) if of_heads and by_head else Replicate()
-    if kind is Kind.MASK:
-        own = axis - (len(operands.q.shape) - rank)
-        return Shard(own) if own >= 0 and x.shape[own] > 1 else Replicate()
-    if kind is Kind.LABEL:  # (..., L) without heads
-        return Shard(axis) if rank > 1 and not of_heads else Replicate()
-    return Replicate()
+    wanted = ("heads", "key_heads") if axis == len(operands.q.shape) + HEADS else (axis,)
+    along = KINDS[name].along(x, operands.q)
+    return next((Shard(own) for own, each in enumerate(along) if each in wanted), Replicate())

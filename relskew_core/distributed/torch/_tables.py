@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import describe
-from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind
+from relskew_core._kernel.call import TABLES, Arguments, kind_of_table
 from relskew_core._positions.pairs import Pairs, Rows
 from relskew_core._positions.span import Span, check_span_given
 from relskew_core.distributed.torch._sequence import Ranks, distributed, groups
@@ -86,7 +86,7 @@ def check_sharded(given: Any, ranks: Ranks) -> Any:
 def _as_if_whole(given: Any, span: Span, ranks: Ranks) -> Any:
     changed = {}
     for name in TABLES:
-        table, axis = getattr(given, name), -1 if KINDS[name] is Kind.BIAS else -2
+        table, axis = getattr(given, name), kind_of_table(name).row_axis
         if table is None:
             continue
         expected = _count(ranks.rank, ranks, span)
@@ -125,7 +125,7 @@ class RankTables:
 
     def part(self, name: str, rows: Rows) -> Tensor:
         found: Tensor = rows.of_table(self.given[name], self.span.beyond, xp=xp)
-        return found[..., 0] if KINDS[name] is Kind.BIAS else found
+        return kind_of_table(name).without_width(found)
 
     def want(self, names: set[str], dtype: torch.dtype) -> None:
         self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
@@ -133,7 +133,7 @@ class RankTables:
     def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
         """Add the gradient of the rows of a part; rows that repeat an edge add to the edge."""
         total, edges = self.sums[name], rows.span.beyond == "clip"
-        gradient = gradient[..., None] if KINDS[name] is Kind.BIAS else gradient
+        gradient = kind_of_table(name).with_width(gradient)
         if edges and rows.before:
             total[..., 0, :] += gradient[..., : rows.before, :].sum(-2)
         if rows.count:
@@ -145,7 +145,7 @@ class RankTables:
         """Finish a round of gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.sums.items()}
+        return {name: kind_of_table(name).without_width(x) for name, x in self.sums.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,9 +221,9 @@ class ShardedTables(RankTables):
             for edge, position, row in ((0, -self.span.left, 0), (1, self.span.right, -1)):
                 if position % self.ranks.size == self.ranks.rank:
                     self.totals[name][..., row, :] += found[edge][..., 0, :]
-        return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.totals.items()}
+        return {name: kind_of_table(name).without_width(x) for name, x in self.totals.items()}
 
 
 def _columns(x: dict[str, Any]) -> dict[str, Tensor]:
     given = {name: x[name] for name in TABLES if x[name] is not None}
-    return {name: table[..., None] if KINDS[name] is Kind.BIAS else table for name, table in given.items()}
+    return {name: kind_of_table(name).with_width(table) for name, table in given.items()}
