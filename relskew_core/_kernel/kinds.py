@@ -58,7 +58,6 @@ class Rows(Kind):
     """Rows of a width, for each query or each key of each head of each item."""
 
     def along(self, x: Array, q: Array) -> tuple[Along, ...]:
-        """Return what each axis runs along: arrays do not broadcast."""
         return (*range(len(x.shape) - 3), *self.axes)[-len(x.shape) :]
 
     def check(self, name: str, x: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
@@ -70,11 +69,9 @@ class Rows(Kind):
         return x
 
     def form(self, x: Array, *, heads: bool, xp: Namespace) -> Array:
-        """Return an argument with an axis for heads."""
         return x if heads else x[None, ...]
 
     def mapped(self, x: Array, axis: int | None, size: int, rank: int, *, xp: Namespace) -> Array | None:
-        """Return an operand with a new leading axis, of full length."""
         return xp.broadcast_to(x, (size, *x.shape)) if axis is None else _first(x, axis, xp=xp)
 
 
@@ -101,7 +98,6 @@ class Table(Kind):
         return rows
 
     def form(self, x: Array, *, heads: bool, xp: Namespace) -> Array:
-        """Return a table unchanged, and numbers with an axis for heads."""
         return xp.reshape(x, (1, -1)) if x.ndim == 1 else x
 
     def with_width(self, x: Array) -> Array:
@@ -147,11 +143,9 @@ class Mask(Kind):
         return x
 
     def form(self, x: Array, *, heads: bool, xp: Namespace) -> Array:
-        """Return a mask with an axis for queries."""
         return xp.reshape(x, (1, -1)) if x.ndim <= 1 else x
 
     def mapped(self, x: Array, axis: int | None, size: int, rank: int, *, xp: Namespace) -> Array | None:
-        """Return a mask with a new leading axis, and all others; a shared one broadcasts."""
         if axis is None:
             return x
         x = _first(x, axis, xp=xp)
@@ -162,7 +156,6 @@ class Label(Kind):
     """Integers of queries or of keys, shared by all items or of each."""
 
     def mapped(self, x: Array, axis: int | None, size: int, rank: int, *, xp: Namespace) -> Array | None:
-        """Return integers that differ by item along a new axis, too, and shared ones unchanged."""
         if axis is not None:
             return None
         return x if math.prod(x.shape[:-1]) <= 1 else xp.broadcast_to(x, (size, *x.shape))
