@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import inspect
 import io
 import json
-import os
-import platform
 import re
-import subprocess
 import sys
 import warnings
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from cli.commands import BLOCK, error_of, python, relskew
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-from relskew_core._array.extras import compile_line, to_install
-from relskew_core.backends import _compiled
-from relskew_core.cli import _draw, main
-from relskew_core.cli._app import app
-from relskew_core.cli._console import reason
 
 onnx = pytest.importorskip("onnx")
-BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
-
-
-def relskew(*arguments: str) -> int:
-    return main(list(arguments))
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run what must fail: exit 2, one line on stderr, no traceback."""
-    capsys.readouterr()
-    status = relskew(*arguments)
-    captured = capsys.readouterr()
-    assert status == 2, captured
-    assert captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("relskew: error: ")
-    assert "Traceback" not in captured.out + captured.err
-    return captured.err
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in another process."""
-    return subprocess.run(
-        [sys.executable, *arguments], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
 
 
 def spec_in(path: str) -> BlockSpec:
@@ -61,31 +24,17 @@ def spec_in(path: str) -> BlockSpec:
     return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
 
 
-# The program
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_version_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert relskew() == 0
     without = capsys.readouterr().out
+    assert relskew("--version") == 0
+    assert capsys.readouterr().out == f"relskew {__version__}\n"
     assert relskew("--help") == 0
     told = capsys.readouterr().out
     for command in ("info", "verify", "export", "validate", "draw"):
         assert command in told
         assert command in without
         assert relskew(command, "--help") == 0
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert relskew("--version") == 0
-    assert capsys.readouterr().out == f"relskew {__version__}\n"
-
-
-def test_runs_under_typers_own_runner() -> None:
-    from relskew_core.cli._app import app
-
-    result = CliRunner().invoke(app, ["--version"])
-    assert result.exit_code == 0
-    assert __version__ in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -102,96 +51,6 @@ def test_runs_under_typers_own_runner() -> None:
 )
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
     assert part in error_of(capsys, *arguments)
-
-
-def test_an_unforeseen_exception_is_one_line_with_its_class(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> None:
-        raise KeyError("two\nlines")
-
-    monkeypatch.setattr("relskew_core.cli._info.gather", broken)
-    assert "KeyError: 'two\\nlines'" in error_of(capsys, "info")
-
-
-def test_a_missing_package_names_the_pip_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    assert f"{to_install('onnx')}" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
-
-    def lacking() -> None:
-        raise ModuleNotFoundError("No module named 'numpy'", name="numpy.core")
-
-    monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
-    assert f"this needs numpy: {to_install('numpy')}" in error_of(capsys, "info")
-
-
-@pytest.mark.parametrize(
-    ("part", "package", "extra"),
-    [
-        *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
-        ("layers.torch", "torch", "torch"),
-        *((f"layers.{name}", package, name) for name in ("flax", "equinox") for package in (name, "jax")),
-        ("layers.mlx", "mlx", "mlx"),
-        ("huggingface", "torch", "torch"),
-    ],
-)
-def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -> None:
-    program = f"import sys; sys.modules['{package}'] = None; import relskew_core.{part}"
-    done = python("-c", program)
-    last = done.stderr.splitlines()[-1]
-    assert last == f"ModuleNotFoundError: relskew_core.{part} needs {package}: {to_install(extra)}"
-
-
-def test_a_broken_export_is_not_called_a_missing_extra() -> None:
-    program = "import sys; sys.modules['relskew_core.export._form.plan'] = None; import relskew_core.export"
-    done = python("-c", program)
-    assert done.returncode == 1
-    assert "pip install" not in done.stderr
-
-
-def test_an_error_that_names_its_extra_is_told_as_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lacking() -> None:
-        raise ModuleNotFoundError(f"relskew_core.export needs ml_dtypes: {to_install('onnx')}", name="ml_dtypes")
-
-    monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
-    told = error_of(capsys, "info")
-    assert told == f"relskew: error: relskew_core.export needs ml_dtypes: {to_install('onnx')}\n"
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
-def test_interruption_is_not_a_failure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
-    def interrupted() -> None:
-        raise kind
-
-    monkeypatch.setattr("relskew_core.cli._info.gather", interrupted)
-    assert relskew("info") == 130
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Traceback" not in captured.err
-
-
-def test_an_interruption_while_the_commands_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("relskew_core.cli.importlib", SimpleNamespace(import_module=interrupted))
-    assert relskew("info") == 130
-
-
-def test_a_pipe_that_its_reader_has_closed_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed() -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer replaces both
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr("relskew_core.cli._info.gather", closed)
-    assert relskew("info") == 141
 
 
 def test_characters_that_the_output_cannot_encode_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,33 +77,6 @@ def test_starts_without_any_array_library() -> None:
     assert (done.returncode, done.stderr) == (0, "set()\n")
 
 
-def test_without_typer_it_says_what_to_install() -> None:
-    program = "import sys; sys.modules['typer'] = None; from relskew_core.cli import main; sys.exit(main([]))"
-    done = python("-c", program)
-    assert done.returncode == 2
-    assert done.stderr == f"relskew: error: the command line needs typer: {to_install('cli')}\n"
-
-
-def test_without_rich_in_this_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "relskew_core.cli._app", raising=False)
-    monkeypatch.delitem(sys.modules, "relskew_core.cli._console", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert f"rich.console: {to_install('cli')}" in error_of(capsys, "info")
-
-
-def test_a_broken_installation_is_not_called_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "relskew_core.cli._app", None)
-    with pytest.raises(ModuleNotFoundError, match="_app"):
-        relskew("info")
-
-
-def test_reasons_are_one_line_and_name_files() -> None:
-    assert reason(FileNotFoundError(2, "No such file or directory", "a.npz")) == "a.npz: No such file or directory"
-    assert reason(ValueError("two\n  lines")) == "two lines"
-    assert reason(KeyError("name")) == "KeyError: 'name'"
-    assert reason(AssertionError()) == "AssertionError"
-
-
 def test_runs_as_a_module() -> None:
     done = python("-m", "relskew_core.cli", "verify", "--case", "none")
     assert done.returncode == 2
@@ -266,9 +98,6 @@ def test_a_shell_can_complete() -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["--causal"])
 
 
-# info
-
-
 def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert relskew("info", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
@@ -283,47 +112,6 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for one in (*facts["libraries"], *facts["runtimes"], *facts["missing"]):
         assert one["name"] in told
-
-
-@pytest.mark.parametrize(
-    ("levels", "told"),
-    [
-        (["base", "x86-64-v3"], "compiled kernels: for x86-64-v3, every floating dtype on CPUs\n"),
-        (["base"], f"compiled kernels: for any {platform.machine()}, every floating dtype on CPUs\n"),
-        (
-            None,
-            "compiled kernels: none: no C++ compiler served at installation, or relskew was made without them "
-            "(RELSKEW_PURE=1, a wheel for every platform); with a compiler, "
-            f"`{compile_line()}` in a clone of relskew compiles them\n",
-        ),
-    ],
-    ids=["one level", "base", "none"],
-)
-def test_info_says_for_which_processors_there_are_kernels(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, levels: list[str] | None, told: str
-) -> None:
-    module = None if levels is None else SimpleNamespace(LEVELS=levels)
-    monkeypatch.setitem(sys.modules, "relskew_core.backends._compiled._kernels", module)
-    assert relskew("info") == 0
-    assert told in capsys.readouterr().out
-    assert relskew("info", "--json") == 0
-    assert f"compiled kernels: {json.loads(capsys.readouterr().out)['kernels']}".startswith(told.strip())
-
-
-def test_info_says_why_kernels_cannot_be_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(b"of another machine")
-    monkeypatch.delitem(sys.modules, "relskew_core.backends._compiled._kernels", raising=False)
-    monkeypatch.setattr(_compiled, "__path__", [str(tmp_path)])
-    assert relskew("info") == 0
-    told = capsys.readouterr().out
-    assert "compiled kernels: none: what was compiled at installation cannot be loaded: " in told
-    assert str(tmp_path) in told
-    assert f"`{compile_line()}` in a clone of relskew compiles them anew\n" in told
-
-
-# export
 
 
 @pytest.mark.parametrize(
@@ -425,9 +213,6 @@ def test_export_into_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere" in error_of(capsys, "export", "nowhere/m.onnx", *BLOCK, "--length", "4")
 
 
-# Weights
-
-
 def write_weights(path: Path, weights: dict[str, Any]) -> None:
     if path.suffix == ".npz":
         np.savez(path, **weights)
@@ -494,9 +279,6 @@ def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--weights and --seed exclude each other" in told
     write_weights(Path("other.npz"), {"something": np.zeros(2)})
     assert "its names are something" in error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", "other.npz")
-
-
-# validate
 
 
 def test_validate_says_yes_and_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -588,22 +370,10 @@ HUGE = "99999999999999999999999999"
         ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
     ],
 )
-def test_a_size_has_a_limit_which_the_error_names(
+def test_a_size_above_its_limit_is_refused_with_the_limit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: str, named: str
 ) -> None:
     told = error_of(capsys, *argv.replace("BLOCK", " ".join(BLOCK)).split())
     assert named in told
     assert re.search(r"\d", told.replace(HUGE, ""))
     assert not list(tmp_path.iterdir())
-
-
-def test_every_whole_number_of_the_command_line_has_a_limit() -> None:
-    """Of these three, any number is used or rejected by the code behind them."""
-    commands = [*app.registered_commands, *_draw.app.registered_commands]
-    unbounded = set()
-    for command in commands:
-        for name, parameter in inspect.signature(command.callback or print, eval_str=True).parameters.items():
-            kind, *about = get_args(parameter.annotation) or (None,)
-            if kind in (int, int | None, list[int] | None) and about[0].max is None:
-                unbounded.add(name)
-    assert unbounded == {"seed", "opset", "head"}

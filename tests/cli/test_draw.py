@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli.commands import BLOCK, error_of
 from rich.console import Console
 
 from relskew_core import BlockSpec, Span, attention_weights, init_weights
-from relskew_core._array.extras import to_install
-from relskew_core._reference import reference_block
-from relskew_core.cli import _layer, main
-from relskew_core.cli._options import BlockOptions
+from relskew_core.cli import main
 from relskew_core.draw import Picture, draw_call, draw_weights
 
 pytest.importorskip("matplotlib")
-BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 
 
 def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -26,23 +22,11 @@ def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["draw", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert told.startswith("relskew: error: ")
-    return told
-
-
 def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
     console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
     with console.capture() as captured:
         console.print(picture)
     return captured.get()
-
-
-# In the terminal
 
 
 def test_a_call_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +42,7 @@ def test_segments_are_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     told = drawn(capsys, "call", "--queries", "2", "--past", "2", "--segments", "3,1", "--clip", "1")
     rows = [line.split() for line in told.splitlines() if line.startswith(("2  ", "3  "))]
     assert rows == [["2", "0", "0", "1", "·"], ["3", "·", "·", "·", "1"]]
-    assert "4 keys in total, got '3,2'" in refused(capsys, "call", "--queries", "4", "--segments", "3,2")
+    assert "4 keys in total, got '3,2'" in error_of(capsys, "call", "--queries", "4", "--segments", "3,2")
 
 
 def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,9 +83,6 @@ def test_many_columns_are_shades_and_too_many_are_joined() -> None:
     assert sum(line.count("█") for line in shades.splitlines()) == 20
 
 
-# Files
-
-
 def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert drawn(capsys, "span", "--clip", "2", "--save", "folder/span.svg") == "wrote folder/span.svg\n"
     assert "<title>Rows of a table</title>" in Path("folder/span.svg").read_text()
@@ -129,48 +110,7 @@ def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
-    assert part in refused(capsys, *arguments)
-
-
-def test_a_png_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert f"{to_install('plot')}" in refused(capsys, "span", "--clip", "2", "--save", "a.png")
-
-
-# The weights of a layer
-
-
-def options(**given: object) -> BlockOptions:
-    return BlockOptions(embed_dim=8, num_heads=2, **given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({"length": 6, "causal": True}, id="causal"),
-        pytest.param({"clip": 2, "rel_values": True, "rel_bias": True, "no_bias": True}, id="clip"),
-        pytest.param({"length": 6, "causal": True, "num_kv_heads": 1, "sinks": True, "shared_table": True}, id="sinks"),
-        pytest.param({"window": "2,1"}, id="window"),
-        pytest.param({"length": 6, "cross": True}, id="cross"),
-    ],
-)
-def test_the_weights_are_those_of_the_block(given: dict[str, object]) -> None:
-    """They attend over the block's own values to what the reference in float64 gives."""
-    spec, arrays, origin = _layer.block_of(options(**given), None, None, "", 3)
-    assert origin == "random, seed 3"
-    x, _ = _layer.read_input("input", None, spec, 5)
-    memory = np.random.default_rng(1).standard_normal((6, 8)) if spec.cross else None
-    weights = _layer.weights_of(spec, arrays, x, memory)
-    assert weights.shape == (2, 5, 6 if spec.cross else 5)
-    v = (x if memory is None else memory) @ arrays["v_proj.weight"].T + arrays.get("v_proj.bias", 0.0)
-    v = v.reshape(len(v), spec.num_kv_heads, spec.head_dim).transpose(1, 0, 2)
-    heads = weights @ np.repeat(v, 2 // spec.num_kv_heads, axis=0)
-    if spec.rel_values:
-        i, j = np.indices(weights.shape[1:])
-        heads = heads + np.einsum("hij,hijd->hid", weights, arrays["rel_v"][:, np.clip(j - i, -2, 2) + 2])
-    y = heads.transpose(1, 0, 2).reshape(5, -1) @ arrays["out_proj.weight"].T + arrays.get("out_proj.bias", 0.0)
-    batched = None if memory is None else memory[None]
-    np.testing.assert_allclose(y, reference_block(spec, arrays, x[None], batched)[0][0], atol=1e-12)
+    assert part in error_of(capsys, *arguments)
 
 
 def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +137,7 @@ def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[st
     assert "head 0" not in told
     assert "Weights: model.pt, layer.*. Input: x.npy." in told
     np.save("x.npy", x[:, :3])
-    assert "--input x.npy: must have shape (length, 8), got (4, 3)" in refused(
+    assert "--input x.npy: must have shape (length, 8), got (4, 3)" in error_of(
         capsys, "weights", *BLOCK, "--clip", "2", "--input", "x.npy"
     )
 
@@ -210,4 +150,4 @@ def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> N
     assert same == drawn(capsys, "weights", *asked, "--queries", "5")
     assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
     assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
-    assert "attends without projections" in refused(capsys, "weights", "--model", "bare.onnx")
+    assert "attends without projections" in error_of(capsys, "weights", "--model", "bare.onnx")

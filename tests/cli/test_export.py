@@ -10,18 +10,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from cli.commands import BLOCK, relskew
 
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.cli import main
-from relskew_core.cli._export import advice
-from relskew_core.export import Check, Report, to_onnx
+from relskew_core.export import to_onnx
 
-BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
-
-
-def relskew(*arguments: str) -> int:
-    return main(list(arguments))
 
 
 def exported(*options: str) -> onnx.ModelProto:
@@ -116,22 +110,13 @@ def test_a_model_in_bfloat16_is_validated_where_it_runs(capsys: pytest.CaptureFi
     assert "relskew validate m.onnx --device cuda" in capsys.readouterr().out
 
 
-def test_advice_names_the_cause_before_its_consequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_ends_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
     exported("--length", "9")
     capsys.readouterr()
     assert relskew("validate", "m.onnx", "--seed", "1", "--batch", "1") == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("weights: the file was made with other weights")
     assert relskew("validate", "m.onnx", "--provider", "NoSuchExecutionProvider") == 1
     assert "loads: the runtime or provider could not take the file" in capsys.readouterr().out
-
-    def failing(*names: str) -> list[str]:
-        return advice(Report(tuple(Check(name, "", "", "", False) for name in names)))
-
-    assert failing() == []
-    (line,) = failing("y", "optimiser off", "weights")
-    assert line.startswith("weights: ")
-    (line,) = failing("y")
-    assert line.startswith("y: the weights are right")
 
 
 def test_json_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:

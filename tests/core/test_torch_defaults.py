@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from core.test_matrix import ATTENTION, LOGITS, VALUES, Case
-from huggingface.test_drop_ins import E, T5Attention, VitsAttention
+from huggingface.stand_ins import E, t5, vits
 from layers.modules import SPECS, inputs, made
 from torch import Tensor, nn
 
@@ -165,7 +165,7 @@ def test_no_cache(setting: Callable[[], Any], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [VitsAttention, T5Attention])
+@pytest.mark.parametrize("kind", [vits, t5])
 def test_no_drop_in(setting: Callable[[], Any], kind: Any, dtype: str) -> None:
     theirs = kind().to(DTYPES[dtype])
     (x,) = (each[..., :E] for each in inputs(SPECS["causal"], dtype=DTYPES[dtype]))

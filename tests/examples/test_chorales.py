@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -37,12 +36,6 @@ A  D | F2 z ^F2 _E | c,3 -2
 B  =c | d5"""
 
 
-def test_there_are_enough_tunes_each_once() -> None:
-    assert len(tunes()) >= 60
-    assert len({tune.title for tune in tunes()}) == len(tunes())
-    assert len({tune.notes for tune in tunes()}) == len(tunes())
-
-
 @pytest.mark.parametrize("tune", tunes(), ids=lambda tune: tune.title)
 def test_a_tune_is_free_and_can_be_sung(tune: Tune) -> None:
     assert tune.year <= 1899
@@ -73,7 +66,7 @@ def test_notes_are_read_as_written() -> None:
         ("by: ", "of: ", "expected the lines"),
     ],
 )
-def test_what_is_mistyped_is_refused(old: str, new: str, said: str) -> None:
+def test_a_mistyped_tune_is_refused(old: str, new: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(TUNE.replace(old, new))
 
@@ -107,15 +100,6 @@ def merged(notes: Voice) -> Iterator[tuple[int | None, int]]:
     yield last
 
 
-def test_transposed_tokens_stay_in_range() -> None:
-    for tune in tunes():
-        for up in transpositions([tune.notes]):
-            assert max(encode([tune.notes], up=up)) < SYMBOLS
-    assert list(transpositions([[(HIGHEST - 1, 1), (LOWEST + 2, 1)]])) == [-2, -1, 0, 1]
-    with pytest.raises(ValueError, match=r"a pitch must be 36 … 96 after it was transposed, got 90 \+ 7"):
-        encode([[(90, 1)]], up=7)
-
-
 def test_what_is_held_out_is_not_learned() -> None:
     music = melodies()
     assert len(music.held_out) == len(tunes()) // 5
@@ -137,13 +121,8 @@ def test_a_crop_is_a_piece_of_a_medley() -> None:
     assert len({row.index(NEW) for row in rows.tolist()}) == 4
 
 
-def test_every_kind_learns_as_many_numbers() -> None:
-    counts = {kind: Decoder(kind).learned() for kind in KINDS}
-    assert max(counts.values()) / min(counts.values()) < 1.002, counts
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_tell_what_they_should(kind: str) -> None:
+def test_only_a_model_without_positions_ignores_the_order(kind: str) -> None:
     """Only a model without positions cannot tell in which order things were; growing caches change nothing."""
     torch.manual_seed(0)
     model = Decoder(kind, SMALL).eval()
@@ -177,22 +156,7 @@ def test_a_sliding_cache_makes_the_same_music() -> None:
     assert len(set(new)) > 2
 
 
-def test_choice() -> None:
-    logits = np.log(np.asarray([0.1, 0.6, 0.3], np.float32))
-    assert sample.Choice(top=1)(logits) == 1
-    choose = sample.Choice(seed=0, temperature=1.0, top=2)
-    drawn = np.bincount([choose(logits) for _ in range(3000)], minlength=3) / 3000
-    np.testing.assert_allclose(drawn, [0, 2 / 3, 1 / 3], atol=0.03)
-
-
-def test_tables_learn_at_ten_times_the_rate() -> None:
-    others, tables = Decoder("relative", SMALL).parameter_groups(1e-3)
-    assert tables["lr"] == 10 * others["lr"] == 1e-2
-    assert [x.shape for x in tables["params"]] == [(2, 9, 8)] * 2
-    assert not any(x is y for x in others["params"] for y in tables["params"])
-
-
-def test_it_learns() -> None:
+def test_training_on_one_tune_learns_it() -> None:
     torch.manual_seed(0)
     piece: list[Voice] = [[(60, 1), (62, 1), (64, 2)]]
     music = Music([piece], [piece], 1)
@@ -262,7 +226,7 @@ def command(*arguments: str) -> list[str]:
 FILES = {"decoder.onnx", "likelihood.png", "roll.png", "tune.mid", "tune.wav"}
 
 
-def test_the_whole_of_it(tmp_path: Path) -> None:
+def test_the_command_writes_every_file(tmp_path: Path) -> None:
     run = subprocess.run(
         command("--steps", "2", "--tokens", "12", "--out", str(tmp_path)), cwd=ROOT, capture_output=True, text=True
     )
@@ -293,39 +257,6 @@ def test_ctrl_c_leaves_whole_files(tmp_path: Path) -> None:
     assert kept.read_bytes() == b"an older one"
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class StopsHalfway(mido.MidiFile):  # type: ignore[misc]  # mido has no types
-        def save(self, path: os.PathLike[str]) -> None:
-            Path(path).write_bytes(b"half")
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(mido, "MidiFile", StopsHalfway)
-    with pytest.raises(KeyboardInterrupt):
-        sound.save_midi(tmp_path / "a.mid", VOICES)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_page_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "chorales.md"
-    page.write_text("a\n" + "old\n".join(full.MARKS) + "\nb\n")
-    monkeypatch.setattr(full, "PAGE", page)
-    monkeypatch.setattr(full, "PICTURE", tmp_path / "five.png")
-    monkeypatch.setattr(full, "RECORD", tmp_path / "record.json")
-    monkeypatch.setattr(full, "by_position", lambda model, music: np.arange(512.0) / 100)
-    measured = full.measure(melodies(), 1, 600.0, seeds=1)
-    assert measured["steps"] == 1
-    full.write(measured)
-    assert page.read_text().startswith("a\n<!-- measured")
-    assert page.read_text().endswith("<!-- end of measured -->\nb\n")
-    assert "old" not in page.read_text()
-    assert "| relative | 104,256 | 0.635 | 1.915 | 3.835 |" in page.read_text()
-    assert json.loads((tmp_path / "record.json").read_text()) == measured
-    assert (tmp_path / "five.png").read_bytes()[:4] == b"\x89PNG"
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="must have the lines"):
-        full.write(measured)
-
-
 def test_a_part_of_a_score_is_read() -> None:
     def note(quarters: float, pitch: int | None, tie: str | None = None) -> SimpleNamespace:
         pitches = [] if pitch is None else [SimpleNamespace(midi=pitch)]
@@ -353,7 +284,7 @@ def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert page.read_text() == shown
 
 
-def test_the_look_is_the_furthest() -> None:
+def test_furthest_look_ignores_near_and_held_notes() -> None:
     tokens = [30, 31, HELD, 33, 34, 35, 36, 37]
     weights = np.zeros((2, 8, 8))
     weights[0, 7, 5] = 0.9  # two steps back, which is near
@@ -365,5 +296,30 @@ def test_the_look_is_the_furthest() -> None:
     assert look[:3] == (0, 1, 5)
 
 
-def test_names_stay_apart() -> None:
-    assert pictures.apart({"a": 1.0, "b": 0.9, "c": 3.0, "d": 1.05}, 0.5) == {"b": 0.9, "a": 1.4, "d": 1.9, "c": 3.0}
+def test_transposed_tokens_stay_in_range() -> None:
+    for tune in tunes():
+        for up in transpositions([tune.notes]):
+            assert max(encode([tune.notes], up=up)) < SYMBOLS
+    assert list(transpositions([[(HIGHEST - 1, 1), (LOWEST + 2, 1)]])) == [-2, -1, 0, 1]
+    with pytest.raises(ValueError, match=r"a pitch must be 36 … 96 after it was transposed, got 90 \+ 7"):
+        encode([[(90, 1)]], up=7)
+
+
+def test_every_kind_learns_as_many_numbers() -> None:
+    counts = {kind: Decoder(kind).learned() for kind in KINDS}
+    assert max(counts.values()) / min(counts.values()) < 1.002, counts
+
+
+def test_choice_draws_from_the_likeliest_by_temperature() -> None:
+    logits = np.log(np.asarray([0.1, 0.6, 0.3], np.float32))
+    assert sample.Choice(top=1)(logits) == 1
+    choose = sample.Choice(seed=0, temperature=1.0, top=2)
+    drawn = np.bincount([choose(logits) for _ in range(3000)], minlength=3) / 3000
+    np.testing.assert_allclose(drawn, [0, 2 / 3, 1 / 3], atol=0.03)
+
+
+def test_tables_learn_at_ten_times_the_rate() -> None:
+    others, tables = Decoder("relative", SMALL).parameter_groups(1e-3)
+    assert tables["lr"] == 10 * others["lr"] == 1e-2
+    assert [x.shape for x in tables["params"]] == [(2, 9, 8)] * 2
+    assert not any(x is y for x in others["params"] for y in tables["params"])

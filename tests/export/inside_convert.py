@@ -1,27 +1,39 @@
-"""What a model's arguments and results are called in a graph, and the inputs that its check draws; no export."""
+"""What happens before and after an export: names, drawn inputs, axes that were fixed, the files of genai."""
 
 from __future__ import annotations
 
+import json
 import logging
+import tracemalloc
 import warnings
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span
 from relskew_core.export import decoder_to_onnx
+from relskew_core.export._generate.encoded import Sampler
+from relskew_core.export._models import decoder_calls, genai
 from relskew_core.export._models.convert import Flat, checked_model, evaluating, varying
 from relskew_core.export._models.decoder_calls import empty_past
+from relskew_core.export._models.fixed import drawn, explained, fixed_by_chance
 from relskew_core.export._models.from_torch import _cases, _lengths, _names
+from relskew_core.export._models.names import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
+from small_decoder import VOCABULARY, growing
+from torch_exports import of
 
 sympy: Any = pytest.importorskip("sympy")  # a dependency of torch
 ONE = torch.ones(1)
+REACH = 20
 Pair = namedtuple("Pair", "left right")
 
 
@@ -247,3 +259,143 @@ def test_how_a_decoder_is_called(tmp_path: Path) -> None:
         TypeError, match=r"^`model` must be called as model\(tokens, past, memory\), got Alone: too many"
     ):
         decoder_to_onnx(model, tmp_path / "decoder.onnx", memory=torch.zeros(1, 2, 3))
+
+
+def test_genai_takes_caches_of_one_kind() -> None:
+    made = [onnx.helper.make_tensor_value_info(f"past_key_values.{n}.key", 1, ["b", 1 + n, "p", 4]) for n in range(2)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", made, []))
+    with pytest.raises(ValueError, match=r"`genai` requires caches of one number .* got \[\(1, 4\), \(2, 4\)\]"):
+        genai.config_text("decoder.onnx", model, {"eos_token_id": 0}, None)
+
+
+def test_contents_are_never_held_at_once() -> None:
+    arrays = [np.full((512, 512), number, np.float32) for number in range(20)]
+    stored = [onnx.numpy_helper.from_array(array, f"tensor_{number}") for number, array in enumerate(arrays)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [], [], stored))
+    tracemalloc.start()
+    store_once(model)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 5 * arrays[0].nbytes
+
+
+@pytest.mark.parametrize("ends", [2, [2], [7, 0]], ids=str)
+def test_a_text_may_end_with_one_token_or_with_any_of_some(ends: Any, tmp_path: Path) -> None:
+    genai.check_config(tmp_path, {"eos_token_id": ends}, False)
+    config = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": ends}, REACH))
+    assert config["model"]["eos_token_id"] == ends
+
+
+def test_the_config_of_genai() -> None:
+    text = genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH)
+    names = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+    presents = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
+    decoder = {
+        "filename": "decoder.onnx", "session_options": {}, "head_size": 4, "hidden_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "inputs": {"input_ids": "input_ids", **names},
+        "outputs": {"logits": "logits", **presents},
+    }  # fmt: skip
+    model = {
+        "type": "llama", "vocab_size": VOCABULARY, "context_length": REACH, "bos_token_id": 0, "eos_token_id": 7,
+        "pad_token_id": 0, "decoder": decoder,
+    }  # fmt: skip
+    search = {"do_sample": False, "max_length": REACH, "past_present_share_buffer": False}
+    assert json.loads(text) == {"model": model, "search": search}
+    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in text  # people edit this file
+    assert '"num_hidden_layers": 2,' in text
+    endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": [7, 0]}, None))
+    assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
+    assert endless["model"]["eos_token_id"] == [7, 0]
+    assert (
+        genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7, "context_length": 9}, None).count(": 9,") == 2
+    )
+    for beyond in (VOCABULARY, [1, VOCABULARY]):
+        with pytest.raises(ValueError, match=f"`genai` must have an `eos_token_id` below {VOCABULARY}, the model's"):
+            genai.config_text("decoder.onnx", growing(), {"eos_token_id": beyond}, None)
+
+
+def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
+    """And what stays of `top_p` is enough where it is reached to the point."""
+    equal = np.zeros((200, 100), np.float32)
+    assert not Sampler.of(1.0, 1, None, 0)(equal).any()
+    assert set(Sampler.of(1.0, None, 0.5, 0)(equal[:, :4])) == {0, 1}
+
+
+SUM = of(lambda self, x, y: self.width(x) + y, width=nn.Linear(4, 4))
+"""It takes any batch and length, of the two alike, and one width."""
+
+
+class Apart(nn.Module):
+    """Takes any length of one, and three rows of the other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert len(y) == 3
+        return x + y.sum()
+
+
+PRODUCT, PAIR = of(lambda self, x, y: x @ y), of(lambda self, x, y, z: (x + y, z))
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "known", "groups"),
+    [
+        (SUM, [(2, 3, 4), (2, 3, 4)], [(2, 3, 4), (2, 3, 4)], [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]),
+        (SUM, [(2, 3, 4), (2, 3, 4)], [("b", 3, 4), ("b", 3, 4)], [[(0, 1), (1, 1)]]),
+        (SUM, [(1, 3, 4), (1, 3, 4)], [(1, "n", 4), (1, "n", 4)], []),
+        (PRODUCT, [(2, 5), (5, 7)], [("a", 5), (5, "b")], [[(0, 1), (1, 0)]]),
+        (Apart(), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
+        (Apart(), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
+        (PAIR, [(2,), (2,), (5,)], [(2,), (2,), (5,)], [[(0, 0), (1, 0)], [(2, 0)]]),
+    ],
+)
+def test_axes_that_the_model_accepts_longer_are_found_in_groups(
+    model: nn.Module, shapes: list[Any], known: list[Any], groups: list[list[tuple[int, int]]]
+) -> None:
+    flat = Flat(model.train(), [torch.randn(shape) for shape in shapes], {})
+    assert fixed_by_chance(flat, known, frozenset()) == groups
+    meant = frozenset(axis for group in groups for axis in group)
+    assert fixed_by_chance(flat, known, meant) == []
+    assert model.training
+
+
+def test_drawn_numbers_are_those_of_the_example() -> None:
+    rows, places = torch.randn(5, 4), torch.tensor([4, 0])
+    assert fixed_by_chance(
+        Flat(of(lambda self, x, y: x[y].sum(0)), (rows, places), {}), [("n", "d"), (2,)], frozenset()
+    ) == [[(1, 0)]]
+    longer = drawn(places, [9], torch.Generator("cpu").manual_seed(0))
+    assert set(longer.tolist()) == {0, 4}
+    assert drawn(places[:0], [2], torch.Generator("cpu")).tolist() == [0, 0]
+    with torch.device("meta"):
+        assert drawn(places, [9], torch.Generator("cpu").manual_seed(0)).equal(longer)
+
+
+def frame(filename: str, line: str) -> Any:
+    return SimpleNamespace(filename=filename, lineno=7, line=line)
+
+
+def test_the_warning_names_the_line_that_fixed_an_axis() -> None:
+    leaves = (torch.zeros(2, 3), torch.zeros(2, 5))
+    frames = {(0, 0): frame(torch.nn.functional.__file__, "inside"), (1, 0): frame("model.py", "n = len(y)")}
+    both, one = explained([[(0, 0), (1, 0)], [(0, 1)]], ["x", "y"], leaves, frames)
+    assert "for axis 0 of 'x' and axis 0 of 'y' of length 2 alone" in both
+    assert "torch fixed it, by `n = len(y)` in model.py:7. If `vary` names" in both
+    assert "for axis 1 of 'x' of length 3 alone" in one
+    assert "torch fixed it. If `vary` names this axis and all others" in one
+
+
+def test_a_model_that_caches_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HiddenStates(nn.Module):
+        """A decoder that leaves the given cache empty."""
+
+        def prepare_inputs_for_generation(self) -> None:
+            """Mark the class as one that generates."""
+
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            return SimpleNamespace(logits=torch.zeros((*input_ids.shape, 5)), mems=[])
+
+    caches = SimpleNamespace(DynamicCache=lambda: SimpleNamespace(layers=[]))
+    monkeypatch.setattr(decoder_calls, "_caches", lambda: caches)
+    said = "DynamicCache .* got HiddenStates, which leaves list .*: .* hidden states, is exported .* by torch_to_onnx"
+    with pytest.raises(TypeError, match=said):
+        decoder_to_onnx(HiddenStates(), tmp_path / "decoder.onnx")

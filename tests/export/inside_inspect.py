@@ -40,7 +40,7 @@ def failures(made: Any, spec: BlockSpec, *, projections: bool = True) -> dict[st
     return {check.name: check.detail for check in checks if not check.ok}
 
 
-def test_all_that_is_asked() -> None:
+def test_a_right_model_passes_every_check() -> None:
     made = model(CAUSAL, dtype="float16")
     checks, subject = inspected(made, CAUSAL)
     names = ("file", "standard", "metadata", "spec", "interface", "unread")
@@ -53,7 +53,7 @@ def test_all_that_is_asked() -> None:
     assert {array.dtype for array in subject.weights.values()} == {np.dtype(np.float16)}
 
 
-def test_files(tmp_path: Path) -> None:
+def test_a_file_passes_with_its_weights_inside_or_outside(tmp_path: Path) -> None:
     """Their weights may lie outside, where the path leads and the bytes do not."""
     weights = random_weights(CAUSAL)
     for threshold in (0, 2**30):
@@ -82,7 +82,7 @@ def test_files(tmp_path: Path) -> None:
     assert "nobody" in failures(broken, CAUSAL)["file"]
 
 
-def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_the_checker_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker's message is in one line, and not too long to read."""
 
     def refuse(model: Any) -> None:
@@ -95,44 +95,33 @@ def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Change = Callable[[onnx.ModelProto], object]
+
+
+def of_another_domain(made: onnx.ModelProto, *domains: str, node: bool = False) -> None:
+    made.opset_import.extend(helper.make_opsetid(domain, 1) for domain in domains)
+    if node:
+        made.graph.node.append(helper.make_node("Gelu", ["x"], ["gelu"], domain=domains[0]))
+
+
+def with_a_function(made: onnx.ModelProto) -> None:
+    quick, imports = helper.make_node("Quick", ["x"], ["y"], domain="com.b"), [helper.make_opsetid("com.b", 1)]
+    made.functions.append(helper.make_function("com.a", "Twice", ["x"], ["y"], [quick], imports))
+
+
 FOREIGN: dict[str, tuple[Change, str]] = {
-    "import": (lambda made: made.opset_import.append(helper.make_opsetid("com.a", 1)), "domain com.a"),
-    "imports": (
-        lambda made: made.opset_import.extend([helper.make_opsetid("com.a", 1), helper.make_opsetid("ai.onnx", 1)]),
-        "domain com.a",
-    ),
-    "node": (
-        lambda made: (
-            made.opset_import.append(helper.make_opsetid("com.a", 1)),
-            made.graph.node.append(helper.make_node("Gelu", ["x"], ["gelu"], domain="com.a")),
-        ),
-        "domain com.a; Gelu of domain com.a",
-    ),
-    "node of our domain": (
-        lambda made: (
-            made.opset_import.append(helper.make_opsetid("relskew", 1)),
-            made.graph.node.append(helper.make_node("Gelu", ["x"], ["gelu"], domain="relskew")),
-        ),
+    "import": (lambda made: of_another_domain(made, "com.a"), "domain com.a"),
+    "imports": (lambda made: of_another_domain(made, "com.a", "ai.onnx"), "domain com.a"),
+    "node": (lambda made: of_another_domain(made, "com.a", node=True), "domain com.a; Gelu of domain com.a"),
+    "our domain": (
+        lambda made: of_another_domain(made, "relskew", node=True),
         "domain relskew; Gelu of domain relskew",
     ),
-    "local function": (
-        lambda made: made.functions.append(
-            helper.make_function(
-                "com.a",
-                "Twice",
-                ["x"],
-                ["y"],
-                [helper.make_node("Quick", ["x"], ["y"], domain="com.b")],
-                [helper.make_opsetid("com.b", 1)],
-            )
-        ),
-        "local function Twice; Quick of domain com.b",
-    ),
+    "function": (with_a_function, "local function Twice; Quick of domain com.b"),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_not_standard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_of_other_domains_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # the checker does not support foreign operators
     monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
     change, told = FOREIGN[kind]
@@ -164,7 +153,7 @@ def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytes
     assert checks[-1].detail == "rel_k differs by up to nan"
 
 
-def test_our_own_functions_are_known() -> None:
+def test_our_own_functions_pass() -> None:
     made = model(CAUSAL, operator=True)
     assert made.functions
     assert not failures(made, CAUSAL)
@@ -208,7 +197,7 @@ def test_the_arguments_of_the_export_are_read_back() -> None:
         del made.metadata_props[:]
 
 
-def test_a_model_without_a_sequence() -> None:
+def test_a_model_without_a_sequence_is_refused() -> None:
     changes: tuple[Change, ...] = (
         lambda made: setattr(made.graph.input[0], "name", "z"),
         lambda made: setattr(made.graph.input[0].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
@@ -267,15 +256,13 @@ def test_shapes_of_inputs_and_outputs(name: str) -> None:
         assert "any" in failures(made, spec, projections=projections)["interface"]
         dim.dim_value = size
     del dims[:]
-    dims.add(dim_value=77)
-    dims.add(dim_value=78)
-    dims.add(dim_value=79)
-    assert failures(made, spec, projections=projections) == {
-        "interface": f"{name} of shape (77, 78, 79), expected {told}"
-    }
+    for size in (77, 78, 79):
+        dims.add(dim_value=size)
+    wrong = {"interface": f"{name} of shape (77, 78, 79), expected {told}"}
+    assert failures(made, spec, projections=projections) == wrong
 
 
-def test_other_inputs_and_outputs() -> None:
+def test_more_inputs_and_outputs_are_named() -> None:
     made = model(CROSS, mask=True)
     made.graph.input.add(name="more").CopyFrom(made.graph.input[1])
     made.graph.input[-1].name = "more"
@@ -294,7 +281,7 @@ def test_other_inputs_and_outputs() -> None:
     assert failures(made, CROSS) == {"interface": "inputs memory, x, expected x, memory"}
 
 
-def test_stored_weights() -> None:
+def test_stored_weights_that_differ_are_named() -> None:
     made = model(CAUSAL)
     tensors = {tensor.name: tensor for tensor in made.graph.initializer}
     changes: dict[str, Callable[[Any], Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import json
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,10 @@ import numpy as np
 import onnx
 import pytest
 
-from export_forms import FORMS, random_weights
+from export_forms import FORMS, exported, random_weights, valid
+from operator_runs import needs_library
 from relskew_core import BlockSpec, Span
-from relskew_core.export import Check, save, to_onnx, validate
+from relskew_core.export import Check, custom_ops_library, save, to_onnx, validate
 from relskew_core.export._check import isolated, runtimes
 from relskew_core.export._check.run import Request
 
@@ -117,13 +117,7 @@ def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, caps
     assert fake.preloaded == 0
 
 
-def test_arrays_in_bfloat16_with_gaps() -> None:
-    x = np.arange(12.0).reshape(2, 6).astype(runtimes.BFLOAT16)[:, 1:4]
-    value = runtimes._ort_value(importlib.import_module("onnxruntime"), x)
-    np.testing.assert_array_equal(runtimes._from_ort_value(value), x)
-
-
-def test_nodes_that_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_on_another_provider_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes for shapes may; if none runs on the provider, that is reported even if there are no others."""
     placed = {
         "CUDAExecutionProvider": ["relskew/compute/q"],
@@ -136,7 +130,7 @@ def test_nodes_that_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.misplaced == ("no node on CUDAExecutionProvider",)
 
 
-def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
     def missing(name: str) -> Any:
@@ -146,15 +140,14 @@ def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.delitem(sys.modules, "openvino", raising=False)
-    weights = random_weights(CAUSAL)
     for name in ("openvino", "onnxruntime"):
-        report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, runtimes=[name])
+        report = validate(*exported(CAUSAL), runtimes=[name])  # type: ignore[list-item]
         provider = "CPUExecutionProvider" if name == "onnxruntime" else ""
         told = f"{name} is not installed here (No module named {name!r})"
         assert report.failures == (Check("loads", name, provider, "", False, detail=told),)
 
 
-def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_is_imported_without_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its telemetry is not imported with it, and can be afterwards."""
     seen: list[Any] = []
 
@@ -179,11 +172,11 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             assert seen[-1][1].get("openvino_telemetry", ...) is not None
 
 
-def test_the_reference_evaluator_computes_what_is_no_number() -> None:
+def test_the_reference_evaluator_computes_infinities_without_a_warning() -> None:
     """Like other runtimes, for any setting of NumPy's warnings."""
-    value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=["n"])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Log", ["x"], ["y"])], "log", [value("x")], [value("y")])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 18]> log (float[n] x) => (float[n] y) {y = Log(x)}'
+    )
     runner = runtimes.open_reference(runtimes.Source(model, None), "")
     with np.errstate(all="raise"):
         (y,) = runner.run({"x": np.zeros(2, np.float32)})
@@ -208,12 +201,8 @@ def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(given)
             return Compiled()
 
-    fake = SimpleNamespace(
-        Core=Core,
-        Tensor=lambda *given: given,
-        Type=SimpleNamespace(bf16="bf16"),
-        __version__="2026.1.0-5-abc",
-    )
+    kinds = SimpleNamespace(bf16="bf16")
+    fake = SimpleNamespace(Core=Core, Tensor=lambda *given: given, Type=kinds, __version__="2026.1.0-5-abc")
     monkeypatch.setattr(runtimes, "_import", {"openvino": fake}.__getitem__)
     runner = runtimes.open_openvino(runtimes.Source(onnx.ModelProto(), "file"), "")
     assert (runner.runtime, runner.provider, runner.unoptimised) == ("OpenVINO 2026.1.0", "CPU", None)
@@ -244,8 +233,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[An
     return asked[0] if asked else None
 
 
-def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file has them, a model that is given has those that are asked for."""
+def test_a_file_has_limits_and_a_model_those_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = to_onnx(CAUSAL, random_weights(CAUSAL))
     path = save(made, tmp_path / "block.onnx")
     size = 2**33 + 16 * sum(array.nbytes for array in random_weights(CAUSAL).values())
@@ -266,7 +254,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
+    path = save(exported(CAUSAL)[0], tmp_path / "block.onnx")
     given: dict[str, Any] = {"providers": ["cpu"], "runtimes": ["reference"], "lengths": [3], "batches": [2]}
     steps: list[str] = []
     asked = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
@@ -298,16 +286,15 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
         ("memory_limit", 0, "ValueError: `memory_limit` must be an int >= 1, got 0"),
     ],
 )
-def test_arguments_that_do_not_fit(name: str, value: Any, told: str) -> None:
-    weights = random_weights(CAUSAL)
-    (check,) = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, **{name: value}).failures
+def test_an_argument_that_does_not_fit_is_named_in_the_report(name: str, value: Any, told: str) -> None:
+    (check,) = validate(*exported(CAUSAL), **{name: value}).failures
     assert (check.name, check.runtime, check.provider, check.case, check.ok) == ("validation", "", "", "", False)
     assert check.detail.startswith(told)
 
 
-def test_weights_that_are_none_are_told_by_name(tmp_path: Path) -> None:
-    weights = random_weights(CAUSAL)
-    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+def test_weights_of_another_kind_are_named(tmp_path: Path) -> None:
+    model, _, weights = exported(CAUSAL)
+    path = save(model, tmp_path / "block.onnx")
     for given in (
         {**weights, "rel_k": "table"},
         {**weights, "rel_k": [1.0]},
@@ -319,8 +306,8 @@ def test_weights_that_are_none_are_told_by_name(tmp_path: Path) -> None:
     assert "`spec` must be a BlockSpec" in check.detail
 
 
-def test_kinds_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is opened: a reader of a pipe waits for its writer, and some devices never end."""
+def test_a_path_to_something_else_than_a_file_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of a pipe waits for its writer, and some devices never end."""
     kinds = {"S_IFDIR": "a directory", "S_IFIFO": "a named pipe", "S_IFSOCK": "a socket"}
     kinds |= {"S_IFCHR": "a device", "S_IFBLK": "a device"}
     for mode, kind in kinds.items():
@@ -333,8 +320,8 @@ def test_kinds_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.detail == "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'"
 
 
-def test_seeds(tmp_path: Path) -> None:
-    """They follow from the computation, not from the weights; for a file, from its first MiB and its size."""
+def test_a_seed_follows_from_the_computation_or_from_the_file(tmp_path: Path) -> None:
+    """Not from the weights; of a file, from its first MiB and its size."""
     spec = BlockSpec(8, 2, Span.full(9))
     made = [to_onnx(spec, random_weights(spec, seed)) for seed in range(2)]
     seeds = [validate(model, "none", {}).seed for model in made]  # type: ignore[arg-type]
@@ -357,7 +344,7 @@ def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tu
     return checks, steps
 
 
-def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_and_steps_of_another_process_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     check = '{"check": {"name": "y", "runtime": "r", "provider": "p", "case": "c", "ok": true, "error": 0.5}}'
     step, done = '{"progress": "load"}', '{"done": true}'
     say = "; ".join(f"print({line!r}, flush=True)" for line in (step, check, done))
@@ -378,7 +365,7 @@ def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("os.write(2, b'\\xff'); sys.exit(1)", "ended with status 1 (\ufffd), at: start"),
     ],
 )
-def test_endings_of_another_process(monkeypatch: pytest.MonkeyPatch, lines: str, detail: str) -> None:
+def test_the_end_of_another_process_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, lines: str, detail: str) -> None:
     assert told(monkeypatch, lines)[0] == [Check("validation", "", "", "", False, detail=detail)]
 
 
@@ -434,15 +421,6 @@ def test_memory_is_limited_where_it_can_be(
     assert limits == ([] if expected is None else [(resource.RLIMIT_DATA, expected)])
 
 
-def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads from a pipe that only the parent writes to, until the parent has ended."""
-    steps: list[Any] = []
-    monkeypatch.setattr(os, "read", lambda *given: steps.append(("read", *given)))
-    monkeypatch.setattr(os, "_exit", lambda status: steps.append(("exit", status)))
-    isolated._end_with_parent()
-    assert steps == [("read", 0, 1), ("exit", 1)]
-
-
 def child(monkeypatch: pytest.MonkeyPatch, load: str) -> list[str]:
     """Let the process that validates load models otherwise; return how it is started."""
     start, _, end = isolated._CHILD.rpartition("; ")
@@ -456,15 +434,15 @@ def test_the_limit_of_memory_holds_where_the_model_is_read(monkeypatch: pytest.M
     limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if sys.platform != "linux" or limit != resource.RLIM_INFINITY:
         pytest.skip("memory cannot be limited here")
-    weights = random_weights(CAUSAL)
-    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    model, _, weights = exported(CAUSAL)
+    path = save(model, tmp_path / "block.onnx")
     child(monkeypatch, "1 / 0 if __import__('resource').getrlimit(2)[0] == 2**33 + 1 else real(path, **options)")
     (check,) = validate(path, CAUSAL, weights, memory_limit=2**33 + 1).checks
     assert check.detail == "ZeroDivisionError: division by zero"
 
 
 def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
+    path = save(exported(CAUSAL)[0], tmp_path / "block.onnx")
     command = child(monkeypatch, "print('reading', file=sys.stderr, flush=True) or __import__('time').sleep(60)")
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
         assert process.stdin is not None
@@ -478,9 +456,67 @@ def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_what_a_model_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only the validation writes to its parent; the rest goes to where errors go."""
-    weights = random_weights(CAUSAL)
-    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    model, _, weights = exported(CAUSAL)
+    path = save(model, tmp_path / "block.onnx")
     child(monkeypatch, "print('noise', flush=True) or real(path, **options)")
-    report = validate(path, CAUSAL, weights, runtimes=["reference"], lengths=[2], batches=[1])
-    assert report.ok
+    report = valid(path, CAUSAL, weights, runtimes=["reference"], lengths=[2], batches=[1])
     assert [check.name for check in report.checks][-3:] == ["y", "y", "too long fails"]
+
+
+@needs_library
+def test_a_missing_operator_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise RuntimeError("there is no operator library here")
+
+    monkeypatch.setattr(runtimes, "custom_ops_library", missing)
+    report = validate(*exported(CAUSAL, operator=True), batches=(1,), lengths=[3])
+    (failed,) = report.failures
+    assert (failed.name, failed.runtime) == ("loads", runtimes.WITH_OPERATOR)
+    assert "there is no operator library here" in failed.detail
+    assert custom_ops_library().is_file()
+
+
+def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Any:
+    """Make a runtime whose results are wrong for some inputs only."""
+
+    def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
+        true = runtimes.open_onnxruntime(source, "cpu")
+
+        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            off = batch(feeds["x"].shape[0]) and length(feeds["x"].shape[1])
+            return [result * np.float32(1.01 if off else 1) for result in true.run(feeds)]
+
+        return runtimes.Runner("odd", "", run)
+
+    return opener
+
+
+def test_validate_draws_larger_batches_and_lengths_between_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BlockSpec(8, 2, Span.causal(100), causal=True)
+    model, _, weights = exported(spec)
+    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: batch > 3, lambda length: True))
+    report = validate(model, spec, weights, runtimes=["odd"])  # type: ignore[list-item]
+    assert {check.name for check in report.failures} == {"y"}
+    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: True, lambda length: 40 < length < 90))
+    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))  # type: ignore[list-item]
+    assert {check.name for check in report.failures} == {"y"}
+    assert f"drawn from seed {report.seed}" in report.table()
+    assert json.loads(report.to_json())["seed"] == report.seed
+
+
+def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
+    """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23]> turn (bfloat16[a,b] x, bool[a,b] mask)'
+        " => (bfloat16[b,a] y, bool[b,a] turned)"
+        " {y = Transpose<perm = [1, 0]>(x) turned = Transpose<perm = [1, 0]>(mask)}"
+    )
+    x = np.arange(12.0).reshape(2, 6).astype(runtimes.BFLOAT16)[:, 1:4]  # with gaps
+    mask = np.arange(6).reshape(2, 3) % 2 == 0
+    runner = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu")
+    for run in (runner.run, runner.unoptimised):
+        assert run is not None
+        y, turned = run({"x": x, "mask": mask})
+        assert y.dtype == runtimes.BFLOAT16
+        np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+        np.testing.assert_array_equal(turned, mask.T)

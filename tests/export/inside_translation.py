@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,18 +12,23 @@ import onnx
 import onnx_ir as ir
 import onnxscript
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import strategies
+import torch_calls
 from relskew_core import Span
-from relskew_core._kernel.call import Operands, Part
+from relskew_core._kernel.call import KINDS, LABELS, Arguments, Operands, Options, Part, unsupported
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat
 from relskew_core.export import torch_translation_table
 from relskew_core.export._nodes.emitter import Value
 from relskew_core.export._translate.call import TracedCall
 from relskew_core.export._translate.emitter import TracedEmitter
+from relskew_core.export._translate.translation import SUPPORTED
 from traced_calls import CASES, FOLDER, WRITTEN, Case, Drawn, Operators, Traced, exporting, written
 
 ATTENTION = OPERATOR.op._opoverload
@@ -265,3 +271,35 @@ def test_opsets() -> None:
             torch_translation_table(opset)
     with pytest.raises(TypeError, match="`opset` must be an int"):
         torch_translation_table(18.0)  # type: ignore[arg-type]
+
+
+REFUSED = {"seed", "dropout", "part", "axis_tables"}
+"""Fields of a call that no graph has: of training, of a call that is split over processes, and of grids in kernels."""
+
+
+def defaults_of(kind: Any) -> list[str]:
+    fields, missing = dataclasses.fields(kind), dataclasses.MISSING
+    return [x.name for x in fields if x.default is not missing or x.default_factory is not missing]
+
+
+def test_every_field_of_a_call_is_tried_in_graphs_or_refused() -> None:
+    q, k, v = torch.zeros(2, 4, 5, 6), torch.zeros(2, 2, 7, 6), torch.zeros(2, 2, 7, 5)
+    labels = {f"{name}s": (torch.zeros(2, 5).long(), torch.zeros(2, 7).long()) for name in ("position", "segment")}
+    groups: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, dict[str, Any]]]] = [
+        ((q, k, v), {"mask": torch.ones(2, 1, 5, 7).bool()}, torch_calls.CROSS),
+        ((q, q[:, :2], q[:, :2]), {}, torch_calls.ALONG),
+        ((q, k, v), labels, torch_calls.PLACED),
+    ]
+    tried = {"rel_q"}  # in tests/export/test_torch.py
+    for arrays, more, calls in groups:
+        for call in calls.values():
+            options = call | more
+            asks = options.pop("return_lse", False)
+            offset = {} if "positions" in options else {"offset": 0}  # lengths differ
+            checked = problem(Arguments(*arrays, **{**offset, **options}), return_lse=asks)
+            tried.update(unsupported(checked.given, checked.options, frozenset()))
+    fields = {name.partition("_")[2] if name in LABELS else name for name in KINDS}
+    fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
+    fields.remove("by_value")
+    assert fields - tried == REFUSED
+    assert not REFUSED & SUPPORTED

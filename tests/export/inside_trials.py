@@ -144,7 +144,7 @@ def parts(found: list[Trial]) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("form", SWEEPS)
-def test_sweeps(form: str) -> None:
+def test_a_sweep_tries_every_edge_of_a_table(form: str) -> None:
     spec, options, reach, *expected = SWEEPS[form]
     made = plan(spec, **options)
     assert longest(made) == reach
@@ -183,7 +183,7 @@ def test_half_precision_has_no_large_logits() -> None:
         assert sum(trial.large_logits for trial, _ in found) == count
 
 
-def test_lengths_and_batches_that_are_asked_for() -> None:
+def test_given_lengths_are_tried_in_every_given_batch() -> None:
     """Every length in every batch, however long, in the order of the question; and the ends of the table."""
     made = plan(BlockSpec(8, 2, Span.causal(60), causal=True), past=True)
     found = [trial for trial, _ in make_trials(made, [50, 70], [4, 2], 0)]
@@ -205,7 +205,7 @@ def drawn(made: GraphPlan, batches: tuple[int, ...] | None = None) -> list[Trial
     return [trial for one in found for trial, seed in one if seed >= SEED and seed % 100 < trials.DRAWN]
 
 
-def test_drawn_inputs() -> None:
+def test_drawn_inputs_are_within_the_table_in_larger_batches() -> None:
     """Short ones and long ones, all within the table, in batches larger than those of the sweep."""
     found = drawn(plan(BlockSpec(8, 2, Span.causal(100), causal=True), past=True))
     assert {trial.batch for trial in found} == set(range(4, 9))
@@ -232,7 +232,7 @@ def test_drawn_inputs() -> None:
         (BlockSpec(8, 2, Span.causal(3000), causal=True), 1024, 1024),
     ],
 )
-def test_how_long_drawn_inputs_are(spec: BlockSpec, queries: int, keys: int) -> None:
+def test_drawn_inputs_are_at_most_twice_as_long_as_a_table(spec: BlockSpec, queries: int, keys: int) -> None:
     """Twice as long as a table with soft edges; none that would take long."""
     found = drawn(plan(spec))
     for most, lengths in ((queries, [trial.queries for trial in found]), (keys, [trial.keys for trial in found])):
@@ -258,7 +258,9 @@ def test_drawn_batches_are_among_those_asked_for() -> None:
         (BlockSpec(8, 2, Span(9, 1, "clip")), {}, [500, 400], "500"),
     ],
 )
-def test_an_empty_batch(spec: BlockSpec, options: dict[str, Any], lengths: list[int] | None, expected: str) -> None:
+def test_an_empty_batch_has_several_positions_behind_a_past(
+    spec: BlockSpec, options: dict[str, Any], lengths: list[int] | None, expected: str
+) -> None:
     """Several positions behind a past, and no more than shows what there is to see."""
     found = empty_batch(make_trials(plan(spec, **options), lengths, None, SEED))
     assert found is not None
@@ -322,7 +324,7 @@ INPUTS: dict[str, tuple[BlockSpec, dict[str, Any], Trial, dict[str, tuple[int, .
 
 
 @pytest.mark.parametrize("form", INPUTS)
-def test_inputs(form: str) -> None:
+def test_inputs_have_the_names_and_types_of_the_graph(form: str) -> None:
     """As the graph names them, in its order, in its type."""
     spec, options, trial, shapes = INPUTS[form]
     made = plan(spec, "float16", **options)

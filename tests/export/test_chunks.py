@@ -11,41 +11,10 @@ import numpy as np
 import onnx
 import pytest
 
-from export_forms import FORMS, made, random_weights
-from onnx_sessions import opened
+from export_forms import exported, made, random_weights
+from onnx_sessions import grown, opened
 from relskew_core import BlockSpec, Span, attention_block
-from relskew_core.cli._libraries import resident_peak
-from relskew_core.export import to_onnx, validate
-
-LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]
-
-
-@pytest.mark.parametrize("form", LOOPED)
-def test_chunks_in_onnxruntime(form: Any) -> None:
-    spec, options, weights = made(form)
-    profile: Any
-    profile, size = (("ort", 3), ("portable", 4))[LOOPED.index(form) % 2]
-    model = to_onnx(spec, weights, profile=profile, chunk_size=size, **options)
-    onnx.checker.check_model(model, full_check=True)
-    report = validate(model, spec, weights, batches=(2,))
-    assert report.ok, report.table()
-
-
-@pytest.mark.parametrize("form", ["full", "causal", "cache, mask", "cross, window, mask", "clip, values"])
-@pytest.mark.parametrize("size", [1, 64])
-def test_one_query_and_all_at_once(form: Any, size: int) -> None:
-    spec, options, weights = made(form)
-    model = to_onnx(spec, weights, chunk_size=size, **options)
-    report = validate(model, spec, weights, batches=(2,), lengths=[1, 2, 5, 9])
-    assert report.ok, report.table()
-
-
-@pytest.mark.parametrize("form", ["full", "cache, mask", "cross, window, mask"])
-def test_chunks_in_other_runtimes(form: Any) -> None:
-    spec, options, weights = made(form)
-    model = to_onnx(spec, weights, profile="portable", chunk_size=3, **options)
-    report = validate(model, spec, weights, batches=(2,), lengths=[1, 3, 8], runtimes=["reference", "openvino"])
-    assert report.ok, report.table()
+from relskew_core.export import to_onnx
 
 
 def run(model: onnx.ModelProto, **inputs: Any) -> np.ndarray[Any, Any]:
@@ -65,7 +34,7 @@ BY_HEAD = [
 
 @pytest.mark.parametrize("spec", BY_HEAD)
 @pytest.mark.parametrize("shape", [None, (2, 4, 9, 9), (2, 1, 9, 9), (1, 4, 1, 9), (1, 1, 9, 1)])
-def test_each_head_has_what_is_its_own(spec: BlockSpec, shape: tuple[int, ...] | None) -> None:
+def test_each_head_in_chunks_reads_its_own_rows_and_masks(spec: BlockSpec, shape: tuple[int, ...] | None) -> None:
     weights, draw = random_weights(spec), np.random.default_rng(3)
     x = draw.standard_normal((2, 9, 16)).astype(np.float32)
     mask = None if shape is None else draw.random(shape) < 0.7
@@ -94,7 +63,7 @@ def peak(chunk_size: Any, answer: Any) -> None:
     model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
     session = opened(model)
     x = np.random.default_rng(0).standard_normal((1, 4096, 16)).astype(np.float32)
-    answer.put(resident_peak(lambda: session.run(None, {"x": x})))
+    answer.put(grown(lambda: session.run(None, {"x": x})))
 
 
 def measured(chunk_size: Any) -> int:
@@ -102,11 +71,11 @@ def measured(chunk_size: Any) -> int:
     answer = context.Queue()
     process = context.Process(target=peak, args=(chunk_size, answer))
     process.start()
-    grown: int | None = answer.get(timeout=300)
+    found: int | None = answer.get(timeout=300)
     process.join()
-    if grown is None:
-        pytest.skip("only Linux tells the peak of one call")
-    return grown
+    if found is None:
+        pytest.skip("only Linux counts the peak of one call")
+    return found
 
 
 def test_memory() -> None:
@@ -115,7 +84,7 @@ def test_memory() -> None:
     assert measured(None) > 128 * 2**20
 
 
-def test_chosen() -> None:
+def test_chunks_are_chosen_for_long_inputs() -> None:
     """Where an input may have more than 256 queries, in the profile whose short inputs go without a loop."""
 
     def chunks(spec: BlockSpec, **options: Any) -> bool:
@@ -136,24 +105,21 @@ def test_chosen() -> None:
     assert not chunks(BlockSpec(4, 2, Span.causal(600), causal=True, block_size=300))
 
 
-def test_chunks_of_one_size() -> None:
+def test_chunks_give_what_all_queries_at_once_do() -> None:
     """257 queries are two chunks of 129, or of at most 200, and give what all at once do."""
     spec = BlockSpec(4, 2, Span.clipped(3))
     x = np.random.default_rng(0).standard_normal((1, 257, 4)).astype(np.float32)
-
     whole, *chunked = (run(to_onnx(spec, random_weights(spec), chunk_size=size), x=x) for size in (None, "auto", 200))
     for y in chunked:
         np.testing.assert_allclose(y, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_refused() -> None:
-    spec, _ = FORMS["blocks"]
-    with pytest.raises(ValueError, match=r"`chunk_size` excludes `spec.block_size`"):
-        to_onnx(spec, random_weights(spec), chunk_size=4)
-    spec, _ = FORMS["causal"]
-    with pytest.raises(ValueError, match="`chunk_size` must be an int >= 1"):
-        to_onnx(spec, random_weights(spec), chunk_size=0)
-    with pytest.raises(ValueError, match="`chunk_size` must be an int, 'auto' or None, got 'all'"):
-        to_onnx(spec, random_weights(spec), chunk_size="all")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`chunk_size` must be an int"):
-        to_onnx(spec, random_weights(spec), chunk_size=2.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("form", "chunk_size", "error", "message"), [
+    ("blocks", 4, ValueError, r"`chunk_size` excludes `spec.block_size`"),
+    ("causal", 0, ValueError, "`chunk_size` must be an int >= 1"),
+    ("causal", "all", ValueError, "`chunk_size` must be an int, 'auto' or None, got 'all'"),
+    ("causal", 2.0, TypeError, "`chunk_size` must be an int"),
+])  # fmt: skip
+def test_a_chunk_size_that_does_not_fit_is_refused(form: str, chunk_size: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        exported(form, chunk_size=chunk_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import small_decoder
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import generate, save, to_onnx
-from relskew_core.export._generate.encoded import Sampler
-from relskew_core.export._models import genai
 from small_decoder import VOCABULARY, greedy, growing, in_place
 
 PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
@@ -62,7 +59,7 @@ def test_a_stop_ends_rows_and_then_the_whole(made: Path) -> None:
     assert [generate(made, PROMPT[:2], 12, stop=free[:, place].tolist()).shape[1] for place in (0, 2)] == [1, 3]
 
 
-def test_tokens_are_told_as_they_come(made: Path) -> None:
+def test_stream_gets_each_token_as_it_comes(made: Path) -> None:
     told: list[Any] = []
     got = generate(made, [1, 2, 3], 4, stream=told.append)
     assert told == list(got)
@@ -110,13 +107,6 @@ def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, 
     assert (np.abs(found - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
 
 
-def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
-    """And what stays of `top_p` is enough where it is reached to the point."""
-    equal = np.zeros((200, 100), np.float32)
-    assert not Sampler.of(1.0, 1, None, 0)(equal).any()
-    assert set(Sampler.of(1.0, None, 0.5, 0)(equal[:, :4])) == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -151,13 +141,15 @@ def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(made: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_generate_refuses_what_does_not_fit(
+    made: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments = {"model": made, "prompt": [1, 2, 3], "n": 2, **changes}
     with pytest.raises(error, match=message):
         generate(arguments.pop("model"), arguments.pop("prompt"), arguments.pop("n"), **arguments)
 
 
-def test_the_nearest_end_counts(tmp_path: Path) -> None:
+def test_the_nearer_end_of_tables_or_caches_counts(tmp_path: Path) -> None:
     for reach, room, what, end in ((9, 14, "tables reach", 9), (14, 9, "caches hold", 9)):
         path = save(in_place(room, **{"relskew.reach": f"{reach}"}), tmp_path / "ends.onnx", overwrite=True)
         assert np.array_equal(generate(path, PROMPT, end - 3), greedy(PROMPT, end - 3))
@@ -215,7 +207,7 @@ def test_other_graphs_are_no_decoders(make: Callable[[], onnx.ModelProto], messa
         generate(save(make(), tmp_path / "other.onnx"), [1], 1)
 
 
-def test_a_vocabulary_that_the_graph_does_not_tell(tmp_path: Path) -> None:
+def test_a_graph_without_a_vocabulary_takes_any_token(tmp_path: Path) -> None:
     model = growing()
     model.graph.output[0].type.tensor_type.shape.dim[2].dim_param = "vocabulary"
     model.graph.node[-1].output[0] = "all"
@@ -227,7 +219,7 @@ def test_a_vocabulary_that_the_graph_does_not_tell(tmp_path: Path) -> None:
         generate(path, [3, -2], 1)
 
 
-def test_nan_is_no_token(tmp_path: Path) -> None:
+def test_nan_logits_are_refused_when_they_come(tmp_path: Path) -> None:
     """It comes from the seventh position on, where a prompt of three has made four tokens."""
     model = growing()
     spoilt = [
@@ -243,52 +235,3 @@ def test_nan_is_no_token(tmp_path: Path) -> None:
     assert np.array_equal(generate(path, PROMPT, 3), greedy(PROMPT, 3))
     with pytest.raises(ValueError, match="`model` gives NaN after 7 tokens"):
         generate(path, PROMPT, 5)
-
-
-@pytest.mark.parametrize("ends", [2, [2], [7, 0]], ids=str)
-def test_a_text_may_end_with_one_token_or_with_any_of_some(ends: Any, tmp_path: Path) -> None:
-    genai.check_config(tmp_path, {"eos_token_id": ends}, False)
-    config = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": ends}, REACH))
-    assert config["model"]["eos_token_id"] == ends
-
-
-def test_the_config_of_genai() -> None:
-    text = genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH)
-    names = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
-    decoder = {
-        "filename": "decoder.onnx",
-        "session_options": {},
-        "head_size": 4,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "inputs": {"input_ids": "input_ids", **names},
-        "outputs": {
-            "logits": "logits",
-            "present_key_names": "present.%d.key",
-            "present_value_names": "present.%d.value",
-        },
-    }
-    model = {
-        "type": "llama",
-        "vocab_size": VOCABULARY,
-        "context_length": REACH,
-        "bos_token_id": 0,
-        "eos_token_id": 7,
-        "pad_token_id": 0,
-        "decoder": decoder,
-    }
-    search = {"do_sample": False, "max_length": REACH, "past_present_share_buffer": False}
-    assert json.loads(text) == {"model": model, "search": search}
-    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in text  # people edit this file
-    assert '"num_hidden_layers": 2,' in text
-    endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": [7, 0]}, None))
-    assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
-    assert endless["model"]["eos_token_id"] == [7, 0]
-    assert (
-        genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7, "context_length": 9}, None).count(": 9,") == 2
-    )
-    for beyond in (VOCABULARY, [1, VOCABULARY]):
-        with pytest.raises(ValueError, match=f"`genai` must have an `eos_token_id` below {VOCABULARY}, the model's"):
-            genai.config_text("decoder.onnx", growing(), {"eos_token_id": beyond}, None)

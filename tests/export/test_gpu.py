@@ -7,8 +7,7 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from export_forms import PROFILES, made
-from relskew_core.export import to_onnx, validate
+from export_forms import PROFILES, exported, valid
 
 CUDA = "CUDAExecutionProvider"
 pytestmark = [
@@ -24,15 +23,10 @@ FORMS = ["full", "full, grouped", "causal", "cache, mask", "cross", "clip, value
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_on_cuda(form: Any, profile: Any, dtype: str) -> None:  # pragma: gpu only
-    spec, options, weights = made(form)
-    model = to_onnx(spec, weights, profile=profile, dtype=dtype, **options)
-    report = validate(model, spec, weights, providers=["cuda"], batches=(2,))
-    assert report.ok, report.table()
+    report = valid(*exported(form, profile=profile, dtype=dtype), providers=["cuda"], batches=(2,))
     assert any("use_tf32=0" in check.detail for check in report.checks if check.name == "placement")
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"past": True, "in_place": True}], ids=["chunks", "in place"])
 def test_options_on_cuda(options: dict[str, Any]) -> None:  # pragma: gpu only
-    spec, _, weights = made("causal")
-    report = validate(to_onnx(spec, weights, **options), spec, weights, providers=["cuda"], batches=(2,))
-    assert report.ok, report.table()
+    valid(*exported("causal", **options), providers=["cuda"], batches=(2,))

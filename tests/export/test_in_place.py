@@ -10,39 +10,16 @@ import onnx
 import onnxruntime
 import pytest
 
-from export_forms import FORMS, IN_PLACE, made, random_weights
+from export_forms import IN_PLACE, exported, random_weights, valid
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import to_onnx, validate
-
-form = pytest.mark.parametrize("form", IN_PLACE)
-
-
-@form
-def test_onnxruntime_and_the_reference_evaluator(form: str) -> None:
-    spec, options, weights = made(form)
-    model = to_onnx(spec, weights, **options)
-    onnx.checker.check_model(model, full_check=True)
-    report = validate(model, spec, weights, batches=(1, 3))
-    assert report.ok, report.table()
-    assert {"decoding", "too long fails"} <= {check.name for check in report.checks}
-    report = validate(model, spec, weights, batches=(2,), lengths=[1, 4], runtimes=["reference"])
-    assert report.ok, report.table()
-
-
-@pytest.mark.parametrize("form", ["in place: cache, mask", "in place: cache, zero, values, mask"])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_types(form: str, dtype: str) -> None:
-    spec, options, weights = made(form)
-    report = validate(to_onnx(spec, weights, dtype=dtype, **options), spec, weights, batches=(3,), lengths=[1, 5])
-    assert report.ok, report.table()
 
 
 @pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
 def test_too_many_positions_fail_before_the_cache_is_written(form: str) -> None:
     """On a GPU nothing checks where TensorScatter writes."""
-    spec, options, weights = made(form)
-    model = to_onnx(spec, weights, **options)
+    model, _, _ = exported(form)
     inputs, presents = ["x", "past_key", "past_value", "past_lengths"], ["present_key", "present_value"]
     for node in (node for node in model.graph.node if node.output[0] in presents):
         node.op_type = "Identity"  # which gives its argument, the new keys or values, for any lengths
@@ -75,8 +52,7 @@ def test_no_pad_in_bfloat16(options: dict[str, Any]) -> None:
 
 
 def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
-    spec, options, weights = made("in place: cache")
-    model = to_onnx(spec, weights, **options)
+    model, spec, weights = exported("in place: cache")
     (scatter,) = (node for node in model.graph.node if node.output[0] == "present_key")
     same = onnx.helper.make_node("ReduceMax", ["past_lengths"], ["longest"], keepdims=1, name="relskew/shape/longest")
     spread = onnx.helper.make_node("Expand", ["longest", "rows"], ["longest_rows"], name="relskew/shape/longest_rows")
@@ -91,9 +67,8 @@ def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
 def test_a_mask_by_head_where_no_table_makes_logits() -> None:
     """Positions hide from all heads alike there, a mask does not."""
     spec = BlockSpec(4, 2, Span.causal(6), causal=True, rel_keys=False, rel_values=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights, past=True, in_place=True, mask=True)
-    assert validate(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,)).ok
+    model, _, weights = exported(spec, past=True, in_place=True, mask=True)
+    valid(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,))
     session = opened(model)
     draw = np.random.default_rng(0)
     x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
@@ -103,20 +78,16 @@ def test_a_mask_by_head_where_no_table_makes_logits() -> None:
     np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-5)
 
 
-def test_refused() -> None:
-    spec, _ = FORMS["cache"]
-    weights = random_weights(spec)
-    refusals: list[tuple[dict[str, Any], str]] = [
-        ({}, "`in_place=True` requires `past=True`"),
-        ({"past": True, "profile": "portable"}, "`in_place=True` requires `profile='ort'`"),
-        ({"past": True, "chunk_size": 4}, "`in_place=True` excludes `chunk_size`"),
-        ({"past": True, "opset": 23}, "`opset` must be 24 … 28 for profile='ort', in_place=True, got 23"),
-    ]
-    for options, message in refusals:
-        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-            to_onnx(spec, weights, in_place=True, **options)
-    with pytest.raises(TypeError, match="`in_place` must be a bool"):
-        to_onnx(spec, weights, in_place=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({}, ValueError, "`in_place=True` requires `past=True`"),
+    ({"past": True, "profile": "portable"}, ValueError, "`in_place=True` requires `profile='ort'`"),
+    ({"past": True, "chunk_size": 4}, ValueError, "`in_place=True` excludes `chunk_size`"),
+    ({"past": True, "opset": 23}, ValueError, "`opset` must be 24 … 28 for profile='ort', in_place=True, got 23"),
+    ({"in_place": 1}, TypeError, "`in_place` must be a bool"),
+], ids=str)  # fmt: skip
+def test_caches_in_place_without_what_they_require_are_refused(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        exported(IN_PLACE["in place: cache"][0], **{"in_place": True, **options})
 
 
 def test_rows_of_different_lengths_in_one_buffer() -> None:

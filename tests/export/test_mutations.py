@@ -13,7 +13,6 @@ from onnx import numpy_helper
 from export_forms import IN_PLACE, made
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
-from relskew_core.export._nodes.functions import rename
 
 FORMS: dict[str, dict[str, Any]] = {
     "cache": {},
@@ -69,7 +68,7 @@ def change(model: onnx.ModelProto, key: str, how: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["one percent", "flipped", "shifted"])
-def test_tables(form: Any, how: str) -> None:
+def test_a_changed_table_is_noticed(form: Any, how: str) -> None:
     for key in [key for key in made(form)[2] if key.startswith("rel_")]:
 
         def mutate(model: onnx.ModelProto, key: str = key) -> None:
@@ -90,7 +89,7 @@ def test_tables(form: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_skew_off_by_one(form: Any) -> None:
+def test_a_skew_off_by_one_is_noticed(form: Any) -> None:
     """Drop one entry too few in front and one more behind, so that every shape stays right."""
     start = f"relskew/compute/{SCOPES.get(form, '')}skew/rows"
 
@@ -120,7 +119,7 @@ def test_a_skew_off_by_one(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal", "causal, window"])
-def test_a_lost_causal_attribute(form: Any) -> None:
+def test_a_lost_causal_attribute_is_noticed(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
         (causal,) = (attribute for attribute in attention.attribute if attribute.name == "is_causal")
@@ -131,7 +130,7 @@ def test_a_lost_causal_attribute(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
-def test_a_future_that_is_seen(form: Any) -> None:
+def test_a_visible_future_is_noticed(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (buffer,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/buffer")
         model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "nothing"))
@@ -141,7 +140,7 @@ def test_a_future_that_is_seen(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["causal, values"])
-def test_a_lost_causal_condition(form: Any) -> None:
+def test_a_lost_causal_condition_is_noticed(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         name = f"relskew/compute/{SCOPES.get(form, '')}visible/causal"
         (causal,) = (node for node in nodes(model) if node.name == name)
@@ -151,7 +150,7 @@ def test_a_lost_causal_condition(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["core: causal", "core: cross"])
-def test_a_wrong_scale_of_the_core(form: Any) -> None:
+def test_a_wrong_scale_of_the_core_is_noticed(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (scaled,) = (node for node in nodes(model) if node.name == "relskew/compute/q/scaled")
         change(model, scaled.input[1], lambda scale: scale * 1.1)
@@ -160,13 +159,13 @@ def test_a_wrong_scale_of_the_core(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["sinks", "sinks, stream", "in place: sinks, cache, mask"])
-def test_sinks_of_other_heads(form: Any) -> None:
+def test_sinks_of_other_heads_are_noticed(form: Any) -> None:
     found = failures(form, lambda model: change(model, "sinks", lambda sinks: np.roll(sinks, 1, axis=0)))
     assert {"weights", "y"} <= found
 
 
 @pytest.mark.parametrize("form", ["segments", "segments, cache", "segments, stream", "in place: segments, cache"])
-def test_lost_segments(form: Any) -> None:
+def test_lost_segments_are_noticed(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (same,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/segment")
         same.op_type = "GreaterOrEqual"
@@ -175,7 +174,7 @@ def test_lost_segments(form: Any) -> None:
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
-def test_a_wrong_band_past_a_clip(profile: Any) -> None:
+def test_a_wrong_band_past_a_clip_is_noticed(profile: Any) -> None:
     """Some positions far past the table do not have the logits of its edge: only an input that is long has them."""
     spec = BlockSpec(8, 2, Span.clipped(3))
     weights = init_weights(spec, seed=0)
@@ -214,14 +213,16 @@ RANGES: dict[str, tuple[BlockSpec, dict[str, Any], list[tuple[str, int, int]]]] 
 
 
 @pytest.mark.parametrize("kind", RANGES)
-def test_a_range_of_lengths(kind: str) -> None:
+def test_wrong_results_in_a_range_of_lengths_are_noticed(kind: str) -> None:
     """No edge of the table or of a chunk is in the range."""
     spec, options, ranges = RANGES[kind]
     weights = init_weights(spec, seed=0)
     for name, first, last in ranges:
         model = to_onnx(spec, weights, **options)
         result = model.graph.output[0].name
-        rename(model.graph.node, {result: "right"})
+        for node in model.graph.node:
+            for names in (node.input, node.output):
+                names[:] = ["right" if name == result else name for name in names]
         axis = 2 if name == "past_key" else 1
         numbers = {"first": first, "last": last}
         made = [onnx.helper.make_node("Constant", [], [f"range/{key}"], value_ints=[n]) for key, n in numbers.items()]
@@ -237,7 +238,7 @@ def test_a_range_of_lengths(kind: str) -> None:
         assert "y" in {check.name for check in report.failures}, (name, first, last)
 
 
-def test_a_lost_block() -> None:
+def test_a_lost_block_is_noticed() -> None:
     """A stream whose blocks see one block too few."""
 
     def mutate(model: onnx.ModelProto) -> None:
@@ -247,7 +248,7 @@ def test_a_lost_block() -> None:
     assert "y" in failures("stream", mutate)
 
 
-def test_a_wrong_scale_of_attention() -> None:
+def test_a_wrong_scale_of_attention_is_noticed() -> None:
     """In either branch, where the whole cache or its filled part is read."""
     for form, count in (("in place: cache", 2), ("bias, full, grouped", 1), ("causal", 1)):
         for place in range(count):

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
-import os
-import pickle
 import re
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +16,9 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from export_forms import FORMS, random_weights
+from export_forms import FORMS, exported, random_weights, valid
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, Report, save, to_onnx, validate
-from relskew_core.export._check import isolated, runtimes
 
 CACHE, CACHE_OPTIONS = FORMS["cache"]
 CAUSAL = FORMS["causal"][0]
@@ -55,8 +48,7 @@ def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
 @pytest.mark.parametrize("key", CACHE.weight_shapes())
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
-    weights = random_weights(CACHE)
-    model = to_onnx(CACHE, weights, dtype=dtype, **CACHE_OPTIONS)
+    model, _, weights = exported(CACHE, dtype=dtype, **CACHE_OPTIONS)
     scaled(model, key, 1.01)
     found = wrong(validate(model, CACHE, weights, batches=(1,)))
     assert "weights" in found
@@ -67,8 +59,7 @@ def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
 
 def test_notices_lengths_that_run_silently() -> None:
     """Left to the runtime, the new rows' length would let an input past the table give wrong numbers."""
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+    model, _, weights = exported(CAUSAL)
     table = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "rel_k"))
     longer = np.concatenate([table[:, :1].repeat(20, 1), table], axis=1)
     change(model, "rel_k", lambda _: longer)
@@ -81,8 +72,7 @@ def test_notices_lengths_that_run_silently() -> None:
 
 def test_notices_a_forgotten_past() -> None:
     """A cache that is returned but not read shows in decoding too."""
-    weights = random_weights(CACHE)
-    model = to_onnx(CACHE, weights, profile="portable", **CACHE_OPTIONS)
+    model, _, weights = exported(CACHE, profile="portable", **CACHE_OPTIONS)
     concat = node(model, "cache/present_key")
     concat.input[0] = "past_value"
     found = wrong(validate(model, CACHE, weights, batches=(1,)))
@@ -130,15 +120,14 @@ def test_a_report_in_full() -> None:
 
 
 def test_a_difference_that_is_asked_to_be_smaller() -> None:
-    weights = random_weights(CAUSAL)
-    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, lengths=[3], batches=[1], atol=1e-12)
+    report = validate(*exported(CAUSAL), lengths=[3], batches=[1], atol=1e-12)
     assert wrong(report) == {"y"}
     assert all(", more than atol " in check.detail for check in report.failures)
-    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, lengths=[3], batches=[1], tolerance=1e-12)
+    report = validate(*exported(CAUSAL), lengths=[3], batches=[1], tolerance=1e-12)
     assert wrong(report) == {"y"}
 
 
-def test_which_input_is_decoded() -> None:
+def test_the_longest_of_short_inputs_is_decoded() -> None:
     """The longest of up to 64, or the shortest of longer ones."""
     clipped = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
     for spec, lengths, decoded in (
@@ -150,22 +139,19 @@ def test_which_input_is_decoded() -> None:
         weights = random_weights(spec)
         model = to_onnx(spec, weights, past=True)
         steps: list[str] = []
-        report = validate(model, spec, weights, lengths=lengths, batches=[1], progress=steps.append)
-        assert report.ok, report.table()
+        report = valid(model, spec, weights, lengths=lengths, batches=[1], progress=steps.append)
         assert steps[-1] == "onnxruntime: decoding in pieces"
         assert report.checks[-1].case == f"batch 2, queries {decoded}, keys {decoded}, past 0, in pieces"
 
 
 def test_nothing_is_decoded_where_no_length_fits() -> None:
-    weights = random_weights(CACHE)
-    report = validate(to_onnx(CACHE, weights, **CACHE_OPTIONS), CACHE, weights, lengths=[10, 12])
+    report = validate(*exported(CACHE, **CACHE_OPTIONS), lengths=[10, 12])
     assert report.ok, report.table()
     assert "decoding" not in {check.name for check in report.checks}
 
 
 def test_lengths_and_batches_on_request() -> None:
-    weights = random_weights(FULL)
-    report = validate(to_onnx(FULL, weights), FULL, weights, lengths=[4, 12], batches=[5])
+    report = validate(*exported(FULL), lengths=[4, 12], batches=[5])
     assert report.ok, report.table()
     cases = {check.case: check.name for check in report.checks if check.case and check.name != "optimiser off"}
     assert cases == {
@@ -198,8 +184,7 @@ def test_an_empty_batch_is_tried() -> None:
 
 
 def test_an_empty_batch_that_a_graph_refuses() -> None:
-    weights = random_weights(SHARED)
-    model = to_onnx(SHARED, weights, profile="portable")
+    model, _, weights = exported(SHARED, profile="portable")
     model.graph.node[-1].output[0] = "elsewhere"
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, -1, 8]), "guessed"))
     model.graph.node.append(helper.make_node("Reshape", ["elsewhere", "guessed"], ["y"], "relskew/compute/guessed"))
@@ -219,8 +204,7 @@ def weaker_mask(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize("form", ["causal", "window, mask", "cross, window, mask", "cache, mask", "blocks"])
 def test_notices_a_mask_that_large_logits_overcome(form: Any) -> None:
     spec, options = FORMS[form]
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights, profile="portable", **options)
+    model, _, weights = exported(spec, profile="portable", **options)
     assert validate(model, spec, weights, batches=(1,)).ok
     weaker_mask(model)
     failures = validate(model, spec, weights, batches=(1,)).failures
@@ -228,40 +212,8 @@ def test_notices_a_mask_that_large_logits_overcome(form: Any) -> None:
     assert all("large logits" in check.case for check in failures if check.name == "y")
 
 
-Opener = Callable[[runtimes.Source, runtimes.Provider], runtimes.Runner]
-
-
-def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Opener:
-    """Make a runtime whose results are wrong for some inputs only."""
-
-    def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
-        true = runtimes.open_onnxruntime(source, "cpu")
-
-        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
-            off = batch(feeds["x"].shape[0]) and length(feeds["x"].shape[1])
-            return [result * np.float32(1.01 if off else 1) for result in true.run(feeds)]
-
-        return runtimes.Runner("odd", "", run)
-
-    return opener
-
-
-def test_draws_larger_batches_and_lengths_between_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = BlockSpec(8, 2, Span.causal(100), causal=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights)
-    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: batch > 3, lambda length: True))
-    assert wrong(validate(model, spec, weights, runtimes=["odd"])) == {"y"}  # type: ignore[list-item]
-    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: True, lambda length: 40 < length < 90))
-    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))  # type: ignore[list-item]
-    assert wrong(report) == {"y"}
-    assert f"drawn from seed {report.seed}" in report.table()
-    assert json.loads(report.to_json())["seed"] == report.seed
-
-
 def test_draws_follow_from_the_model_or_the_seed() -> None:
-    weights = random_weights(FULL)
-    model = to_onnx(FULL, weights)
+    model, _, weights = exported(FULL)
 
     def drawn(seed: int | None = None) -> tuple[int | None, list[str]]:
         report = validate(model, FULL, weights, seed=seed, batches=(1,))
@@ -275,15 +227,13 @@ def test_draws_follow_from_the_model_or_the_seed() -> None:
     assert wrong(validate(model, FULL, weights, seed=-1)) == {"validation"}
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files_pass_with_their_weights_inside_or_outside(tmp_path: Path) -> None:
     spec = BlockSpec(32, 2, Span.causal(9), causal=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights)
+    model, _, weights = exported(spec)
     inside = save(model, tmp_path / "inside.onnx")
     outside = save(model, tmp_path / "outside.onnx", external_threshold=0)
     for path in (inside, str(outside)):
-        report = validate(path, spec, weights, runtimes=["onnxruntime", "reference", "openvino"], batches=(1,))
-        assert report.ok, report.table()
+        valid(path, spec, weights, runtimes=["onnxruntime", "reference", "openvino"], batches=(1,))
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(inside.read_bytes()[:-1000])
     next(tmp_path.glob("outside.onnx.*.data")).unlink()
@@ -298,19 +248,7 @@ def endless(model: onnx.ModelProto) -> None:
     """Let the first projection wait for a loop of 2**40 turns."""
     constants = {"turns": np.array(2**40), "on": np.array(True), "start": np.zeros((), np.float32)}
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["c"], ["c2"]), helper.make_node("Sin", ["v"], ["v2"])],
-        "body",
-        [
-            helper.make_tensor_value_info("i", onnx.TensorProto.INT64, []),
-            helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []),
-            helper.make_tensor_value_info("v", onnx.TensorProto.FLOAT, []),
-        ],
-        [
-            helper.make_tensor_value_info("c2", onnx.TensorProto.BOOL, []),
-            helper.make_tensor_value_info("v2", onnx.TensorProto.FLOAT, []),
-        ],
-    )
+    body = onnx.parser.parse_graph("g (int64 i, bool c, float v) => (bool c2, float v2) {c2 = Identity(c) v2 = Sin(v)}")
     first = model.graph.node[0]
     added = helper.make_node("Add", [first.input[0], "turned"], ["late"])
     first.input[0] = "late"
@@ -321,21 +259,18 @@ def endless(model: onnx.ModelProto) -> None:
 def huge(model: onnx.ModelProto) -> None:
     """Let the first projection wait for a tensor of 4 GiB that is written in full."""
     model.graph.initializer.append(numpy_helper.from_array(np.array([2**30]), "many"))
-    one = helper.make_tensor("one", onnx.TensorProto.FLOAT, [1], [1.0])
     first = model.graph.node[0]
-    made = [
-        helper.make_node("ConstantOfShape", ["many"], ["huge"], value=one),
-        helper.make_node("ReduceMin", ["huge"], ["small"], keepdims=0),
-        helper.make_node("Mul", [first.input[0], "small"], ["late"]),
-    ]
+    made = onnx.parser.parse_graph(
+        "g (int64[1] many) => (float late) {huge = ConstantOfShape<value = float[1] {1.0}>(many)"
+        f" small = ReduceMin<keepdims = 0>(huge) late = Mul({first.input[0]}, small)}}"
+    )
     first.input[0] = "late"
-    for node_made in reversed(made):
+    for node_made in reversed(made.node):
         model.graph.node.insert(0, node_made)
 
 
 def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+    model, _, weights = exported(CAUSAL)
     endless(model)
     path = save(model, tmp_path / "endless.onnx")
     start = time.perf_counter()
@@ -354,34 +289,6 @@ def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
     assert "alloc" in " ".join(check.detail for check in report.failures).lower()
     assert wrong(validate(path, CAUSAL, weights, time_limit=0)) == {"validation"}
     assert wrong(validate(path, CAUSAL, weights, memory_limit=0)) == {"validation"}
-
-
-# of the answers' file, which a process leaves open at its end
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_what_a_process_answers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def run(request: Any, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
-        print(request, flush=True)
-        os.write(1, b"a runtime's own\n")
-        progress("one step")
-        tell(Check("loads", "here", "", "", False, detail="no"))
-
-    limits: list[int | None] = []
-    ended = threading.Event()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(("asked", 5)))))
-    monkeypatch.setattr(isolated, "run", run)
-    monkeypatch.setattr(isolated, "_limit_memory", limits.append)
-    monkeypatch.setattr(isolated, "_end_with_parent", ended.set)
-    output = os.dup(1)
-    try:
-        isolated.answer()
-    finally:
-        os.dup2(output, 1)
-        os.close(output)
-    told = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-    check = asdict(Check("loads", "here", "", "", False, detail="no"))
-    assert told == [{"progress": "one step"}, {"check": check}, {"done": True}]
-    assert limits == [5]
-    assert ended.wait(10)
 
 
 def test_a_model_runs_elsewhere_on_request() -> None:
@@ -406,17 +313,15 @@ def test_a_model_runs_elsewhere_on_request() -> None:
     ],
 )
 def test_names_metadata_that_cannot_be_read(key: str, value: str, why: str) -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+    model, _, weights = exported(CAUSAL)
     helper.set_model_props(model, {f"relskew.{key}": value})
     (check,) = validate(model, CAUSAL, weights, batches=(1,), lengths=[2]).failures
     assert check.name == "metadata"
     assert check.detail.startswith(f"relskew.{key} is {value!r} ({why}")
 
 
-def test_metadata_in_words() -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+def test_metadata_that_cannot_be_read_is_cut_in_the_report() -> None:
+    model, _, weights = exported(CAUSAL)
     spec = json.dumps({"x" * 200: 1} | CAUSAL.to_dict())
     props = {"profile": "", "spec": spec, "max_length": "0", "chunk_size": "9" * 5000}
     helper.set_model_props(model, {f"relskew.{key}": value for key, value in props.items()})
@@ -429,8 +334,7 @@ def test_metadata_in_words() -> None:
 
 
 def test_wrong_specs_and_weights() -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+    model, _, weights = exported(CAUSAL)
     assert wrong(validate(model, FULL, random_weights(FULL))) >= {"spec", "y"}
     wider = BlockSpec(12, 2, Span.causal(9), causal=True)
     assert wrong(validate(model, wider, random_weights(wider))) == {"spec", "interface"}
@@ -445,8 +349,7 @@ def test_wrong_specs_and_weights() -> None:
 
 
 def test_runtimes_and_providers_that_are_not_there() -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
+    model, _, weights = exported(CAUSAL)
     report = validate(model, CAUSAL, weights, runtimes=["tensorrt"])  # type: ignore[list-item]
     told = "`runtimes` must be among 'onnxruntime', 'reference', 'openvino', got 'tensorrt'"
     assert report.failures == (Check("loads", "tensorrt", "", "", False, detail=told),)
@@ -470,8 +373,7 @@ def test_a_provider_that_did_not_run_the_nodes() -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime is built without AzureExecutionProvider")
-    weights = random_weights(CAUSAL)
-    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, providers=["AzureExecutionProvider"], batches=(1,))
+    report = validate(*exported(CAUSAL), providers=["AzureExecutionProvider"], batches=(1,))
     (check,) = report.failures
     assert check.name == "placement"
     assert "relskew/compute/attention on CPUExecutionProvider" in check.detail
@@ -488,8 +390,7 @@ def test_cuda_libraries_of_packages_are_loaded(
         pytest.skip("onnxruntime has CUDAExecutionProvider")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("preloaded"))
-    weights = random_weights(CAUSAL)
-    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, providers=["cuda"], batches=(1,))
+    report = validate(*exported(CAUSAL), providers=["cuda"], batches=(1,))
     assert wrong(report) == {"placement"}
     assert "no node on CUDAExecutionProvider" in report.failures[0].detail
     written = capsys.readouterr()
@@ -497,33 +398,11 @@ def test_cuda_libraries_of_packages_are_loaded(
 
 
 def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
-    weights = random_weights(CAUSAL)
-    report = validate(to_onnx(CAUSAL, weights, dtype="bfloat16"), CAUSAL, weights)
+    report = validate(*exported(CAUSAL, dtype="bfloat16"))
     assert wrong(report) == {"loads"}
 
 
-def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
-    """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
-    kinds = {"x": onnx.TensorProto.BFLOAT16, "mask": onnx.TensorProto.BOOL}
-    graph = helper.make_graph(
-        [helper.make_node("Transpose", [name], [f"{name}_turned"], perm=[1, 0]) for name in kinds],
-        "turn",
-        [helper.make_tensor_value_info(name, kind, ["a", "b"]) for name, kind in kinds.items()],
-        [helper.make_tensor_value_info(f"{name}_turned", kind, ["b", "a"]) for name, kind in kinds.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    x = np.arange(6).reshape(2, 3).astype(runtimes.BFLOAT16)
-    mask = np.arange(6).reshape(2, 3) % 2 == 0
-    runner = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu")
-    for run in (runner.run, runner.unoptimised):
-        assert run is not None
-        y, turned = run({"x": x, "mask": mask})
-        assert y.dtype == runtimes.BFLOAT16
-        np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
-        np.testing.assert_array_equal(turned, mask.T)
-
-
-def test_report() -> None:
+def test_a_report_as_text_and_as_json() -> None:
     good = Check("y", "a", "b", "case", True, 1e-7, 2e-6)
     bad = Check("y", "a", "b", "other", False, float("nan"), 2e-6, "largest difference nan")
     report = Report((good, bad, Check("loads", "c", "", "", False, detail="not here")), 7)
@@ -547,8 +426,8 @@ def test_report() -> None:
     assert report.to_json().startswith('{\n  "ok": false,')
 
 
-def test_table() -> None:
-    """Checks of one name and runtime are in one line; the worst error is next to the narrowest tolerance."""
+def test_the_table_of_a_report_has_a_line_for_each_check_and_runtime() -> None:
+    """The worst error is next to the narrowest tolerance."""
     checks = [
         Check("y", "a", "b", "1", True, 1e-7, 2e-6),
         Check("z", "a", "b", "1", True, 3e-7, 2e-6),

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from relskew_core.huggingface._attend import DropIn
+
 HEADS, D, E, LENGTH = 2, 4, 8, 9
 Tensor = torch.Tensor
 
@@ -88,12 +90,32 @@ def wavlm() -> Any:
     )  # fmt: skip
 
 
+def t5(kind: str = "T5Attention", **attributes: Any) -> Any:
+    given: dict[str, Any] = {
+        "dropout": 0.25, "layer_idx": 0, "is_decoder": False, "is_causal": False, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 5, "has_relative_attention_bias": True, **attributes,
+    }  # fmt: skip
+    return module(kind, "q", "k", "v", "o", n_heads=HEADS, relative_attention_bias=nn.Embedding(8, HEADS), **given)
+
+
 def umt5() -> Any:
+    return t5("UMT5Attention")
+
+
+def vits(dropout: float = 0.25) -> Any:
     return module(
-        "UMT5Attention", "q", "k", "v", "o", n_heads=HEADS, dropout=0.25, layer_idx=0, is_decoder=False,
-        is_causal=False, relative_attention_num_buckets=8, relative_attention_max_distance=5,
-        has_relative_attention_bias=True, relative_attention_bias=nn.Embedding(8, HEADS),
+        "VitsAttention", "q_proj", "k_proj", "v_proj", "out_proj", num_heads=HEADS, dropout=dropout, window_size=2,
+        emb_rel_k=numbers(1, 5, D), emb_rel_v=numbers(1, 5, D),
     )  # fmt: skip
+
+
+def attentions(model: Any) -> list[Any]:
+    """Return the modules whose classes a drop-in replaces."""
+    return [part for part in model.modules() if type(part).__name__ in DropIn.known]
+
+
+def is_replaced(part: Any) -> bool:
+    return isinstance(part, DropIn)
 
 
 def deberta(version: int) -> Any:

@@ -10,28 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface.stand_ins import STAND_INS, D, module, numbers, x
+from huggingface.stand_ins import STAND_INS, attentions, is_replaced, vits, x
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from relskew_core.huggingface import replace_attention
-from relskew_core.huggingface._attend import DropIn
 
 Tensor = torch.Tensor
-
-
-def vits() -> Any:
-    names = ("q_proj", "k_proj", "v_proj", "out_proj")
-    return module(
-        "VitsAttention", *names, num_heads=2, dropout=0.0, window_size=2, emb_rel_k=numbers(1, 5, D),
-        emb_rel_v=numbers(1, 5, D),
-    ).eval()  # fmt: skip
-
-
-def attentions(model: Any) -> list[Any]:
-    return [part for part in model.modules() if type(part).__name__ in DropIn.known]
 
 
 def hooked(attention: Any, seen: list[str]) -> None:
@@ -94,7 +81,7 @@ def test_another_method_is_refused() -> None:
 
 @torch.no_grad()
 def test_hooks_of_torch_stay_and_can_be_removed() -> None:
-    attention, seen = vits(), list[Any]()
+    attention, seen = vits(0.0).eval(), list[Any]()
     handles = [
         attention.register_forward_pre_hook(lambda part, given: seen.append(part)),
         attention.register_forward_hook(lambda part, given, out: seen.append(part)),
@@ -152,15 +139,15 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 def test_parametrised_weights(name: str) -> None:
     """The same numbers, also after steps of training, and the same names as the original's."""
     torch.manual_seed(0)
-    attention = vits()
+    attention = vits(0.0).eval()
     WRAPPED[name](attention)
     keys = list(attention.state_dict())
     ours: Any = replace_attention(torch.nn.Sequential(attention))
-    assert isinstance(ours[0], DropIn)
+    assert is_replaced(ours[0])
     assert list(attention.state_dict()) == keys
     for _ in range(2):
         ours(x())
-        plain = vits()
+        plain = vits(0.0).eval()
         for key in ("emb_rel_k", "emb_rel_v"):
             setattr(plain, key, torch.nn.Parameter(getattr(attention, key).clone()))
         for key, layer in plain.named_children():
@@ -173,7 +160,7 @@ def test_parametrised_weights(name: str) -> None:
         if parametrize.is_parametrized(part):
             for key in list(part.parametrizations):
                 parametrize.remove_parametrizations(part, key)
-    assert isinstance(ours[0], DropIn)
+    assert is_replaced(ours[0])
     torch.testing.assert_close(replace_attention(ours)(x())[0], ours(x())[0])
 
 
@@ -181,13 +168,13 @@ def test_parametrised_weights(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_sharded_weights() -> None:
     """By FSDP, which makes a class around that of the attention and keeps the module itself."""
-    attention = vits()
+    attention = vits(0.0).eval()
     want = replace_attention(copy.deepcopy(attention))(x())[0]
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         fully_shard(attention, mesh=init_device_mesh("cpu", (1,)))
         (ours,) = replace_attention(torch.nn.Sequential(attention))
-        assert isinstance(ours, DropIn)
+        assert is_replaced(ours)
         out = ours(x())[0].clone()
         torch.testing.assert_close(out, want)
         out.sum().backward()
@@ -211,7 +198,7 @@ class Around(torch.nn.Module):
 @torch.no_grad()
 def test_torch_fx_keeps_attention_whole() -> None:
     """With its hooks, and in another dtype and at other lengths than those of an example."""
-    attention, seen = vits(), list[Any]()
+    attention, seen = vits(0.0).eval(), list[Any]()
     attention.register_forward_pre_hook(lambda part, given: seen.append(given[0].shape))
     ours = replace_attention(Around(attention))
     traced = torch.fx.symbolic_trace(ours)
@@ -226,7 +213,7 @@ def test_torch_fx_keeps_attention_whole() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_torch_jit() -> None:
-    ours: Any = replace_attention(Around(vits()))
+    ours: Any = replace_attention(Around(vits(0.0).eval()))
     given = (x(2, 6, 8), torch.ones(2, 1, 1, 6, dtype=torch.bool))
     traced: Any = torch.jit.trace(ours, given)
     torch.testing.assert_close(traced(*given), ours(*given))

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, peer
-from peers.test_drop_in import check_t5, check_vits, t5, tokens
+from peers.test_drop_in import t5, tokens
 
-from onnx_sessions import opened
+from onnx_sessions import grown, opened
 from relskew_core import relative_attention
 from relskew_core._kernel.call import Operands
-from relskew_core.cli._libraries import resident_peak
-from relskew_core.export import torch_to_onnx, torch_translation_table
+from relskew_core.export import torch_to_onnx
 from relskew_core.export._nodes.functions import all_graphs
 from relskew_core.huggingface import register_attention, replace_attention
 
@@ -30,15 +29,6 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> None:
         return relative_attention(**{name: x for name, x in operands._asdict().items() if x is not None}, **options)
 
     monkeypatch.setattr("relskew_core.huggingface._attend.exported", attention)
-
-
-def test_vits() -> None:
-    check_vits(opset_version=23, custom_translation_table=torch_translation_table(23))
-
-
-def test_t5() -> None:
-    program = check_t5("eager", opset_version=23, custom_translation_table=torch_translation_table(23))
-    assert sum(node.op_type == "If" for node in program.model.graph) == 4
 
 
 def test_t5_in_one_call(tmp_path: Path) -> None:
@@ -79,10 +69,10 @@ def test_memory(name: str) -> None:
     made = torch_to_onnx(Encoder(), {"input_ids": ids, "attention_mask": mask}, check=False)
     session = opened(made)
     given = dict(zip(("input_ids", "attention_mask"), (x.numpy() for x in tokens(1, 4096, 50)), strict=True))
-    grown = resident_peak(lambda: session.run(None, given))
-    if grown is None:
-        pytest.skip("only Linux tells the peak of one call")
-    assert grown < HEADS * 4096**2 * 4 / 10
+    found = grown(lambda: session.run(None, given))
+    if found is None:
+        pytest.skip("only Linux counts the peak of one call")
+    assert found < HEADS * 4096**2 * 4 / 10
 
 
 def encoder(name: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
 from peers.family import SIZES, STILL, Family, built
-from peers.test_families_numbers import drop_ins, given, tensors
+from peers.test_families_numbers import drop_ins, given, present, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,9 +39,7 @@ def outputs(model: Any, family: Family, length: int) -> list[Tensor]:
     inputs = given(family, length, model)
     out = model(**copy.deepcopy(inputs))
     mask = getattr(out, "attention_mask", inputs["attention_mask"])
-    if "decoder_input_ids" in inputs:
-        return [out.logits]
-    return [x * mask[..., None] if mask.shape == x.shape[:-1] else x for x in tensors(out)]
+    return [out.logits] if "decoder_input_ids" in inputs else [present(x, mask) for x in tensors(out)]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
 from peers.family import Family
-from peers.test_families_numbers import both, given, tensors
+from peers.test_families_numbers import both, given, present, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,12 +39,13 @@ def outputs(model: Any, family: Family) -> list[Tensor]:
     inputs = given(family, family.lengths[-2], model)
     out = model(**inputs)
     mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's mask is subsampled
-    return [x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x for x in tensors(out)]
+    return [present(x, mask) for x in tensors(out)]
 
 
-def every(*but: str) -> list[Any]:
+def every(*but: str, also: tuple[str, ...] = ()) -> list[Any]:
     """Return one family of each form, and all of them for ``make test-peers-all``."""
-    return [pytest.param(x, marks=() if x in WRAPPED else pytest.mark.slow) for x in FAMILIES if x not in but]
+    often = (*WRAPPED, *also)
+    return [pytest.param(x, marks=() if x in often else pytest.mark.slow) for x in FAMILIES if x not in but]
 
 
 # Modules that read the weights of layers, or have none, do not support LoRA.
@@ -114,7 +115,8 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert mine < 2 * wrong + 0.01
 
 
-@pytest.mark.parametrize("name", every("DeBERTa"))  # the original overflows
+# The original of DeBERTa overflows.
+@pytest.mark.parametrize("name", every("DeBERTa", also=("WavLM", "BEiT", "Swinv2", "Parakeet", "MPT")))
 @torch.no_grad()
 def test_autocast(name: str) -> None:
     """Masks have the dtype of the weights, which differs from that of the computation."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,13 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runner, runtimes
-from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
+from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
+from benchmarks.contenders import CONTENDERS, prepare
 from benchmarks.family_parts import Model
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
 from benchmarks.record import Record, machine
-from benchmarks.runner import Benchmark, Case, Row, child, distance, reason, turns
+from benchmarks.runner import Benchmark, Case, Row, distance, turns
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.cli._libraries import resident_peak
@@ -70,16 +69,6 @@ def test_contender_is_the_plain_formula(case: str, name: str, backward: bool) ->
     assert found < calls.GATE * max(1.0, shape.std) * (5 if backward else 1)
 
 
-@pytest.mark.parametrize(("case", "names"), TAKING_PART.items(), ids=TAKING_PART)
-def test_gradients_agree_with_those_through_the_textbook(case: str, names: tuple[str, ...]) -> None:
-    shape = SHAPES[case]
-    expected = prepare(CONTENDERS[names[0]], shape, backward=True)()[:4]
-    for name in names[1:]:
-        if CONTENDERS[name].kind == "full" and CONTENDERS[name].skip(shape) is None and name != "x-transformers":
-            found = prepare(CONTENDERS[name], shape, backward=True)()[:4]
-            assert distance(found, expected) < 1e-5 * max(1.0, shape.std)
-
-
 # it is slow, which does not matter here
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -95,58 +84,6 @@ def test_error_notices_a_wrong_result() -> None:
     out[0, 1, 0] += 1e-3
     assert reference(shape, "full", shape.length).error(out, gradient=False) > calls.GATE
     assert reference(shape, "full").error(prepare(CONTENDERS["plain"], shape)(), gradient=False) > 0.1
-
-
-def test_floor_multiplies_what_causal_attention_multiplies() -> None:
-    inputs = make_inputs(Shape(300, heads=2, dim=16))
-    out = contenders.products(inputs)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    for start, stop in pairwise((0, 128, 256, 300)):
-        expected = q[..., start:stop, :] @ k[..., :stop, :].swapaxes(-1, -2) @ v[..., :stop, :]
-        np.testing.assert_allclose(out[..., start:stop, :], expected, rtol=1e-3, atol=1e-3)
-
-
-def test_inputs_have_the_spread_that_was_asked_for() -> None:
-    for std in (1.0, 30.0):
-        x = make_inputs(Shape(256, heads=2, std=std)).to_torch()
-        logits = (x.q @ x.k.mT + x.q @ x.table.mT) / 8  # a query is multiplied by every row once, with the same spread
-        assert float(logits.std()) == pytest.approx(std, rel=0.1)
-
-
-def test_what_does_not_fit_is_skipped_with_the_reason() -> None:
-    assert str(CONTENDERS["huang"].skip(Shape(32768))).startswith("needs about 1")
-    assert CONTENDERS["torch-portable"].skip(Shape(32768)) is None
-    assert CONTENDERS["huang"].needs(Shape(4096)) < MEMORY_LIMIT
-
-
-def test_calls_take_turns() -> None:
-    order: list[str] = []
-
-    def call(name: str) -> Callable[[], None]:
-        return lambda: order.append(name)
-
-    found = turns({name: call(name) for name in "ab"}, 0.0, lambda _: "a")
-    assert order == ["a", "b", "b", "a"]  # each round begins with a different contender
-    assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
-    assert found["a"]["ratio"] == 1
-    assert 0 < found["b"]["fastest"] <= found["b"]["median"]
-
-
-def test_what_has_spent_its_time_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, now = list[str](), 0.0
-
-    def call(name: str, seconds: float) -> Callable[[], None]:
-        def take_time() -> None:
-            nonlocal now
-            now += seconds
-            order.append(name)
-
-        return take_time
-
-    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now, sleep=lambda _: None)
-    monkeypatch.setattr(runner, "time", clock)
-    turns({"slow": call("slow", 3.0), "fast": call("fast", 1.0)}, 5.0, lambda _: "slow")
-    assert order == ["slow", "fast", "fast", "slow", "fast", "fast", "fast"]
 
 
 def tiny(name: str) -> list[str]:
@@ -276,19 +213,6 @@ def test_the_page_shows_the_newest_record(name: str, tmp_path: Path) -> None:
     assert page.read_text() == (ROOT / "docs" / benchmark.page).read_text()
 
 
-def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="must have the lines <!-- measured: python -m benchmarks short --docs -->"):
-        put(page, "short", "", "text")
-
-
-def test_cells_become_a_table() -> None:
-    cells = [("a", "x", "1"), ("b", "y", "2"), ("a", "y", "3")]
-    assert pivot(cells, "name") == "| name | x | y |\n| --- | ---: | ---: |\n| a | 1 | 3 |\n| b | – | 2 |"
-    assert pivot([]) == "Nothing was measured."
-
-
 def test_a_record_says_where_it_is_from() -> None:
     about = machine()
     about |= {"cpu": "a processor", "device": "a processor", "load_average": 0.7, "commit": "abc", "torch_threads": 1}
@@ -329,7 +253,7 @@ class Counting(Benchmark):
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["together", "in pairs"])
-def test_what_goes_wrong_is_told(
+def test_a_wrong_broken_or_missing_contender_is_a_row_with_the_reason(
     pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark = Counting()
@@ -347,33 +271,10 @@ def test_what_goes_wrong_is_told(
         cli.main(["short", "--seconds", "0"])
 
 
-def test_what_is_doubted_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark, asked = Counting(), list[float]()
-    monkeypatch.setattr(benchmark, "doubts", lambda rows: rows[0].case["size"] == 3)
-
-    def measured(name: str, cases: list[Case], seconds: float, only: set[str]) -> list[Row]:
-        asked.append(seconds)
-        return [Row(cases[0], "right")]
-
-    monkeypatch.setattr(benchmark, "_measure", measured)
-    list(benchmark.run("short", [{"size": 3}, {"size": 4}], 1.0))
-    assert asked == [1.0, 8.0, 1.0]
-    slow, fast = (Row({}, name, fastest=x) for name, x in (("relskew", 2.0), ("dense", 1.0)))
-    short = cli.load("short")
-    assert short.doubts([slow, fast])
-    assert not short.doubts([fast, slow])
-
-
 def test_command_line_refuses_what_no_case_has() -> None:
     with pytest.raises(SystemExit, match="no case has width: "):
         cli.main(["short", "--only", "width=3"])
     assert list(cli.chosen([{"n": 1, "m": 2}, {"n": 3, "m": 2}], ["n=1", "n=3"], ["n=5"])) == [{"n": 5, "m": 2}]
-
-
-def test_the_first_error_is_the_reason() -> None:
-    error = RuntimeError("late")
-    error.__cause__ = ValueError("no\nkernel")
-    assert reason(error) == "ValueError: no kernel"
 
 
 @NO_MEMORY
@@ -387,13 +288,6 @@ def test_memory_sees_what_a_call_allocates() -> None:
 
 
 @NO_MEMORY
-def test_memory_reports_what_a_child_says_when_it_fails() -> None:
-    case = {"section": "memory", "length": 64, "heads": 1, "backward": False}
-    with pytest.raises(RuntimeError, match=r"(?s)^\w*Error.*huang-local failed at \{.*Error"):
-        calls.Calls().memory("calls", case, "huang-local")
-
-
-@NO_MEMORY
 @pytest.mark.no_cover
 @pytest.mark.skipif(_compiled.kernels is None, reason="torch's operator, which is needed without kernels, takes more")
 @pytest.mark.parametrize(("library", "mib"), [("torch", 25), ("NumPy", 15), ("JAX", 25)])
@@ -401,38 +295,6 @@ def test_a_first_call_takes_little_memory(library: str, mib: int, monkeypatch: p
     monkeypatch.setattr(first, "PROCESSES", 2)
     found = first.First().memory("first", {"first": library}, "relskew")
     assert 0 < found["bytes"] <= mib * 2**20
-
-
-@NO_MEMORY
-def test_a_child_warms_up_on_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    benchmark = Counting()
-    monkeypatch.setattr(Counting, "small", {"size": 2})
-
-    def prepared(case: Case, name: str) -> Callable[[], None]:
-        made.append(case["size"])
-        return lambda: None
-
-    monkeypatch.setattr(benchmark, "prepare", prepared)
-    monkeypatch.setattr(benchmark, "check", lambda *_: None)
-    found = child(benchmark, {"size": 4}, "right")
-    assert made == [2, 4]
-    assert found["bytes"] >= 0
-    assert found["fastest"] > 0
-
-
-def test_targets_compare_with_the_promise() -> None:
-    def verdicts(seconds: float) -> dict[str, bool | None]:
-        times = {"plain": 0.01, "torch": seconds, "numpy": 0.04, "products": 0.01}
-        case = {"section": "forward", "length": 2048, "backward": False}
-        record = Record({}, [Row(case, name, fastest=x) for name, x in times.items()])
-        return {name: met for name, _, _, met in calls.outcomes(record)}
-
-    name = "forward, torch, L = 2048, of plain SDPA"
-    assert verdicts(0.0179)[name] is True
-    assert verdicts(0.0181)[name] is False
-    assert verdicts(0.01)["forward, NumPy, L = 2048, speed of its bare products"] is False
-    assert verdicts(0.01)["one head, L = 65536, torch, extra memory"] is None
 
 
 def test_the_pictures_of_the_page(tmp_path: Path) -> None:
@@ -456,41 +318,7 @@ def test_there_are_enough_short_cells() -> None:
     assert len(set(cases)) == len(cases) >= 120
 
 
-def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same weights, at once and token by token; the model without positions differs."""
-    monkeypatch.setattr(models, "WIDTH", 32)
-    relative = [name for name in models.MODELS if name != models.PLAIN]
-    first, *others = (models.CausalModel(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
-    weights = first.state_dict()
-    tokens = torch.randint(models.VOCABULARY, (2, 9))
-    with torch.inference_mode():
-        expected = first(tokens)
-        for number, model in enumerate(others):
-            theirs = model.state_dict()
-            model.load_state_dict({name: weights[name.replace(".table", ".rel_k")] for name in theirs})
-            assert torch.allclose(model(tokens), expected, atol=1e-5) == (number < len(others) - 1)
-        for model in (first, *others[:-1]):
-            logits, past = model(tokens[:1, :5], model.empty_cache(12))
-            parts = [logits]
-            for token in tokens[:1, 5:].split(1, dim=1):
-                logits, past = model(token, past)
-                parts.append(logits)
-            torch.testing.assert_close(torch.cat(parts, dim=1), expected[:1], rtol=0, atol=1e-5)
-
-
 FORMS = graphs.forms(16, width=16, heads=2)
-
-
-@pytest.mark.parametrize("name", ["causal", "full", "clip"])
-@pytest.mark.parametrize("length", [1, 2, 7, 16])
-def test_the_textbook_computes_the_block(name: str, length: int) -> None:
-    form = FORMS[name]
-    weights = init_weights(form.spec, seed=0, xp=torch)
-    x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(0))
-    expected: Any = attention_block(x, weights, form.spec)
-    for relative in form.textbooks.values():
-        textbook = graphs.Textbook(relative, form.spec, weights, 16)
-        torch.testing.assert_close(textbook(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_torch_exports_the_textbook(tmp_path: Path) -> None:
@@ -520,46 +348,66 @@ def test_the_bare_block_is_the_block_with_empty_tables(name: str) -> None:
     np.testing.assert_allclose(y, np.asarray(attention_block(x, weights, spec)), atol=1e-5)
 
 
-def test_targets_and_tables_of_graphs() -> None:
-    from benchmarks.export import table, targets
-
-    def made(label: str, ratio: float | None, length: int = 1024, skipped: str | None = None) -> Row:
-        case = {"form": "causal", "length": length, "width": 512, "reach": 2048}
-        facts = {"nodes": 1, "file_bytes": 2**20, "export_seconds": 0.1}
-        return Row(case, label, cpu=ratio, ratio=ratio, skipped=skipped, facts=facts)
-
-    bare, textbook, ours = made(graphs.BARE, 1.0), made("torch: x", 1.25), made(graphs.CHUNKED, 1.05)
-    assert list(targets("causal", [bare, textbook, ours])) == [
-        ("causal, L = 1024", "≤ 1.1×", "1.05×", "reached"),
-        ("causal, the textbook is faster", "nowhere", "nowhere", "reached"),
-    ]
-    assert list(targets("causal", [bare, textbook, made(graphs.CHUNKED, 1.5)])) == [
-        ("causal, L = 1024", "≤ 1.1×", "1.50×", "**missed**"),
-        ("causal, the textbook is faster", "nowhere", "at L = 1024 (1.20×)", "**missed**"),
-    ]
-    decoder = replace(made(graphs.IN_PLACE, 1.7), case={"form": "decoding", "length": 128, "reach": 4096})
-    assert list(targets("decoding", [decoder])) == [("decoding in place, every past", "≤ 1.6×", "1.70×", "**missed**")]
-    rows = [bare, ours, textbook, made(graphs.CHUNKED, None, 2049, "Fail: no"), made("torch: x", None, 2049)]
-    rows += [
-        made(graphs.BARE, None, 2049),
-        made(graphs.BARE, 1.0, 512),
-        made("torch: x", None, 512, "wrong by 3.0e-01"),
-    ]
-    text = table(rows)
-    assert f"| {graphs.CHUNKED} | 1 | 1.0 MiB | 100 ms | – | 1.05 s (1.05×) | fails |" in text
-    assert "| torch: x | 1 | 1.0 MiB | 100 ms | wrong | 1.25 s (1.25×) | gives numbers |" in text
-    assert text.endswith("torch: x, L = 512: wrong by 3.0e-01")
-
-
-def test_a_provider_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_provider_is_named(tmp_path: Path) -> None:
     """Nothing falls back unseen: a row without its numbers says why."""
-    case = {
-        "form": "full",
-        "dtype": "float32",
-        "length": 16,
-        "kernels": "usual",
-        "provider": "NoSuchProvider",
-        "rounds": 1,
-    }
+    case = {"form": "full", "dtype": "float32", "length": 16, "kernels": "usual", "rounds": 1}
     with pytest.raises(RuntimeError, match="NoSuchProvider"):
-        gpu_graphs.GPUGraphs().prepare(case, "relskew `ort`")()
+        gpu_graphs.GPUGraphs().prepare(case | {"provider": "NoSuchProvider"}, "relskew `ort`")()
+
+
+def test_floor_multiplies_what_causal_attention_multiplies() -> None:
+    inputs = make_inputs(Shape(300, heads=2, dim=16))
+    out = contenders.products(inputs)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for start, stop in pairwise((0, 128, 256, 300)):
+        expected = q[..., start:stop, :] @ k[..., :stop, :].swapaxes(-1, -2) @ v[..., :stop, :]
+        np.testing.assert_allclose(out[..., start:stop, :], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    found = turns({name: call(name) for name in "ab"}, 0.0, lambda _: "a")
+    assert order == ["a", "b", "b", "a"]  # each round begins with a different contender
+    assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
+    assert found["a"]["ratio"] == 1
+    assert 0 < found["b"]["fastest"] <= found["b"]["median"]
+
+
+def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights, at once and token by token; the model without positions differs."""
+    monkeypatch.setattr(models, "WIDTH", 32)
+    relative = [name for name in models.MODELS if name != models.PLAIN]
+    first, *others = (models.CausalModel(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
+    weights = first.state_dict()
+    tokens = torch.randint(models.VOCABULARY, (2, 9))
+    with torch.inference_mode():
+        expected = first(tokens)
+        for number, model in enumerate(others):
+            theirs = model.state_dict()
+            model.load_state_dict({name: weights[name.replace(".table", ".rel_k")] for name in theirs})
+            assert torch.allclose(model(tokens), expected, atol=1e-5) == (number < len(others) - 1)
+        for model in (first, *others[:-1]):
+            logits, past = model(tokens[:1, :5], model.empty_cache(12))
+            parts = [logits]
+            for token in tokens[:1, 5:].split(1, dim=1):
+                logits, past = model(token, past)
+                parts.append(logits)
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected[:1], rtol=0, atol=1e-5)
+
+
+def test_targets_compare_with_the_promise() -> None:
+    def verdicts(seconds: float) -> dict[str, bool | None]:
+        times = {"plain": 0.01, "torch": seconds, "numpy": 0.04, "products": 0.01}
+        case = {"section": "forward", "length": 2048, "backward": False}
+        record = Record({}, [Row(case, name, fastest=x) for name, x in times.items()])
+        return {name: met for name, _, _, met in calls.outcomes(record)}
+
+    name = "forward, torch, L = 2048, of plain SDPA"
+    assert verdicts(0.0179)[name] is True
+    assert verdicts(0.0181)[name] is False
+    assert verdicts(0.01)["forward, NumPy, L = 2048, speed of its bare products"] is False
+    assert verdicts(0.01)["one head, L = 65536, torch, extra memory"] is None

@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 
 import relskew_core
 from relskew_core._functions import grid_kernels
-from relskew_core.export import to_onnx
 
 HEALTH = list(HealthCheck)
 TARGETS = {target.name: target for target in command.load_targets()}
@@ -36,53 +35,33 @@ def test_a_target_passes(name: str) -> None:
     assert result.examples >= 5
 
 
-def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: change(function(*args, **kwargs))
+def halved(found: Any) -> Any:
+    return found if found.rel_v is None else found._replace(rel_v=found.rel_v / 2)
 
 
-def test_a_wrong_kernel_is_found_and_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shift(results: tuple[Any, Any]) -> tuple[Any, Any]:
-        return results[0], results[1] + 1e-3
+def crossed(model: Any) -> Any:
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            node.input[0], node.input[1] = node.input[1], node.input[0]
+    return model
 
-    monkeypatch.setattr(calls, "relative_attention", changed(relskew_core.relative_attention, shift))
-    failure = turn(TARGETS["calls"], 1).failure
+
+@pytest.mark.parametrize(("target", "module", "name", "change", "told"), [
+    ("calls", calls, "relative_attention", lambda found: (found[0], found[1] + 1e-3),
+     [r"^relative_attention\($", r"^    q=asarray\(\[", r"lse\[[\d, ]*\] is -?[\d.e-]+, expected -?[\d.e-]+ within"]),
+    ("gradients", gradients, "relative_attention_vjp", halved, [r"the gradient of rel_v\["]),
+    ("grids", grid_kernels, "attend", lambda pair: pair and (pair[0], pair[1] + 1e-3), [r"relative_attention_nd\("]),
+    ("exports", exports, "to_onnx", crossed, [r"to_onnx\("]),
+], ids=["kernel", "gradient", "kernel of grids", "graph"])  # fmt: skip
+def test_a_wrong_result_is_found_and_printed_in_full(
+    monkeypatch: pytest.MonkeyPatch, target: str, module: Any, name: str, change: Callable[[Any], Any], told: list[str]
+) -> None:
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: change(function(*args, **kwargs)))
+    failure = turn(TARGETS[target], 1).failure
     assert failure is not None
-    assert re.search(r"^relative_attention\($", failure, re.MULTILINE)
-    assert re.search(r"^    q=asarray\(\[", failure, re.MULTILINE)
-    assert re.search(r"lse\[[\d, ]*\] is -?[\d.e-]+, expected -?[\d.e-]+ within", failure)
-
-
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def halve(found: Any) -> Any:
-        return found if found.rel_v is None else found._replace(rel_v=found.rel_v / 2)
-
-    monkeypatch.setattr(gradients, "relative_attention_vjp", changed(relskew_core.relative_attention_vjp, halve))
-    failure = turn(TARGETS["gradients"], 1).failure
-    assert failure is not None
-    assert "the gradient of rel_v[" in failure
-
-
-def test_a_wrong_kernel_of_grids_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shift(found: Any) -> Any:
-        return None if found is None else (found[0], found[1] + 1e-3)
-
-    monkeypatch.setattr(grid_kernels, "attend", changed(grid_kernels.attend, shift))
-    failure = turn(TARGETS["grids"], 1).failure
-    assert failure is not None
-    assert "relative_attention_nd(" in failure
-
-
-def test_a_wrong_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shift(model: Any) -> Any:
-        for node in model.graph.node:
-            if node.op_type == "MatMul":
-                node.input[0], node.input[1] = node.input[1], node.input[0]
-        return model
-
-    monkeypatch.setattr(exports, "to_onnx", changed(to_onnx, shift))
-    failure = turn(TARGETS["exports"], 1).failure
-    assert failure is not None
-    assert "to_onnx(" in failure
+    for part in told:
+        assert re.search(part, failure, re.MULTILINE)
 
 
 def test_a_traceback_and_a_status_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

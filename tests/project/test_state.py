@@ -13,8 +13,8 @@ TRACED = "layers/inside_kept.py::test_nothing_of_a_traced_call_is_kept"
 LIVES = "huggingface/test_lives.py::test_a_step_changes_no_result"
 SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_processes"
 FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
-KINDS = "huggingface/test_families.py::test_what_has_no_relative_positions_stays"
-WINDOWS = "huggingface/test_families.py::test_a_window"
+KINDS = "huggingface/inside_families.py::test_what_has_no_relative_positions_stays"
+WINDOWS = "huggingface/inside_families.py::test_a_window_hides"
 
 TABLE = {
     "backends.__init__._prepared": TRACED,
@@ -42,7 +42,7 @@ TABLE = {
     "relskew_core.huggingface._attend: part.config._attn_implementation": WINDOWS,
     "relskew_core.huggingface._register._may_cross": "peers/test_families_registered.py::test_",
     "relskew_core.huggingface._register: mask.relskew_offset": "peers/test_families_registered.py::test_",
-    "relskew_core.huggingface._t5: past.is_updated": "huggingface/test_families.py::test_a_cache_of_either_name",
+    "relskew_core.huggingface._t5: past.is_updated": "huggingface/inside_families.py::test_a_cache_of_either_name",
     "relskew_core.layers.flax._relative: self.deterministic": "layers/test_flax.py::deterministic",
     "relskew_core.layers.torch._attention.buckets": TRACED,
     "relskew_core.layers.torch._attention.rows_of_sinusoids": TRACED,

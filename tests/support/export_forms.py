@@ -3,8 +3,10 @@
 from typing import Any
 
 import numpy as np
+import onnx
 
 from relskew_core import BlockSpec, Span
+from relskew_core.export import Report, to_onnx, validate
 
 FULL, CAUSAL = Span.full(9), Span.causal(9)
 
@@ -173,3 +175,20 @@ def made(form: str) -> tuple[BlockSpec, dict[str, Any], dict[str, np.ndarray[Any
     """Return a form's spec, its options of the export, and weights for it."""
     spec, options = (FORMS | IN_PLACE)[form]
     return spec, options, random_weights(spec, projections=options.get("projections", True))
+
+
+def exported(block: str | BlockSpec, **options: Any) -> tuple[onnx.ModelProto, BlockSpec, dict[str, Any]]:
+    """Return the graph of a form or of a block, its spec, and its weights."""
+    own: dict[str, Any] = {}
+    if isinstance(block, str):
+        block, own, weights = made(block)
+    else:
+        weights = random_weights(block, projections=options.get("projections", True))
+    return to_onnx(block, weights, **{**own, **options}), block, weights
+
+
+def valid(model: Any, spec: BlockSpec, weights: Any, **asked: Any) -> Report:
+    """Validate a graph that is right, and return the report."""
+    report = validate(model, spec, weights, **asked)
+    assert report.ok, report.table()
+    return report

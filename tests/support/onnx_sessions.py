@@ -1,12 +1,14 @@
 """Graphs in onnxruntime, on CPUs."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 
+from relskew_core.cli._libraries import resident_peak
 from relskew_core.export import custom_ops_library
 
 RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
@@ -51,3 +53,8 @@ def tokens_of_genai(folder: os.PathLike[str], prompt: list[int], length: int) ->
     while not generator.is_done():
         generator.generate_next_token()
     return list(generator.get_sequence(0))
+
+
+def grown(call: Callable[[], Any]) -> int | None:
+    """Return by how many bytes the process's peak of memory grows in a call; ``None`` if the system does not say."""
+    return resident_peak(call)

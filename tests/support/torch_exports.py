@@ -60,3 +60,11 @@ def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """Return a module that computes a function of itself and its inputs; of its parts, tensors are parameters."""
+    made: nn.Module = type("Module", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+    return made

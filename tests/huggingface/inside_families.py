@@ -6,8 +6,10 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface.stand_ins import (
@@ -22,11 +24,13 @@ from huggingface.stand_ins import (
     deberta,
     module,
     parakeet,
+    t5,
+    vits,
     x,
 )
 
 import oracles
-from relskew_core import toeplitz_2d
+from relskew_core import Span, alibi_bias, t5_buckets, toeplitz_2d
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.huggingface import _images, replace_attention
@@ -90,7 +94,7 @@ def test_training_drops_weights(name: str, portable: Callable[[bool], None]) -> 
 
 
 @torch.no_grad()
-def test_windows() -> None:
+def test_shifted_windows_have_their_masks_and_the_bias_of_their_cells() -> None:
     """Shifted windows of two images, each with its own mask; the bias of a pair of cells is that of their distance."""
     table = torch.randn(9, HEADS, dtype=torch.float64)
     bias = by_cell(table, (2, 2))
@@ -126,7 +130,7 @@ def test_fewer_cells_than_a_window_has() -> None:
 
 
 @torch.no_grad()
-def test_cosines() -> None:
+def test_cosine_attention_has_a_scale_by_head_and_counts_its_mask_twice() -> None:
     """Version 2 of the windows: a scale by head, a network's bias, and a mask that counts twice."""
     network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, HEADS, bias=False))
     attention = module(
@@ -181,7 +185,7 @@ LOCAL = {"wav2vec2", "rows of each item", "relative_key", "fastspeech2", "parake
 
 @pytest.mark.parametrize("name", sorted(LOCAL))
 @torch.no_grad()
-def test_a_window(name: str, portable: Callable[[bool], None]) -> None:
+def test_a_window_hides_changes_outside_of_it(name: str, portable: Callable[[bool], None]) -> None:
     """A change outside the window of a query changes nothing for it, and one inside does."""
     make, call = STAND_INS[name]
     torch.manual_seed(0)
@@ -313,13 +317,13 @@ def test_attention_of_other_packages_stays(foreign: Callable[[], Any]) -> None:
         ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
     ],
 )
-def test_what_is_refused_has_a_next_step(kind: str, hint: str) -> None:
+def test_a_refused_model_gets_a_next_step(kind: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         replace_attention(module(kind))
 
 
 @pytest.mark.parametrize("model", ["t5-small", torch.nn.Linear])
-def test_what_is_no_module_is_named(model: Any) -> None:
+def test_an_argument_that_is_no_module_is_named(model: Any) -> None:
     with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got (str|type)"):
         replace_attention(model)
 
@@ -419,7 +423,7 @@ def test_a_replaced_model_is_copied_and_stored() -> None:
         ("parakeet", {"hidden_states": x()}, "position_embeddings"),
     ],
 )
-def test_missing_positions(name: str, given: dict[str, Any], named: str) -> None:
+def test_missing_positions_are_named(name: str, given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}` must be given for relative positions, got None"):
         replace_attention(STAND_INS[name][0]())(**given)
 
@@ -452,3 +456,96 @@ def test_a_mask_is_added_to_a_bias_of_cells_in_a_compiled_program() -> None:
     make, call = STAND_INS["beit"]
     layer = replace_attention(make()).eval()
     torch.testing.assert_close(torch.compile(call, backend="eager")(layer), call(layer), rtol=0, atol=1e-12)
+
+
+@pytest.fixture(params=[vits, lambda: t5(is_decoder=True, is_causal=True)], ids=["VITS", "T5"])
+def theirs(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param()
+
+
+def expected(theirs: Any, x: Tensor) -> np.ndarray:
+    """What an attention without dropout is, in plain loops."""
+    of_vits = hasattr(theirs, "emb_rel_k")
+    names = ("q_proj", "k_proj", "v_proj", "out_proj") if of_vits else "qkvo"
+    *qkv, last = (getattr(theirs, name) for name in names)
+    heads = [part(x).unflatten(-1, (HEADS, D)).transpose(1, 2).numpy() for part in qkv]
+    if of_vits:
+        rel_k, rel_v = theirs.emb_rel_k[0].numpy(), theirs.emb_rel_v[0].numpy()
+        out = oracles.relative_attention(*heads, rel_k, Span(2, 2, "zero"), rel_v=rel_v).out
+    else:
+        span = Span(5, 0, "clip")
+        buckets = list(t5_buckets(span, num_buckets=8, max_distance=5, bidirectional=False))
+        bias = theirs.relative_attention_bias.weight.numpy()[buckets].T
+        out = oracles.relative_attention(*heads, None, span, rel_bias=bias, scale=1.0, causal=True).out
+    return last(torch.from_numpy(out).transpose(1, 2).flatten(-2)).numpy()
+
+
+def test_a_model_or_an_attention_is_replaced_once_in_place(theirs: Any) -> None:
+    model, kind, keys = (
+        torch.nn.Sequential(copy.deepcopy(theirs), torch.nn.ReLU()),
+        type(theirs),
+        [*theirs.state_dict()],
+    )
+    parts = list(model.modules())
+    for given in (model, theirs):
+        for _ in range(2):
+            assert replace_attention(given) is given
+    assert list(model.modules()) == parts
+    assert kind not in {type(theirs), *map(type, parts)}
+    assert list(theirs.state_dict()) == keys
+
+
+@torch.no_grad()
+def test_training_drops_a_share_of_the_weights(theirs: Any) -> None:
+    """Nothing when it evaluates; in training other weights in each call, and on average nothing."""
+    states = x(1, 7, E)
+    want = expected(theirs, states)
+    ours: Any = replace_attention(copy.deepcopy(theirs).eval())
+    assert oracles.relative_error(ours(states)[0].numpy(), want) < 1e-12
+    ours.train()
+    draws = torch.stack([ours(states)[0] for _ in range(1000)]).numpy()
+    spread = draws.std(0)
+    assert spread.max() > 0.05
+    assert np.all(np.abs(draws.mean(0) - want) < 6 * spread / len(draws) ** 0.5 + 1e-12)
+    ours.dropout = 0.0
+    assert oracles.relative_error(ours(states)[0].numpy(), want) < 1e-12
+    ours.dropout = 1.0
+    with pytest.raises(ValueError, match=r"attention dropout must be less than 1, got 1\.0"):
+        ours(states)
+
+
+class Model(torch.nn.Module):
+    """A model that does not pass on whether weights are requested."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention, self.config = attention, SimpleNamespace(output_attentions=False)
+
+    def forward(self, x: torch.Tensor, output_attentions: bool | None = None) -> Any:
+        return self.attention(x)
+
+
+def test_a_request_for_weights_is_refused_by_model_and_attention(theirs: Any) -> None:
+    refused = pytest.raises(ValueError, match=r"^`output_attentions` must be False")
+    ours = replace_attention(replace_attention(Model(theirs)))
+    assert len(ours._forward_pre_hooks) == 1
+    copied: Any = pickle.loads(pickle.dumps(ours))
+    for model in (ours, copied):
+        model(x())
+        with refused:
+            model(x(), output_attentions=True)
+        model.config.output_attentions = True
+        model(x(), output_attentions=False)
+        with refused:
+            model(x())
+    with refused:
+        theirs(x(), output_attentions=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_alibi_is_rounded_once(dtype: torch.dtype) -> None:
+    """Half precision has neither all distances nor the slopes of twelve heads."""
+    bias, span = _Registered("alibi", None)._bias(None, torch.zeros(1, 12, 1, D, dtype=dtype), 3000, 1)
+    want = alibi_bias(12, Span(span.left, span.right), xp=torch, dtype=torch.float32)
+    assert torch.equal(bias, want.to(dtype))

@@ -1,0 +1,35 @@
+"""How the tests of commands run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from relskew_core.cli import main
+
+BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
+
+
+def relskew(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run what must fail: exit 2, one line on stderr, no traceback."""
+    capsys.readouterr()
+    status = relskew(*arguments)
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("relskew: error: ")
+    assert "Traceback" not in captured.out + captured.err
+    return captured.err
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in another process."""
+    command, env = [sys.executable, *arguments], os.environ | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
