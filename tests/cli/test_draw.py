@@ -42,7 +42,7 @@ def test_segments_are_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     told = drawn(capsys, "call", "--queries", "2", "--past", "2", "--segments", "3,1", "--clip", "1")
     rows = [line.split() for line in told.splitlines() if line.startswith(("2  ", "3  "))]
     assert rows == [["2", "0", "0", "1", "·"], ["3", "·", "·", "·", "1"]]
-    assert "4 keys in total, got '3,2'" in error_of(capsys, "call", "--queries", "4", "--segments", "3,2")
+    assert "4 keys in total, got '3,2'" in error_of(capsys, "draw", "call", "--queries", "4", "--segments", "3,2")
 
 
 def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
-    assert part in error_of(capsys, *arguments)
+    assert part in error_of(capsys, "draw", *arguments)
 
 
 def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[st
     assert "Weights: model.pt, layer.*. Input: x.npy." in told
     np.save("x.npy", x[:, :3])
     assert "--input x.npy: must have shape (length, 8), got (4, 3)" in error_of(
-        capsys, "weights", *BLOCK, "--clip", "2", "--input", "x.npy"
+        capsys, "draw", "weights", *BLOCK, "--clip", "2", "--input", "x.npy"
     )
 
 
@@ -150,4 +150,4 @@ def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> N
     assert same == drawn(capsys, "weights", *asked, "--queries", "5")
     assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
     assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
-    assert "attends without projections" in error_of(capsys, "weights", "--model", "bare.onnx")
+    assert "attends without projections" in error_of(capsys, "draw", "weights", "--model", "bare.onnx")

@@ -36,6 +36,7 @@ from relskew_core.backends import _compiled
 from relskew_core.huggingface import _images, replace_attention
 from relskew_core.huggingface._attend import DropIn, additive
 from relskew_core.huggingface._images import by_cell
+from relskew_core.huggingface._register import _Registered
 
 Tensor = torch.Tensor
 
