@@ -60,22 +60,9 @@ def load_targets() -> list[Target]:
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    from fuzz import (
-        arguments,
-        caches,
-        calls,
-        exports,
-        files,
-        forms,
-        gradients,
-        grids,
-        lives,
-        options,
-        threads,
-        transforms,
-    )
+    from fuzz import arguments, caches, calls, exports, files, forms, gradients, grids, lives, threads, transforms
 
-    parts = [calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads, lives, caches]
+    parts = [calls, gradients, exports, files, arguments, grids, forms, transforms, threads, lives, caches]
     if importlib.util.find_spec("jax") is not None:
         from fuzz import traces
 

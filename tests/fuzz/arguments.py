@@ -12,57 +12,18 @@ from typing import Any
 import array_api_strict
 import numpy as np
 import torch
+from core.test_errors import CALLS as OF_ERRORS
+from core.test_errors import SPEC, WEIGHTS
 from hypothesis import strategies as st
 
-import relskew_core
 from fuzz.engine import Target, WrongError
-from relskew_core import BlockSpec, Span, init_weights
+from relskew_core import Span
 from relskew_core.export import to_onnx
 
-H, N, D = 2, 3, 4
-SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
-WEIGHTS = init_weights(SPEC, seed=0, dtype=np.float64)
-HEADS, TABLE, GRID = np.ones((H, N, D)), np.ones((5, D)), np.ones((H, 6, D))
-ON_GRID = {"table_h": np.ones((3, D)), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)}
-ON_AXES = {"tables": [np.ones((3, D)), TABLE], "q_grid": (2, 3), "k_grid": (2, 3)}
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "relative_attention": (relskew_core.relative_attention,
-                           {"q": HEADS, "k": HEADS, "v": HEADS, "rel_k": TABLE, "rel_v": TABLE}),
-    "relative_attention_vjp": (relskew_core.relative_attention_vjp,
-                               {"d_out": HEADS, "q": HEADS, "k": HEADS, "v": HEADS, "rel_k": TABLE,
-                                "rel_bias": np.ones(5)}),
-    "merge_attention": (relskew_core.merge_attention, {"outs": [HEADS, HEADS], "lses": [np.ones((H, N))] * 2}),
-    "relative_logits": (relskew_core.relative_logits, {"q": HEADS, "table": TABLE, "n_keys": N}),
-    "relative_values": (relskew_core.relative_values, {"weights": np.ones((H, N, N)), "table": TABLE}),
-    "relative_logits_2d": (relskew_core.relative_logits_2d, {"q": GRID, **ON_GRID}),
-    "relative_attention_2d": (relskew_core.relative_attention_2d, {"q": GRID, "k": GRID, "v": GRID, **ON_GRID}),
-    "paged_attention": (relskew_core.paged_attention,
-                        {"q": np.ones((2, H, N, D)), "k_pages": np.ones((4, 2, 1, D)), "v_pages": np.ones((4, 2, 1, D)),
-                         "page_table": [[0, 3], [1, 2]], "lengths": [4, 3]}),
-    "relative_logits_nd": (relskew_core.relative_logits_nd, {"q": GRID, **ON_AXES}),
-    "relative_attention_nd": (relskew_core.relative_attention_nd, {"q": GRID, "k": GRID, "v": GRID, **ON_AXES}),
-    "toeplitz_nd": (relskew_core.toeplitz_nd, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),
-    "toeplitz": (relskew_core.toeplitz, {"bias": np.ones((H, 5)), "n_queries": N, "n_keys": N}),
-    "toeplitz_2d": (relskew_core.toeplitz_2d, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),
-    "skew": (relskew_core.skew, {"x": np.ones((3, 5))}),
-    "unskew": (relskew_core.unskew, {"s": np.ones((3, 5))}),
-    "t5_buckets": (relskew_core.t5_buckets,
-                   {"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True}),
-    "deberta_buckets": (relskew_core.deberta_buckets,
-                        {"span": Span.full(3), "position_buckets": 8, "max_distance": 16}),
-    "alibi_bias": (relskew_core.alibi_bias, {"n_heads": 2, "span": Span.full(3), "xp": np}),
-    "proximal_bias": (relskew_core.proximal_bias, {"span": Span.full(3), "xp": np}),
-    "sinusoidal_table": (relskew_core.sinusoidal_table, {"span": Span.full(3), "dim": 4, "xp": np}),
-    "resize_table": (relskew_core.resize_table, {"table": TABLE, "rows": 7}),
-    "Span": (Span, {"left": 1, "right": 1}),
-    "Span.causal": (Span.causal, {"n": 3}),
-    "Span.full": (Span.full, {"n": 3}),
-    "Span.clipped": (Span.clipped, {"k": 3}),
-    "BlockSpec": (BlockSpec, {"embed_dim": 4, "num_heads": 2, "span": Span.full(3)}),
-    "init_weights": (init_weights, {"spec": SPEC, "seed": 0}),
-    "attention_block": (relskew_core.attention_block, {"x": np.ones((1, N, 4)), "weights": WEIGHTS, "spec": SPEC}),
+    **{name: (function, good) for name, (function, good, _) in OF_ERRORS.items()},
     "to_onnx": (to_onnx, {"spec": SPEC, "weights": WEIGHTS}),
-}  # fmt: skip
+}
 
 
 class Odd:

@@ -19,11 +19,11 @@ import oracles
 import strategies
 from fuzz.engine import Target, WrongError, refused_heads, same, told
 from libraries import LIBRARIES, Library
-from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core import attention_weights, relative_attention, relative_attention_vjp
 from strategies import Call
 
 Array = NDArray[Any]
-ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "torch, CPU")}
+ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "array-api-strict, strictest flags", "torch, CPU")}
 TOLERANCES = {"float64": 1e-9, "float32": 3e-4}
 DEFAULTS = {"causal": False, "offset": 0}  # all others have the default None
 
@@ -142,7 +142,7 @@ def examples(draw: st.DrawFn) -> Example:
     call, dtype, row = (
         draw(strategies.edge_calls()), draw(st.sampled_from(sorted(TOLERANCES))), draw(st.sampled_from(sorted(ROWS))),
     )  # fmt: skip
-    known = sorted(LAYOUTS) if row == "numpy" else sorted({*TORCH_LAYOUTS, *SHARED})
+    known = {"numpy": sorted(LAYOUTS), "torch, CPU": sorted({*TORCH_LAYOUTS, *SHARED})}.get(row, [])
     layouts = {
         name: draw(st.sampled_from(["plain", *known])) for name in [*call.arrays, "d_out", "d_lse", "out", "lse"]
     }
@@ -169,6 +169,8 @@ def laid(example: Example, name: str, x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(laid(example, name, one) for one in x)
     layout = example.layouts[name]
+    if "strict" in example.row:
+        return ROWS[example.row].asarray(x)
     if example.row == "numpy":
         return LAYOUTS[layout](x) if layout in LAYOUTS else x
     if layout in TORCH_LAYOUTS:
@@ -204,7 +206,7 @@ def check(example: Example) -> None:
     expected = expectation(example, wide)
     tolerance = TOLERANCES[example.dtype] * expected.pop("size")
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), library.setting():
             found = results(example, arrays)
     except ValueError as error:
         if "offset" not in example.options() and example.call.n != example.call.m and str(error).startswith("`offset`"):
@@ -232,7 +234,20 @@ def results(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
     if example.d_lse is not None:
         back["d_lse"] = laid(example, "d_lse", example.d_lse)
     gradients = relative_attention_vjp(**back, **arrays, **given, **options)._asdict()
-    return {"out": out, "lse": lse, **{f"the gradient of {name}": x for name, x in gradients.items()}}
+    found = {"out": out, "lse": lse, **{f"the gradient of {name}": x for name, x in gradients.items()}}
+    if gives_weights(example):
+        looked = {name: x for name, x in {**arrays, **options}.items() if name not in ("v", "impl")}
+        weights, v = to_numpy(attention_weights(**looked)), np.asarray(example.call.arrays["v"], np.float64)
+        found["weights @ v"] = ROWS[example.row].asarray(
+            weights @ (v if v.ndim == 2 else v.repeat(weights.shape[-3] // v.shape[-3], -3))
+        )
+    return found
+
+
+def gives_weights(example: Example) -> bool:
+    """Whether the product of the weights and the values is the output."""
+    arrays, options = example.call.arrays, example.call.options
+    return "rel_v" not in arrays and not options.get("dropout") and 0 not in (*arrays["v"].shape, *arrays["q"].shape)
 
 
 def expectation(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +260,7 @@ def expectation(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
     if example.d_lse is not None:  # the lse of queries that see nothing is -inf
         pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(example.d_lse)).sum()
     gradients = torch.autograd.grad(pulled, list(wanted.values()), materialize_grads=True, allow_unused=True)
-    found = {"out": out, "lse": lse}
+    found = {"out": out, "lse": lse} | ({"weights @ v": out} if gives_weights(example) else {})
     found |= {f"the gradient of {name}": x for name, x in zip(wanted, gradients, strict=True)}
     numbers: dict[str, Any] = {name: x.detach().numpy() for name, x in found.items()}
     finite = [np.abs(x[np.isfinite(x)]) for x in numbers.values()]
