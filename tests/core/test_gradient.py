@@ -208,17 +208,6 @@ def test_a_value_that_no_query_of_an_item_sees_gets_no_gradient_and_gives_none(i
     np.testing.assert_array_equal(seen, [np.arange(24) < 8, np.arange(24) >= 16])
 
 
-@pytest.mark.parametrize("impl", ["portable", "auto"])
-def test_no_queries_and_no_keys(impl: Any) -> None:
-    for n, m in ((0, 3), (3, 0), (0, 0)):
-        case = dense.Case(
-            "empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias", rel_q_width=2, mask="additive"
-        )
-        for row in (NUMPY, TORCH):
-            result = gradients_on(row, case.d_out(), case.arrays(), case.call(), impl=impl)
-            assert not any(x.any() for x in result.values())
-
-
 @pytest.mark.parametrize("mask_shape", [(2, 2, 20, 3), (2, 1, 1, 3), (20, 1), (3,)], ids=str)
 def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> None:
     case = dense.Case(
@@ -249,13 +238,6 @@ def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> 
         unseen = row.to_numpy(out)[..., 5:, :]  # behind the window, if there are that many queries
         assert not unseen.any()
         assert n == 20 or not row.to_numpy(out).any()
-
-
-def test_a_library_without_a_native_path_says_so() -> None:
-    strict = LIBRARIES[1]
-    case = dense.Case("plain")
-    with pytest.raises(ValueError, match="no native path for this call: array_api_strict has none"):
-        gradients_on(strict, case.d_out(), case.arrays(), case.call(), impl="native")
 
 
 @pytest.mark.parametrize("impl", ["portable", NATIVE])

@@ -26,7 +26,7 @@ STEPS = np.arange(40)
 
 @settings(deadline=None)
 @given(call=strategies.rich_calls())
-@pytest.mark.parametrize("way", strategies.WAYS[::2], ids=str)
+@pytest.mark.parametrize("way", strategies.WAYS, ids=str)
 def test_all_options_together_equal_the_loops(way: Way, call: Call) -> None:
     assert strategies.close(call.on(way), call.oracle())
 

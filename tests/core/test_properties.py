@@ -130,12 +130,6 @@ def test_causal_building_blocks_read_nothing_of_the_future(
 
 
 @every_way
-@given(call=calls())
-def test_every_option_equals_the_loops(way: Way, call: Call) -> None:
-    assert close(call.on(way), call.oracle())
-
-
-@every_way
 @given(call=calls(beyond="clip"), left=st.integers(0, 12), right=st.integers(0, 12))
 def test_a_table_is_too_short_exactly_if_some_query_sees_beyond_it(way: Way, call: Call, left: int, right: int) -> None:
     span = Span(left, right)

@@ -147,18 +147,6 @@ def test_what_nobody_sees_may_be_anything(pattern: str) -> None:
     np.testing.assert_array_equal(poisoned.rel_k, gradients.rel_k)
 
 
-def test_torch_differentiates_it() -> None:
-    span = Span(3, 2, "clip")
-    arrays = inputs(span=span)
-    tensors: dict[str, Any] = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
-    out: Any = relative_attention(**tensors, span=span, offset=torch.tensor(OFFSETS))
-    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad(out, list(tensors.values()), d_out)
-    expected = relative_attention_vjp(d_out.numpy(), **arrays, span=span, offset=OFFSETS)
-    for name, gradient in zip(tensors, found, strict=True):
-        np.testing.assert_allclose(gradient.numpy(), getattr(expected, name), atol=1e-11)
-
-
 def test_several_leading_axes() -> None:
     span = Span(3, 2, "clip")
     arrays = inputs(span=span, batch=6)
