@@ -1,7 +1,5 @@
 """How the tests of commands run them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

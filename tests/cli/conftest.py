@@ -1,7 +1,5 @@
 """Commands write into the folder where they run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

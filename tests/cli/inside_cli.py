@@ -1,7 +1,5 @@
 """The command line from inside: errors in one line, missing extras, panels of help, tables that fit."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import io
@@ -98,16 +96,13 @@ def test_a_closed_pipe_ends_with_141(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relskew("info") == 141
 
 
-@pytest.mark.parametrize(
-    ("part", "package", "extra"),
-    [
-        *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
-        ("layers.torch", "torch", "torch"),
-        *((f"layers.{name}", package, name) for name in ("flax", "equinox") for package in (name, "jax")),
-        ("layers.mlx", "mlx", "mlx"),
-        ("huggingface", "torch", "torch"),
-    ],
-)
+@pytest.mark.parametrize(("part", "package", "extra"), [
+    *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
+    ("layers.torch", "torch", "torch"),
+    *((f"layers.{name}", package, name) for name in ("flax", "equinox") for package in (name, "jax")),
+    ("layers.mlx", "mlx", "mlx"),
+    ("huggingface", "torch", "torch"),
+])  # fmt: skip
 def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -> None:
     program = f"import sys; sys.modules['{package}'] = None; import relskew_core.{part}"
     done = python("-c", program)
@@ -241,19 +236,15 @@ def test_every_option_of_a_panel_exists() -> None:
     assert {name for names in PANELS.values() for name in names} <= there
 
 
-@pytest.mark.parametrize(
-    ("argv", "help_of"),
-    [
-        (["export", "x.onnx"], "relskew export --help"),
-        (["export", "x.onnx", "--embed-dim", "8", "--num-heads", "2"], "relskew export --help"),
-        (["draw"], "relskew draw --help"),
-        (["draw", "span"], "relskew draw span --help"),
-        (["draw", "spam"], "relskew draw --help"),
-        (["validate"], "relskew validate --help"),
-        (["nonsense"], "relskew --help"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("argv", "help_of"), [
+    (["export", "x.onnx"], "relskew export --help"),
+    (["export", "x.onnx", "--embed-dim", "8", "--num-heads", "2"], "relskew export --help"),
+    (["draw"], "relskew draw --help"),
+    (["draw", "span"], "relskew draw span --help"),
+    (["draw", "spam"], "relskew draw --help"),
+    (["validate"], "relskew validate --help"),
+    (["nonsense"], "relskew --help"),
+], ids=str)  # fmt: skip
 def test_what_is_missing_points_to_the_help(argv: list[str], help_of: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert capsys.readouterr().err.endswith(f"; see {help_of}\n")
@@ -279,16 +270,13 @@ def options(**given: object) -> BlockOptions:
     return BlockOptions(embed_dim=8, num_heads=2, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({"length": 6, "causal": True}, id="causal"),
-        pytest.param({"clip": 2, "rel_values": True, "rel_bias": True, "no_bias": True}, id="clip"),
-        pytest.param({"length": 6, "causal": True, "num_kv_heads": 1, "sinks": True, "shared_table": True}, id="sinks"),
-        pytest.param({"window": "2,1"}, id="window"),
-        pytest.param({"length": 6, "cross": True}, id="cross"),
-    ],
-)
+@pytest.mark.parametrize("given", [
+    pytest.param({"length": 6, "causal": True}, id="causal"),
+    pytest.param({"clip": 2, "rel_values": True, "rel_bias": True, "no_bias": True}, id="clip"),
+    pytest.param({"length": 6, "causal": True, "num_kv_heads": 1, "sinks": True, "shared_table": True}, id="sinks"),
+    pytest.param({"window": "2,1"}, id="window"),
+    pytest.param({"length": 6, "cross": True}, id="cross"),
+])  # fmt: skip
 def test_the_weights_are_those_of_the_block(given: dict[str, object]) -> None:
     """They attend over the block's own values to what the reference in float64 gives."""
     spec, arrays, origin = _layer.block_of(options(**given), None, None, "", 3)

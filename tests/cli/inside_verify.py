@@ -1,7 +1,5 @@
 """`relskew verify`: it passes right results, finds wrong ones and reports missing libraries."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -144,15 +142,12 @@ def _raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no\nsuch kernel")
 
 
-@pytest.mark.parametrize(
-    ("broken", "detail"),
-    [
-        pytest.param(_scaled(1 + 1e-5), "the error is above the gate", id="number"),
-        pytest.param(_scaled(float("nan")), "NaN or inf", id="nan"),
-        pytest.param(_shortened, "a shape differs", id="shape"),
-        pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "detail"), [
+    pytest.param(_scaled(1 + 1e-5), "the error is above the gate", id="number"),
+    pytest.param(_scaled(float("nan")), "NaN or inf", id="nan"),
+    pytest.param(_shortened, "a shape differs", id="shape"),
+    pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
+])  # fmt: skip
 def test_a_broken_function_is_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any], detail: str
 ) -> None:
@@ -280,13 +275,9 @@ def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_and_times_for_people() -> None:
-    assert [_console.as_bytes(size) for size in (None, 5, 2048, 3 * 2**20, 5 * 2**30)] == [
-        "–",
-        "5 B",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
+    assert [
+        _console.as_bytes(size) for size in (None, 5, 2048, 3 * 2**20, 5 * 2**30)
+    ] == ["–", "5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]  # fmt: skip
     assert [_console.as_time(seconds) for seconds in (None, 0.00123, 2.5)] == ["–", "1.23 ms", "2.50 s"]
     assert [_console.count(number, "case") for number in (1, 2)] == ["1 case", "2 cases"]
 

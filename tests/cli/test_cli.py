@@ -1,7 +1,5 @@
 """The command line: exit codes, one line of error, and what `info`, `export` and `validate` do."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -37,18 +35,15 @@ def test_help_names_every_command_and_version_the_version(capsys: pytest.Capture
         assert relskew(command, "--help") == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        pytest.param(["nothing"], "nothing", id="command"),
-        pytest.param(["verify", "--wrong"], "--wrong", id="option"),
-        pytest.param(["export"], "path", id="argument"),
-        pytest.param(["export", "m.onnx", "--embed-dim", "many", "--num-heads", "2"], "--embed-dim", id="number"),
-        pytest.param(["verify", "--library", "x"], "--library must be one of numpy,", id="library"),
-        pytest.param(["verify", "--dtype", "int8"], "--dtype must be one of float64,", id="dtype"),
-        pytest.param(["verify", "--case", "x"], "--case must be one of full,", id="case"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param(["nothing"], "nothing", id="command"),
+    pytest.param(["verify", "--wrong"], "--wrong", id="option"),
+    pytest.param(["export"], "path", id="argument"),
+    pytest.param(["export", "m.onnx", "--embed-dim", "many", "--num-heads", "2"], "--embed-dim", id="number"),
+    pytest.param(["verify", "--library", "x"], "--library must be one of numpy,", id="library"),
+    pytest.param(["verify", "--dtype", "int8"], "--dtype must be one of float64,", id="dtype"),
+    pytest.param(["verify", "--case", "x"], "--case must be one of full,", id="case"),
+])  # fmt: skip
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
     assert part in error_of(capsys, *arguments)
 
@@ -114,37 +109,25 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["name"] in told
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param(["--length", "5"], BlockSpec(8, 2, Span.full(5)), id="full"),
-        pytest.param(["--length", "5", "--causal"], BlockSpec(8, 2, Span.causal(5), causal=True), id="causal"),
-        pytest.param(
-            ["--length", "5", "--causal", "--beyond", "clip"],
-            BlockSpec(8, 2, Span.causal(5, "clip"), causal=True),
-            id="beyond",
-        ),
-        pytest.param(["--clip", "3"], BlockSpec(8, 2, Span.clipped(3)), id="clip"),
-        pytest.param(["--length", "5", "--cross"], BlockSpec(8, 2, Span.full(5), cross=True), id="cross"),
-        pytest.param(
-            ["--block-size", "4", "--causal"], BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), id="local"
-        ),
-        pytest.param(
-            ["--block-size", "4", "--blocks-before", "2", "--sinks"],
-            BlockSpec(8, 2, Span(11, 3), block_size=4, blocks_before=2, sinks=True),
-            id="stream",
-        ),
-        pytest.param(["--window", "3,1"], BlockSpec(8, 2, Span(3, 1), window=(3, 1)), id="window"),
-        pytest.param(
-            ["--window", "3,", "--causal"], BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)), id="past window"
-        ),
-        pytest.param(
-            ["--length", "5", "--num-kv-heads", "1", "--head-dim", "6", "--rel-values", "--shared-table", "--no-bias"],
-            BlockSpec(8, 2, Span.full(5), num_kv_heads=1, head_dim=6, rel_values=True, shared_table=True, bias=False),
-            id="shape",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    pytest.param(["--length", "5"], BlockSpec(8, 2, Span.full(5)), id="full"),
+    pytest.param(["--length", "5", "--causal"], BlockSpec(8, 2, Span.causal(5), causal=True), id="causal"),
+    pytest.param(["--length", "5", "--causal", "--beyond", "clip"],
+                 BlockSpec(8, 2, Span.causal(5, "clip"), causal=True), id="beyond"),
+    pytest.param(["--clip", "3"], BlockSpec(8, 2, Span.clipped(3)), id="clip"),
+    pytest.param(["--length", "5", "--cross"], BlockSpec(8, 2, Span.full(5), cross=True), id="cross"),
+    pytest.param(["--block-size", "4", "--causal"], BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4),
+                 id="local"),
+    pytest.param(["--block-size", "4", "--blocks-before", "2", "--sinks"],
+                 BlockSpec(8, 2, Span(11, 3), block_size=4, blocks_before=2, sinks=True), id="stream"),
+    pytest.param(["--window", "3,1"], BlockSpec(8, 2, Span(3, 1), window=(3, 1)), id="window"),
+    pytest.param(["--window", "3,", "--causal"], BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)),
+                 id="past window"),
+    pytest.param(["--length", "5", "--num-kv-heads", "1", "--head-dim", "6", "--rel-values", "--shared-table",
+                  "--no-bias"],
+                 BlockSpec(8, 2, Span.full(5), num_kv_heads=1, head_dim=6, rel_values=True, shared_table=True,
+                           bias=False), id="shape"),
+])  # fmt: skip
 def test_export_options_become_the_spec(
     capsys: pytest.CaptureFixture[str], options: list[str], expected: BlockSpec
 ) -> None:
@@ -178,25 +161,22 @@ def test_export_replaces_only_when_asked(capsys: pytest.CaptureFixture[str]) -> 
     assert spec_in("m.onnx").span == Span.full(6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        pytest.param([], "--length N", id="no span"),
-        pytest.param(["--length", "3", "--clip", "2"], "exclude each other", id="two spans"),
-        pytest.param(["--length", "0"], "`n`", id="length"),
-        pytest.param(["--length", "3", "--num-kv-heads", "3"], "`num_kv_heads`", id="heads"),
-        pytest.param(["--length", "3", "--block-size", "2"], "`causal=True`", id="block size"),
-        pytest.param(["--length", "3", "--past"], "past", id="past"),
-        pytest.param(["--length", "3", "--profile", "x"], "`profile`", id="profile"),
-        pytest.param(["--length", "3", "--dtype", "int8"], "`dtype`", id="dtype"),
-        pytest.param(["--length", "3", "--opset", "2"], "`opset`", id="opset"),
-        pytest.param(["--window", "3;1"], "--window", id="window"),
-        pytest.param(["--window", ",1"], "--length N", id="unbounded window"),
-        pytest.param(["--length", "3", "--prefix", "a."], "--prefix", id="prefix"),
-        pytest.param(["--weights", "nothing.npz"], "nothing.npz: there is no such file", id="no file"),
-        pytest.param(["--weights", "weights.txt"], "must be a file ending in .npz,", id="ending"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param([], "--length N", id="no span"),
+    pytest.param(["--length", "3", "--clip", "2"], "exclude each other", id="two spans"),
+    pytest.param(["--length", "0"], "`n`", id="length"),
+    pytest.param(["--length", "3", "--num-kv-heads", "3"], "`num_kv_heads`", id="heads"),
+    pytest.param(["--length", "3", "--block-size", "2"], "`causal=True`", id="block size"),
+    pytest.param(["--length", "3", "--past"], "past", id="past"),
+    pytest.param(["--length", "3", "--profile", "x"], "`profile`", id="profile"),
+    pytest.param(["--length", "3", "--dtype", "int8"], "`dtype`", id="dtype"),
+    pytest.param(["--length", "3", "--opset", "2"], "`opset`", id="opset"),
+    pytest.param(["--window", "3;1"], "--window", id="window"),
+    pytest.param(["--window", ",1"], "--length N", id="unbounded window"),
+    pytest.param(["--length", "3", "--prefix", "a."], "--prefix", id="prefix"),
+    pytest.param(["--weights", "nothing.npz"], "nothing.npz: there is no such file", id="no file"),
+    pytest.param(["--weights", "weights.txt"], "must be a file ending in .npz,", id="ending"),
+])  # fmt: skip
 def test_export_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
     assert part in error_of(capsys, "export", "m.onnx", *BLOCK, *arguments)
     assert not Path("m.onnx").exists()
@@ -337,39 +317,36 @@ def test_validate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 HUGE = "99999999999999999999999999"
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ("draw call --queries 99999", "`n_queries` times `n_keys` must make at most 1048576 cells, got 9999800001"),
-        ("draw call --queries 3 --past 999999", "got 3000006"),
-        (f"draw call --queries {HUGE}", "--queries"),
-        (f"draw call --queries 3 --past {HUGE}", "--past"),
-        (f"draw call --queries 3 --length {HUGE}", "--length"),
-        (f"draw call --queries 3 --window {HUGE},1", "--window must reach 1048576 at most"),
-        ("draw call --queries 3 --window 1048577,1", "--window must reach 1048576 at most"),
-        (f"draw call --queries 3 --segments {HUGE}", "--segments"),
-        (f"draw call --queries 3 --block-size {HUGE}", "--block-size"),
-        (f"draw call --queries 3 --block-size 2 --blocks-before {HUGE}", "--blocks-before"),
-        (f"draw span --length {HUGE}", "--length"),
-        (f"draw span --clip {HUGE}", "--clip"),
-        ("draw weights BLOCK --clip 3 --queries 1025", "--queries"),
-        ("draw weights --embed-dim 8 --num-heads 8 --clip 3 --queries 512", "must make at most 1048576 cells"),
-        ("draw weights BLOCK --clip 1048576 --queries 4 --rel-values --head-dim 64", "random weights must be 67108864"),
-        ("draw weights --embed-dim 999999 --num-heads 1 --clip 3", "random weights must be 67108864 numbers at most"),
-        (f"export x.onnx --embed-dim {HUGE} --num-heads 1 --clip 3", "--embed-dim"),
-        (f"export x.onnx --embed-dim 8 --num-heads {HUGE} --clip 3", "--num-heads"),
-        (f"export x.onnx BLOCK --clip 3 --num-kv-heads {HUGE}", "--num-kv-heads"),
-        (f"export x.onnx BLOCK --clip 3 --head-dim {HUGE}", "--head-dim"),
-        ("export x.onnx BLOCK --head-dim 1048576 --clip 64", "random weights must be 67108864 numbers at most"),
-        ("export x.onnx BLOCK --length 1048577", "--length"),
-        (f"export x.onnx BLOCK --clip 3 --max-length {HUGE}", "--max-length"),
-        (f"export x.onnx BLOCK --clip 3 --chunk-size {HUGE}", "--chunk-size"),
-        (f"export x.onnx BLOCK --clip 3 --opset {HUGE}", "`opset` must be"),
-        (f"validate x.onnx --length {HUGE}", "--length"),
-        (f"validate x.onnx --batch {HUGE}", "--batch"),
-        ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "named"), [
+    ("draw call --queries 99999", "`n_queries` times `n_keys` must make at most 1048576 cells, got 9999800001"),
+    ("draw call --queries 3 --past 999999", "got 3000006"),
+    (f"draw call --queries {HUGE}", "--queries"),
+    (f"draw call --queries 3 --past {HUGE}", "--past"),
+    (f"draw call --queries 3 --length {HUGE}", "--length"),
+    (f"draw call --queries 3 --window {HUGE},1", "--window must reach 1048576 at most"),
+    ("draw call --queries 3 --window 1048577,1", "--window must reach 1048576 at most"),
+    (f"draw call --queries 3 --segments {HUGE}", "--segments"),
+    (f"draw call --queries 3 --block-size {HUGE}", "--block-size"),
+    (f"draw call --queries 3 --block-size 2 --blocks-before {HUGE}", "--blocks-before"),
+    (f"draw span --length {HUGE}", "--length"),
+    (f"draw span --clip {HUGE}", "--clip"),
+    ("draw weights BLOCK --clip 3 --queries 1025", "--queries"),
+    ("draw weights --embed-dim 8 --num-heads 8 --clip 3 --queries 512", "must make at most 1048576 cells"),
+    ("draw weights BLOCK --clip 1048576 --queries 4 --rel-values --head-dim 64", "random weights must be 67108864"),
+    ("draw weights --embed-dim 999999 --num-heads 1 --clip 3", "random weights must be 67108864 numbers at most"),
+    (f"export x.onnx --embed-dim {HUGE} --num-heads 1 --clip 3", "--embed-dim"),
+    (f"export x.onnx --embed-dim 8 --num-heads {HUGE} --clip 3", "--num-heads"),
+    (f"export x.onnx BLOCK --clip 3 --num-kv-heads {HUGE}", "--num-kv-heads"),
+    (f"export x.onnx BLOCK --clip 3 --head-dim {HUGE}", "--head-dim"),
+    ("export x.onnx BLOCK --head-dim 1048576 --clip 64", "random weights must be 67108864 numbers at most"),
+    ("export x.onnx BLOCK --length 1048577", "--length"),
+    (f"export x.onnx BLOCK --clip 3 --max-length {HUGE}", "--max-length"),
+    (f"export x.onnx BLOCK --clip 3 --chunk-size {HUGE}", "--chunk-size"),
+    (f"export x.onnx BLOCK --clip 3 --opset {HUGE}", "`opset` must be"),
+    (f"validate x.onnx --length {HUGE}", "--length"),
+    (f"validate x.onnx --batch {HUGE}", "--batch"),
+    ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
+])  # fmt: skip
 def test_a_size_above_its_limit_is_refused_with_the_limit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: str, named: str
 ) -> None:

@@ -1,7 +1,5 @@
 """`relskew draw`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -90,25 +88,20 @@ def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("call.PNG").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        pytest.param(
-            ["span", "--clip", "2", "--save", "a.jpg"], "--save a.jpg: the path must end in .svg", id="ending"
-        ),
-        pytest.param(["span"], "--length N", id="no span"),
-        pytest.param(["span", "--clip", "2", "--beyond", "zero"], "--length, which must be given", id="beyond alone"),
-        pytest.param(["span", "--length", "2", "--beyond", "x"], "--beyond must be one of error, clip", id="beyond"),
-        pytest.param(["call", "--window", "3"], "--window must be LEFT,RIGHT", id="window"),
-        pytest.param(["call", "--length", "3"], "reaches the relative positions -2 … 2", id="reach"),
-        pytest.param(["call", "--segments", "a"], "--segments must be the lengths", id="segments"),
-        pytest.param(["weights"], "--embed-dim and --num-heads, or --model", id="no block"),
-        pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be among the 2 heads", id="head"),
-        pytest.param(["weights", *BLOCK, "--clip", "2", "--input", "x.npy"], "--input x.npy: cannot be read", id="npy"),
-        pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
-        pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model defines the block", id="both"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "part"), [
+    pytest.param(["span", "--clip", "2", "--save", "a.jpg"], "--save a.jpg: the path must end in .svg", id="ending"),
+    pytest.param(["span"], "--length N", id="no span"),
+    pytest.param(["span", "--clip", "2", "--beyond", "zero"], "--length, which must be given", id="beyond alone"),
+    pytest.param(["span", "--length", "2", "--beyond", "x"], "--beyond must be one of error, clip", id="beyond"),
+    pytest.param(["call", "--window", "3"], "--window must be LEFT,RIGHT", id="window"),
+    pytest.param(["call", "--length", "3"], "reaches the relative positions -2 … 2", id="reach"),
+    pytest.param(["call", "--segments", "a"], "--segments must be the lengths", id="segments"),
+    pytest.param(["weights"], "--embed-dim and --num-heads, or --model", id="no block"),
+    pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be among the 2 heads", id="head"),
+    pytest.param(["weights", *BLOCK, "--clip", "2", "--input", "x.npy"], "--input x.npy: cannot be read", id="npy"),
+    pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
+    pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model defines the block", id="both"),
+])  # fmt: skip
 def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
     assert part in error_of(capsys, "draw", *arguments)
 

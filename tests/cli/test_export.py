@@ -1,7 +1,5 @@
 """``relskew export`` and ``validate``: every form from the command line, checkpoints, devices, advice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,15 @@ def exported(*options: str) -> onnx.ModelProto:
     return onnx.load("m.onnx")
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs"),
-    [
-        (["--segments", "--mask"], ["x", "mask", "segments"]),
-        (["--past", "--in-place", "--causal"], ["x", "past_key", "past_value", "past_lengths"]),
-        (["--no-projections", "--causal"], ["q", "k", "v"]),
-        (["--rel-bias", "--no-rel-keys"], ["x"]),
-        (["--rel-bias", "--rel-values"], ["x"]),
-        (["--causal", "--operator"], ["x"]),
-        (["--chunk-size", "4", "--mask"], ["x", "mask"]),
-    ],
-    ids=["segments", "in place", "core", "bias", "values", "operator", "chunks"],
-)
+@pytest.mark.parametrize(("options", "inputs"), [
+    (["--segments", "--mask"], ["x", "mask", "segments"]),
+    (["--past", "--in-place", "--causal"], ["x", "past_key", "past_value", "past_lengths"]),
+    (["--no-projections", "--causal"], ["q", "k", "v"]),
+    (["--rel-bias", "--no-rel-keys"], ["x"]),
+    (["--rel-bias", "--rel-values"], ["x"]),
+    (["--causal", "--operator"], ["x"]),
+    (["--chunk-size", "4", "--mask"], ["x", "mask"]),
+], ids=["segments", "in place", "core", "bias", "values", "operator", "chunks"])  # fmt: skip
 def test_what_is_exported_validates(options: list[str], inputs: list[str]) -> None:
     model = exported("--length", "9", "--seed", "3", *options)
     assert [value.name for value in model.graph.input] == inputs

@@ -1,7 +1,5 @@
 """Who sees whom: the pictures hold what calls do, worked out a second time by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,30 +17,19 @@ def texts(picture: Picture) -> list[list[str]]:
     return [[cell.text.replace("−", "-") for cell in row] for row in panel.cells]
 
 
-@pytest.mark.parametrize(
-    ("n", "m", "arguments", "sees"),
-    [
-        pytest.param(4, None, {}, lambda i, j: True, id="all"),
-        pytest.param(5, None, {"causal": True}, lambda i, j: j <= i, id="causal"),
-        pytest.param(6, None, {"window": (2, 1)}, lambda i, j: -2 <= j - i <= 1, id="window"),
-        pytest.param(6, None, {"causal": True, "window": (2, None)}, lambda i, j: i - 2 <= j <= i, id="past window"),
-        pytest.param(
-            8, None, {"causal": True, "block_size": 3}, lambda i, j: j <= i and j // 3 >= i // 3 - 1, id="blocks"
-        ),
-        pytest.param(
-            8, None, {"block_size": 2, "blocks_before": 2}, lambda i, j: i // 2 - 2 <= j // 2 <= i // 2, id="stream"
-        ),
-        pytest.param(
-            7,
-            None,
-            {"segments": np.asarray([0, 0, 0, 1, 1, 2, 2]), "causal": True},
-            lambda i, j: j <= i and (i < 3, i < 5) == (j < 3, j < 5),
-            id="segments",
-        ),
-        pytest.param(2, None, {"causal": True, "offset": 3}, lambda i, j: j <= i, id="cache"),
-        pytest.param(3, 5, {"window": (1, 1), "offset": -1}, lambda i, j: abs(j - i) <= 1, id="cross"),
-    ],
-)
+@pytest.mark.parametrize(("n", "m", "arguments", "sees"), [
+    pytest.param(4, None, {}, lambda i, j: True, id="all"),
+    pytest.param(5, None, {"causal": True}, lambda i, j: j <= i, id="causal"),
+    pytest.param(6, None, {"window": (2, 1)}, lambda i, j: -2 <= j - i <= 1, id="window"),
+    pytest.param(6, None, {"causal": True, "window": (2, None)}, lambda i, j: i - 2 <= j <= i, id="past window"),
+    pytest.param(8, None, {"causal": True, "block_size": 3}, lambda i, j: j <= i and j // 3 >= i // 3 - 1, id="blocks"),
+    pytest.param(8, None, {"block_size": 2, "blocks_before": 2}, lambda i, j: i // 2 - 2 <= j // 2 <= i // 2,
+                 id="stream"),
+    pytest.param(7, None, {"segments": np.asarray([0, 0, 0, 1, 1, 2, 2]), "causal": True}, lambda i,
+                 j: j <= i and (i < 3, i < 5) == (j < 3, j < 5), id="segments"),
+    pytest.param(2, None, {"causal": True, "offset": 3}, lambda i, j: j <= i, id="cache"),
+    pytest.param(3, 5, {"window": (1, 1), "offset": -1}, lambda i, j: abs(j - i) <= 1, id="cross"),
+])  # fmt: skip
 def test_cells_are_seen_as_the_call_sees(n: int, m: int | None, arguments: dict[str, Any], sees: Sees) -> None:
     offset = arguments.get("offset", 0)
     keys = n + offset if m is None else m
@@ -96,14 +83,11 @@ def test_colours_tell_past_from_future() -> None:
 # Spans
 
 
-@pytest.mark.parametrize(
-    ("span", "expected"),
-    [
-        pytest.param(Span(1, 2), ["✕", "✕", "0", "1", "2", "3", "✕", "✕"], id="error"),
-        pytest.param(Span(1, 2, "clip"), ["0", "0", "0", "1", "2", "3", "3", "3"], id="clip"),
-        pytest.param(Span(1, 2, "zero"), ["–", "–", "0", "1", "2", "3", "–", "–"], id="zero"),
-    ],
-)
+@pytest.mark.parametrize(("span", "expected"), [
+    pytest.param(Span(1, 2), ["✕", "✕", "0", "1", "2", "3", "✕", "✕"], id="error"),
+    pytest.param(Span(1, 2, "clip"), ["0", "0", "0", "1", "2", "3", "3", "3"], id="clip"),
+    pytest.param(Span(1, 2, "zero"), ["–", "–", "0", "1", "2", "3", "–", "–"], id="zero"),
+])  # fmt: skip
 def test_past_the_ends_of_a_span(span: Span, expected: list[str]) -> None:
     (panel,) = draw_span(span).panels
     assert [cell.text for cell in panel.cells[0]] == expected

@@ -1,7 +1,5 @@
 """Pictures as files: whole or not there, readable on either paper, and weights as they are."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -55,16 +53,13 @@ def test_an_svg_has_its_title_and_its_numbers_as_text(tmp_path: Path) -> None:
     assert DARK["ink"] in draw_call(3).save(path, dark=True).read_text()
 
 
-@pytest.mark.parametrize(
-    "picture",
-    [
-        pytest.param(draw_call(9, 3), id="narrow"),
-        pytest.param(draw_span(Span.causal(3000), Span(2, 1, "zero")), id="spans"),
-        pytest.param(draw_call(40, block_size=4, blocks_before=2), id="large"),
-        pytest.param(draw_weights(np.ones((3, 5, 30))), id="weights"),
-        pytest.param(draw_weights(np.ones((1, 1, 1))), id="one"),
-    ],
-)
+@pytest.mark.parametrize("picture", [
+    pytest.param(draw_call(9, 3), id="narrow"),
+    pytest.param(draw_span(Span.causal(3000), Span(2, 1, "zero")), id="spans"),
+    pytest.param(draw_call(40, block_size=4, blocks_before=2), id="large"),
+    pytest.param(draw_weights(np.ones((3, 5, 30))), id="weights"),
+    pytest.param(draw_weights(np.ones((1, 1, 1))), id="one"),
+])  # fmt: skip
 def test_nothing_reaches_beyond_the_edge_or_into_other_text(picture: Picture) -> None:
     """As matplotlib measures the text that it draws."""
     figure: Any = picture._figure(LIGHT)
@@ -155,16 +150,13 @@ def test_weights_of_other_libraries_and_of_one_head() -> None:
     assert [cell.text for cell in panel.cells[0]] == [".50", ".50"]
 
 
-@pytest.mark.parametrize(
-    ("weights", "heads", "message"),
-    [
-        pytest.param(np.ones(3), None, r"`weights` must have shape \(H, Lq, Lk\) or \(Lq, Lk\)", id="axes"),
-        pytest.param(np.ones((0, 2, 2)), None, "no axis of length 0", id="empty"),
-        pytest.param(-np.ones((2, 2)), None, "`weights` must all be >= 0", id="negative"),
-        pytest.param(np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN", id="nan"),
-        pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2", id="head"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "heads", "message"), [
+    pytest.param(np.ones(3), None, r"`weights` must have shape \(H, Lq, Lk\) or \(Lq, Lk\)", id="axes"),
+    pytest.param(np.ones((0, 2, 2)), None, "no axis of length 0", id="empty"),
+    pytest.param(-np.ones((2, 2)), None, "`weights` must all be >= 0", id="negative"),
+    pytest.param(np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN", id="nan"),
+    pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2", id="head"),
+])  # fmt: skip
 def test_what_are_no_weights_is_named(weights: np.ndarray, heads: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         draw_weights(weights, heads=heads)

@@ -1,7 +1,5 @@
 """The pictures of the skew on the pages: their numbers are those that `skew` returns."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

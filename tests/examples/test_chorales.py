@@ -1,7 +1,5 @@
 """The example of `docs/chorales.md`: its tunes, its tokens, its files, and the whole of it at its smallest."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -56,16 +54,13 @@ def test_notes_are_read_as_written() -> None:
     assert (tune.year, tune.bar, tune.pickup) == (1800, 6, 1)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("F2 z", "F3 z", "bars must have 6 steps, got"),
-        ("d5", "d4", "bars must have 6 steps, got"),
-        ("_E", "_H", "must be a letter with a length"),
-        (", 1800", "", "expected the lines"),
-        ("by: ", "of: ", "expected the lines"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("F2 z", "F3 z", "bars must have 6 steps, got"),
+    ("d5", "d4", "bars must have 6 steps, got"),
+    ("_E", "_H", "must be a letter with a length"),
+    (", 1800", "", "expected the lines"),
+    ("by: ", "of: ", "expected the lines"),
+])  # fmt: skip
 def test_a_mistyped_tune_is_refused(old: str, new: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(TUNE.replace(old, new))

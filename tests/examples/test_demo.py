@@ -1,7 +1,5 @@
 """The demo's melodies and their picture, by numbers: the stripes are where the melody repeats itself."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any
@@ -36,14 +34,11 @@ def test_melodies_are_notes_with_a_source_and_rights(name: str) -> None:
     assert all(55 <= pitch <= 84 and duration in (0.25, 0.5, 0.75, 1, 1.5, 2, 3) for pitch, duration in tune.notes)
 
 
-@pytest.mark.parametrize(
-    ("name", "longest"),
-    [
-        ("ah-vous-dirai-je", Stripe(lag=28, first=28, length=14)),
-        ("nun-danket", Stripe(lag=14, first=14, length=14)),
-        ("o-haupt", Stripe(lag=14, first=14, length=14)),
-    ],
-)
+@pytest.mark.parametrize(("name", "longest"), [
+    ("ah-vous-dirai-je", Stripe(lag=28, first=28, length=14)),
+    ("nun-danket", Stripe(lag=14, first=14, length=14)),
+    ("o-haupt", Stripe(lag=14, first=14, length=14)),
+])  # fmt: skip
 def test_the_longest_repetition_is_the_one_that_is_sung(name: str, longest: Stripe) -> None:
     assert stripes(MELODIES[name])[0] == longest
 

@@ -1,7 +1,5 @@
 """What happens before and after an export: names, drawn inputs, axes that were fixed, the files of genai."""
 
-from __future__ import annotations
-
 import json
 import logging
 import tracemalloc
@@ -48,33 +46,27 @@ class Gives(nn.Module):
         return self.result
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "names"),
-    [
-        ((ONE,), {}, ["x"]),
-        ((3, ONE), {}, ["y"]),
-        ((ONE,) * 4, {}, ["x", "y", "more", "others"]),
-        ((ONE,) * 5, {}, ["x", "y", "more", "others", "input_4"]),
-        (([ONE, (ONE, 2, ONE)],), {"y": {"b": ONE, "a": [ONE]}}, ["x_0", "x_1_0", "x_1_2", "y_b", "y_a_0"]),
-        ((), {"shown": ONE, "kind": "all"}, ["shown"]),
-    ],
-)
+@pytest.mark.parametrize(("args", "kwargs", "names"), [
+    ((ONE,), {}, ["x"]),
+    ((3, ONE), {}, ["y"]),
+    ((ONE,) * 4, {}, ["x", "y", "more", "others"]),
+    ((ONE,) * 5, {}, ["x", "y", "more", "others", "input_4"]),
+    (([ONE, (ONE, 2, ONE)],), {"y": {"b": ONE, "a": [ONE]}}, ["x_0", "x_1_0", "x_1_2", "y_b", "y_a_0"]),
+    ((), {"shown": ONE, "kind": "all"}, ["shown"]),
+])  # fmt: skip
 def test_names_of_arguments(args: Any, kwargs: Any, names: list[str]) -> None:
     flat = Flat(Gives(ONE), args, kwargs)
     assert flat.input_names == names
     assert len(flat.inputs()) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("result", "names"),
-    [
-        (ONE, ["output"]),
-        ((ONE, 3, ONE), ["output_0", "output_2"]),
-        ({"logits": ONE, "past": [(ONE, ONE)]}, ["logits", "past_0_0", "past_0_1"]),
-        ([{"a": ONE}, None], ["output_0_a"]),
-        (Pair(ONE, [ONE]), ["left", "right_0"]),
-    ],
-)
+@pytest.mark.parametrize(("result", "names"), [
+    (ONE, ["output"]),
+    ((ONE, 3, ONE), ["output_0", "output_2"]),
+    ({"logits": ONE, "past": [(ONE, ONE)]}, ["logits", "past_0_0", "past_0_1"]),
+    ([{"a": ONE}, None], ["output_0_a"]),
+    (Pair(ONE, [ONE]), ["left", "right_0"]),
+])  # fmt: skip
 def test_names_of_results(result: Any, names: list[str]) -> None:
     flat = Flat(Gives(result), (ONE,), {})
     assert len(flat(ONE)) == len(names)
@@ -220,25 +212,21 @@ class Answers(nn.Module):
 LOGITS, GROWN = torch.zeros(2, 3, 9), torch.zeros(2, 2, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("logits", "past", "error", "message"),
-    [
-        (torch.zeros(2, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\), got .* for tokens"),
-        (torch.zeros(3, 3, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
-        (LOGITS.long(), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
-        (None, [(GROWN, GROWN)], TypeError, r"`model` must return \(logits, past\), got tuple of 2"),
-        (LOGITS, [(GROWN, GROWN[:, :1])], ValueError, "as many caches as it is given, with the same heads and widths"),
-        (LOGITS, [(GROWN, GROWN)] * 2, ValueError, "as many caches as it is given, with the same heads and widths"),
-        (LOGITS, [GROWN], TypeError, r"the past that `model` returns must be a list with one pair .* got list of 1"),
-        (LOGITS, [(GROWN,) * 3], TypeError, r"the past that `model` returns must be a list with one pair"),
-        (LOGITS, [], TypeError, r"the past that `model` returns must be a list with one pair"),
-        (LOGITS, [(GROWN, GROWN[0])], ValueError, r"must hold tensors \(batch, heads, positions, D\), of 2 and 3 pos"),
-        (LOGITS, [(GROWN, GROWN[:1])], ValueError, r"must hold tensors .* of 2 and 3 positions here, got Tensor"),
-        (LOGITS, [(GROWN, GROWN[:, :, :2])], ValueError, r"must hold tensors .* of 2 and 3 positions here"),
-        (LOGITS, [(GROWN, 3)], ValueError, r"must hold tensors .* got int 3"),
-    ],
-    ids=range(13),
-)
+@pytest.mark.parametrize(("logits", "past", "error", "message"), [
+    (torch.zeros(2, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\), got .* for tokens"),
+    (torch.zeros(3, 3, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
+    (LOGITS.long(), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
+    (None, [(GROWN, GROWN)], TypeError, r"`model` must return \(logits, past\), got tuple of 2"),
+    (LOGITS, [(GROWN, GROWN[:, :1])], ValueError, "as many caches as it is given, with the same heads and widths"),
+    (LOGITS, [(GROWN, GROWN)] * 2, ValueError, "as many caches as it is given, with the same heads and widths"),
+    (LOGITS, [GROWN], TypeError, r"the past that `model` returns must be a list with one pair .* got list of 1"),
+    (LOGITS, [(GROWN,) * 3], TypeError, r"the past that `model` returns must be a list with one pair"),
+    (LOGITS, [], TypeError, r"the past that `model` returns must be a list with one pair"),
+    (LOGITS, [(GROWN, GROWN[0])], ValueError, r"must hold tensors \(batch, heads, positions, D\), of 2 and 3 pos"),
+    (LOGITS, [(GROWN, GROWN[:1])], ValueError, r"must hold tensors .* of 2 and 3 positions here, got Tensor"),
+    (LOGITS, [(GROWN, GROWN[:, :, :2])], ValueError, r"must hold tensors .* of 2 and 3 positions here"),
+    (LOGITS, [(GROWN, 3)], ValueError, r"must hold tensors .* got int 3"),
+], ids=range(13))  # fmt: skip
 def test_what_a_decoder_must_answer(
     logits: Any, past: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -336,18 +324,15 @@ class Apart(nn.Module):
 PRODUCT, PAIR = of(lambda self, x, y: x @ y), of(lambda self, x, y, z: (x + y, z))
 
 
-@pytest.mark.parametrize(
-    ("model", "shapes", "known", "groups"),
-    [
-        (SUM, [(2, 3, 4), (2, 3, 4)], [(2, 3, 4), (2, 3, 4)], [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]),
-        (SUM, [(2, 3, 4), (2, 3, 4)], [("b", 3, 4), ("b", 3, 4)], [[(0, 1), (1, 1)]]),
-        (SUM, [(1, 3, 4), (1, 3, 4)], [(1, "n", 4), (1, "n", 4)], []),
-        (PRODUCT, [(2, 5), (5, 7)], [("a", 5), (5, "b")], [[(0, 1), (1, 0)]]),
-        (Apart(), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
-        (Apart(), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
-        (PAIR, [(2,), (2,), (5,)], [(2,), (2,), (5,)], [[(0, 0), (1, 0)], [(2, 0)]]),
-    ],
-)
+@pytest.mark.parametrize(("model", "shapes", "known", "groups"), [
+    (SUM, [(2, 3, 4), (2, 3, 4)], [(2, 3, 4), (2, 3, 4)], [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]),
+    (SUM, [(2, 3, 4), (2, 3, 4)], [("b", 3, 4), ("b", 3, 4)], [[(0, 1), (1, 1)]]),
+    (SUM, [(1, 3, 4), (1, 3, 4)], [(1, "n", 4), (1, "n", 4)], []),
+    (PRODUCT, [(2, 5), (5, 7)], [("a", 5), (5, "b")], [[(0, 1), (1, 0)]]),
+    (Apart(), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
+    (Apart(), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
+    (PAIR, [(2,), (2,), (5,)], [(2,), (2,), (5,)], [[(0, 0), (1, 0)], [(2, 0)]]),
+])  # fmt: skip
 def test_axes_that_the_model_accepts_longer_are_found_in_groups(
     model: nn.Module, shapes: list[Any], known: list[Any], groups: list[list[tuple[int, int]]]
 ) -> None:

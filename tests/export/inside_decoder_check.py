@@ -1,7 +1,5 @@
 """The inputs of a decoder's check, and the errors of a graph that it finds; how it runs a file."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -122,12 +120,9 @@ def test_what_is_told() -> None:
     graph = Graph(Summing(9), end=9)
     graph.check(9)
     assert graph.told == [
-        "one token",
-        "a prompt of 9",
-        *(f"positions {piece} of a prompt" for piece in ("0 … 3", "4 … 4", "5 … 8")),
-        "one token after 8",
-        "one token past the end",
-    ]
+        "one token", "a prompt of 9", *(f"positions {piece} of a prompt" for piece in ("0 … 3", "4 … 4", "5 … 8")),
+        "one token after 8", "one token past the end",
+    ]  # fmt: skip
     wrong = {"a prompt of 9": (3, 9, 0), "a prompt of 9 in pieces": (3, 4, 5), "one token after 8": (2, 1, 8)}
     for case, tried in wrong.items():
         with pytest.raises(RuntimeError, match=f"output 'logits' for {case} differs by"):

@@ -1,7 +1,5 @@
 """Graphs of every form with inputs that `validate` tries: empty batches, symbols, queries without a key, nodes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

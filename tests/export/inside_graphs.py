@@ -1,7 +1,5 @@
 """Graphs, to the letter: names, shapes and doc strings are promises too, and a change of them must be meant."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

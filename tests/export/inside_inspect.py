@@ -1,7 +1,5 @@
 """What `validate` says of a model before it runs it, each thing wrong in turn."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable
@@ -112,12 +110,10 @@ FOREIGN: dict[str, tuple[Change, str]] = {
     "import": (lambda made: of_another_domain(made, "com.a"), "domain com.a"),
     "imports": (lambda made: of_another_domain(made, "com.a", "ai.onnx"), "domain com.a"),
     "node": (lambda made: of_another_domain(made, "com.a", node=True), "domain com.a; Gelu of domain com.a"),
-    "our domain": (
-        lambda made: of_another_domain(made, "relskew", node=True),
-        "domain relskew; Gelu of domain relskew",
-    ),
+    "our domain": (lambda made: of_another_domain(made, "relskew", node=True),
+                   "domain relskew; Gelu of domain relskew"),
     "function": (with_a_function, "local function Twice; Quick of domain com.b"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

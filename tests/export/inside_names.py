@@ -1,7 +1,5 @@
 """Names in graphs that torch's exporter made: who made a node and what for, and nothing of the machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx
@@ -54,17 +52,11 @@ def test_nodes_are_named_by_module_and_purpose() -> None:
     name_nodes(model, "model.")
     text = onnx_ir.serde.serialize_model(model)
     assert [(node.name, list(node.output)) for node in text.graph.node] == [
-        ("a/Add", ["a/Add"]),
-        ("a/Add_2", ["a/Add_2"]),
-        ("a/skew/rows", ["a/skew/rows"]),
+        ("a/Add", ["a/Add"]), ("a/Add_2", ["a/Add_2"]), ("a/skew/rows", ["a/skew/rows"]),
         ("b/attention_2/split", ["b/attention_2/split", "b/attention_2/split/1"]),
-        ("b/attention_3/out", ["b/attention_3/out"]),
-        ("If", ["If"]),
-        ("attention_4/out", ["attention_4/out"]),
-        ("a/rest", ["a/rest"]),
-        ("Neg", ["Neg"]),
-        ("a/Abs", ["y"]),
-    ]
+        ("b/attention_3/out", ["b/attention_3/out"]), ("If", ["If"]), ("attention_4/out", ["attention_4/out"]),
+        ("a/rest", ["a/rest"]), ("Neg", ["Neg"]), ("a/Abs", ["y"]),
+    ]  # fmt: skip
     branches = [attribute.g for node in text.graph.node for attribute in node.attribute if attribute.HasField("g")]
     assert [[node.name for node in branch.node] for branch in branches] == [["a/Neg"], ["a/Neg_2"]]
     assert {tensor.name for tensor in text.graph.initializer} == {"a.weight", "a/Add_2/constant", "loose"}

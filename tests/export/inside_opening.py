@@ -1,7 +1,5 @@
 """How `validate` loads models in runtimes, and runs files in a separate process."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json
@@ -269,23 +267,20 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     assert steps == ["step"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("lengths", [3, 0], "ValueError: `lengths` must be ints >= 1, got [3, 0]"),
-        ("lengths", [], "ValueError: `lengths` must be ints >= 1, got []"),
-        ("batches", [-1], "ValueError: `batches` must be ints >= 1, got [-1]"),
-        ("batches", "x", ""),
-        ("batches", 3, ""),
-        ("runtimes", None, ""),
-        ("seed", -1, "ValueError: `seed` must be an int >= 0, got -1"),
-        ("atol", 0.0, "ValueError: `atol` must be "),
-        ("tolerance", 0.0, "ValueError: `tolerance` must be "),
-        ("time_limit", 0, "ValueError: `time_limit` must be "),
-        ("time_limit", "1", "TypeError: `time_limit` must be "),
-        ("memory_limit", 0, "ValueError: `memory_limit` must be an int >= 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("lengths", [3, 0], "ValueError: `lengths` must be ints >= 1, got [3, 0]"),
+    ("lengths", [], "ValueError: `lengths` must be ints >= 1, got []"),
+    ("batches", [-1], "ValueError: `batches` must be ints >= 1, got [-1]"),
+    ("batches", "x", ""),
+    ("batches", 3, ""),
+    ("runtimes", None, ""),
+    ("seed", -1, "ValueError: `seed` must be an int >= 0, got -1"),
+    ("atol", 0.0, "ValueError: `atol` must be "),
+    ("tolerance", 0.0, "ValueError: `tolerance` must be "),
+    ("time_limit", 0, "ValueError: `time_limit` must be "),
+    ("time_limit", "1", "TypeError: `time_limit` must be "),
+    ("memory_limit", 0, "ValueError: `memory_limit` must be an int >= 1, got 0"),
+])  # fmt: skip
 def test_an_argument_that_does_not_fit_is_named_in_the_report(name: str, value: Any, told: str) -> None:
     (check,) = validate(*exported(CAUSAL), **{name: value}).failures
     assert (check.name, check.runtime, check.provider, check.case, check.ok) == ("validation", "", "", "", False)
@@ -353,18 +348,15 @@ def test_checks_and_steps_of_another_process_are_reported(monkeypatch: pytest.Mo
     assert early[0] == [Check("validation", "", "", "", False, detail="ended with status 0, at: load")]
 
 
-@pytest.mark.parametrize(
-    ("lines", "detail"),
-    [
-        ("os.kill(os.getpid(), 9)", "ended by SIGKILL, at: start"),
-        ("os.kill(os.getpid(), 11)", "ended by SIGSEGV, at: start"),
-        ("sys.exit(3)", "ended with status 3, at: start"),
-        ("sys.exit('so\\n  it is')", "ended with status 1 (so it is), at: start"),
-        ("print(json.dumps(dict(progress='here'))); sys.exit(2)", "ended with status 2, at: here"),
-        ("sys.exit('x' * 400)", f"ended with status 1 ({'x' * 300}), at: start"),
-        ("os.write(2, b'\\xff'); sys.exit(1)", "ended with status 1 (\ufffd), at: start"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "detail"), [
+    ("os.kill(os.getpid(), 9)", "ended by SIGKILL, at: start"),
+    ("os.kill(os.getpid(), 11)", "ended by SIGSEGV, at: start"),
+    ("sys.exit(3)", "ended with status 3, at: start"),
+    ("sys.exit('so\\n  it is')", "ended with status 1 (so it is), at: start"),
+    ("print(json.dumps(dict(progress='here'))); sys.exit(2)", "ended with status 2, at: here"),
+    ("sys.exit('x' * 400)", f"ended with status 1 ({'x' * 300}), at: start"),
+    ("os.write(2, b'\\xff'); sys.exit(1)", "ended with status 1 (\ufffd), at: start"),
+])  # fmt: skip
 def test_the_end_of_another_process_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, lines: str, detail: str) -> None:
     assert told(monkeypatch, lines)[0] == [Check("validation", "", "", "", False, detail=detail)]
 

@@ -1,7 +1,5 @@
 """The operator library: every option of a call in onnxruntime, against the definition, and hosts without either."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil
@@ -286,19 +284,13 @@ def test_empty_batches_and_lengths_give_nothing() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"rel_k": random(4, 41, 16)},
-        {"left": 40},
-        r"`rel_k` reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0",
-    ),
+    ({"rel_k": random(4, 41, 16)}, {"left": 40},
+     r"`rel_k` reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0"),
     ({"rel_k": random(3, 64, 16)}, {}, "`rel_k` has a different size"),
     ({"k": random(2, 3, 50, 16)}, {}, "`v` has a different size|must be a multiple"),
     ({"q": random(4, 50)}, {}, "must be"),
-    (
-        {"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)},
-        {},
-        "pass either `mask` or `added`, not both",
-    ),
+    ({"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)}, {},
+     "pass either `mask` or `added`, not both"),
     ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "for queries and keys"),
     ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
     ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
@@ -308,15 +300,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"beyond": "far"}, "`beyond` must be"),
     ({}, {"interface": 2}, "a later version of relskew"),
     (quantised(call(), 0, 9)[0] | past_of(call(), 0, 9)[1], {}, "pass a past, or a past in int8, not both"),
-    (
-        {name: x for name, x in quantised(call(), 0, 9)[0].items() if name != QUANTISED[2]},
-        {},
-        "must have one scale for each of its rows",
-    ),
+    ({name: x for name, x in quantised(call(), 0, 9)[0].items() if name != QUANTISED[2]}, {},
+     "must have one scale for each of its rows"),
     ({**quantised(call(), 0, 9)[0], QUANTISED[0]: np.zeros((2, 2, 9, 8), np.int8)}, {}, "the sizes of the new keys"),
     ({**quantised(call(), 0, 9)[0], QUANTISED[2]: random(2, 2, 8)}, {}, "a past in int8 must have one scale"),
     (quantised(call(), 0, 9)[0], {}, "must give the present"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arrays", "attributes", "match"), WRONG, ids=[match for *_, match in WRONG])

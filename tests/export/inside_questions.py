@@ -1,7 +1,5 @@
 """How `validate` asks and judges: a runtime that is right by definition, and then wrong in one way at a time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The translation of torch's operator, call by call: numbers, shapes, and the graphs to the letter."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -227,14 +225,10 @@ def test_calls_of_a_graph_are_counted() -> None:
     assert starts == [{"attention_1"}, {"attention_2"}, {"attention_1"}]
 
 
-@pytest.mark.parametrize(
-    ("arrays", "changes", "words"),
-    [
-        (("q", "k", "v"), {"dropout": 0.5}, "`dropout` belongs to training: call `model.eval()` before the export"),
-        (("q", "k", "v", "seed"), {"part": Part(key=1)}, "`seed` and `part` cannot be exported to ONNX"),
-    ],
-    ids=["dropout", "others"],
-)
+@pytest.mark.parametrize(("arrays", "changes", "words"), [
+    (("q", "k", "v"), {"dropout": 0.5}, "`dropout` belongs to training: call `model.eval()` before the export"),
+    (("q", "k", "v", "seed"), {"part": Part(key=1)}, "`seed` and `part` cannot be exported to ONNX"),
+], ids=["dropout", "others"])  # fmt: skip
 def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) -> None:
     operands = Operands(**{name: tensor(name, 2, 4, 5, 6) for name in arrays})
     graph = ir.Graph([x for x in operands if x is not None], [], nodes=[], opset_imports={"": 23})

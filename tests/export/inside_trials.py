@@ -1,7 +1,5 @@
 """The inputs that `validate` tries: around every edge of a table, drawn between them, and past its end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -221,17 +219,14 @@ def test_drawn_inputs_are_within_the_table_in_larger_batches() -> None:
     assert not any(trial.past for trial in drawn(plan(CAUSAL)))
 
 
-@pytest.mark.parametrize(
-    ("spec", "queries", "keys"),
-    [
-        (BlockSpec(8, 2, Span(100, 3, "clip")), 200, 200),
-        (BlockSpec(8, 2, Span(3, 100, "clip")), 200, 200),
-        (BlockSpec(8, 2, Span.clipped(2)), 33, 33),
-        (BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, block_size=50), 100, 100),
-        (BlockSpec(8, 2, Span(19, 12), cross=True), 20, 13),
-        (BlockSpec(8, 2, Span.causal(3000), causal=True), 1024, 1024),
-    ],
-)
+@pytest.mark.parametrize(("spec", "queries", "keys"), [
+    (BlockSpec(8, 2, Span(100, 3, "clip")), 200, 200),
+    (BlockSpec(8, 2, Span(3, 100, "clip")), 200, 200),
+    (BlockSpec(8, 2, Span.clipped(2)), 33, 33),
+    (BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, block_size=50), 100, 100),
+    (BlockSpec(8, 2, Span(19, 12), cross=True), 20, 13),
+    (BlockSpec(8, 2, Span.causal(3000), causal=True), 1024, 1024),
+])  # fmt: skip
 def test_drawn_inputs_are_at_most_twice_as_long_as_a_table(spec: BlockSpec, queries: int, keys: int) -> None:
     """Twice as long as a table with soft edges; none that would take long."""
     found = drawn(plan(spec))
@@ -246,18 +241,15 @@ def test_drawn_batches_are_among_those_asked_for() -> None:
     assert {trial.batch for trial in found if trial.keys > 132} == {5}
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "lengths", "expected"),
-    [
-        (CAUSAL, {}, None, "9"),
-        (CAUSAL, CACHE, None, "2/9+7"),
-        (CAUSAL, IN_PLACE, None, "2/9+7<9"),
-        (BlockSpec(8, 2, Span(9, 1, "clip")), {}, None, "33"),
-        (BlockSpec(8, 2, Span(8, 6), cross=True), {}, None, "7"),
-        (CAUSAL, {}, [1], "1"),
-        (BlockSpec(8, 2, Span(9, 1, "clip")), {}, [500, 400], "500"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "options", "lengths", "expected"), [
+    (CAUSAL, {}, None, "9"),
+    (CAUSAL, CACHE, None, "2/9+7"),
+    (CAUSAL, IN_PLACE, None, "2/9+7<9"),
+    (BlockSpec(8, 2, Span(9, 1, "clip")), {}, None, "33"),
+    (BlockSpec(8, 2, Span(8, 6), cross=True), {}, None, "7"),
+    (CAUSAL, {}, [1], "1"),
+    (BlockSpec(8, 2, Span(9, 1, "clip")), {}, [500, 400], "500"),
+])  # fmt: skip
 def test_an_empty_batch_has_several_positions_behind_a_past(
     spec: BlockSpec, options: dict[str, Any], lengths: list[int] | None, expected: str
 ) -> None:
@@ -282,45 +274,18 @@ def test_a_trial_in_words_and_its_pasts() -> None:
 CORE = {"projections": False}
 INPUTS: dict[str, tuple[BlockSpec, dict[str, Any], Trial, dict[str, tuple[int, ...]]]] = {
     "block": (BlockSpec(8, 2, Span.full(9)), {}, Trial(2, 3, 3, 0, True), {"x": (2, 3, 8)}),
-    "cross": (
-        BlockSpec(8, 2, Span.full(9), cross=True),
-        {"mask": True},
-        Trial(2, 3, 5, 0, True),
-        {"x": (2, 3, 8), "memory": (2, 5, 8), "mask": (2, 1, 1, 5)},
-    ),
-    "cache": (
-        BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2),
-        {"past": True, "segments": True, **CORE},
-        Trial(2, 3, 8, 5, True),
-        {
-            "q": (2, 4, 3, 2),
-            "k": (2, 2, 3, 2),
-            "v": (2, 2, 3, 2),
-            "segments": (2, 8),
-            "past_key": (2, 2, 5, 2),
-            "past_value": (2, 2, 5, 2),
-        },
-    ),
-    "core, cross": (
-        BlockSpec(8, 4, Span.full(9), cross=True, num_kv_heads=2),
-        CORE,
-        Trial(2, 3, 5, 0, True),
-        {"q": (2, 4, 3, 2), "k": (2, 2, 5, 2), "v": (2, 2, 5, 2)},
-    ),
-    "cache in place": (
-        CAUSAL,
-        {"mask": True, "segments": True, **IN_PLACE},
-        Trial(2, 3, 8, 5, True, 9),
-        {
-            "x": (2, 3, 8),
-            "mask": (2, 1, 1, 9),
-            "segments": (2, 9),
-            "past_key": (2, 2, 9, 4),
-            "past_value": (2, 2, 9, 4),
-            "past_lengths": (2,),
-        },
-    ),
-}
+    "cross": (BlockSpec(8, 2, Span.full(9), cross=True), {"mask": True}, Trial(2, 3, 5, 0, True),
+              {"x": (2, 3, 8), "memory": (2, 5, 8), "mask": (2, 1, 1, 5)}),
+    "cache": (BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2), {"past": True, "segments": True, **CORE},
+              Trial(2, 3, 8, 5, True),
+              {"q": (2, 4, 3, 2), "k": (2, 2, 3, 2), "v": (2, 2, 3, 2), "segments": (2, 8), "past_key": (2, 2, 5, 2),
+               "past_value": (2, 2, 5, 2)}),
+    "core, cross": (BlockSpec(8, 4, Span.full(9), cross=True, num_kv_heads=2), CORE, Trial(2, 3, 5, 0, True),
+                    {"q": (2, 4, 3, 2), "k": (2, 2, 5, 2), "v": (2, 2, 5, 2)}),
+    "cache in place": (CAUSAL, {"mask": True, "segments": True, **IN_PLACE}, Trial(2, 3, 8, 5, True, 9),
+                       {"x": (2, 3, 8), "mask": (2, 1, 1, 9), "segments": (2, 9), "past_key": (2, 2, 9, 4),
+                        "past_value": (2, 2, 9, 4), "past_lengths": (2,)}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", INPUTS)

@@ -1,7 +1,5 @@
 """Decoders whose caches grow, given caches in place: the same numbers, one buffer, loud where it is full."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -131,18 +129,14 @@ def test_what_else_an_attention_may_say() -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "bounds", "wanted"),
-    [
-        ("past_key", {"start": 2, "end": 3}, [3]),
-        ("present_key", {"start": 2, "end": 3}, [5]),
-        ("present_value", {"start": -2, "end": -1}, [5]),
-        ("past_value", {"end": 2}, [1, 2]),
-        ("present_value", {"start": -1}, [8]),
-        ("past_key", {"end": 0}, []),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "bounds", "wanted"), [
+    ("past_key", {"start": 2, "end": 3}, [3]),
+    ("present_key", {"start": 2, "end": 3}, [5]),
+    ("present_value", {"start": -2, "end": -1}, [5]),
+    ("past_value", {"end": 2}, [1, 2]),
+    ("present_value", {"start": -1}, [8]),
+    ("past_key", {"end": 0}, []),
+], ids=str)  # fmt: skip
 def test_who_asks_for_a_length_is_told_how_much_is_filled(name: str, bounds: dict[str, Any], wanted: list[int]) -> None:
     model = growing()
     model.graph.node.append(helper.make_node("Shape", [name], ["asked"], name="asked", **bounds))
@@ -188,22 +182,19 @@ def without_operators() -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: growing(opset=23), NAMES, "must have opset 24, which brought TensorScatter, got 23"),
-        (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… with the same endings"),
-        (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
-        (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
-        (asks_for_much_of_a_shape, NAMES, "must read only axis 2 of a cache's shape, got more"),
-        (lambda: asks_for_much_of_a_shape(start=2), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
-        (lambda: asks_for_much_of_a_shape(end=3), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
-        (gives_what_it_takes, NAMES, "must make present_more by a Concat of past_more and new values on axis 2"),
-        (lambda: joined(axis=3), NAMES, "must make present_value by a Concat of past_value .* on axis 2"),
-        (lambda: joined(backwards=True), NAMES, "must make present_value by a Concat of past_value and new values"),
-        (without_operators, NAMES, "must have opset 24, which brought TensorScatter, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "options", "message"), [
+    (lambda: growing(opset=23), NAMES, "must have opset 24, which brought TensorScatter, got 23"),
+    (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… with the same endings"),
+    (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
+    (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
+    (asks_for_much_of_a_shape, NAMES, "must read only axis 2 of a cache's shape, got more"),
+    (lambda: asks_for_much_of_a_shape(start=2), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
+    (lambda: asks_for_much_of_a_shape(end=3), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
+    (gives_what_it_takes, NAMES, "must make present_more by a Concat of past_more and new values on axis 2"),
+    (lambda: joined(axis=3), NAMES, "must make present_value by a Concat of past_value .* on axis 2"),
+    (lambda: joined(backwards=True), NAMES, "must make present_value by a Concat of past_value and new values"),
+    (without_operators, NAMES, "must have opset 24, which brought TensorScatter, got 0"),
+])  # fmt: skip
 def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         caches_in_place(make(), **options)

@@ -1,7 +1,5 @@
 """The loop over chunks of queries: the same numbers, and memory that does not grow with the square of the length."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encoder–decoders as three graphs, with a stand-in for transformers: names, files that appear together, tokens."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -254,16 +252,13 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "mask", "said"),
-    [
-        ([], None, "`prompt` must be ints"),
-        ([[1], [1, 2]], None, "`prompt` must hold rows of one length"),
-        ([1, VOCABULARY], None, "`prompt` must hold tokens 0 … 19, got 1 … 20"),
-        ([1, 2], [1, 1, 1], "`mask` must be 1 where `prompt` counts"),
-        ([1, 2], [1, 2], "`mask` must be 1 where `prompt` counts"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "mask", "said"), [
+    ([], None, "`prompt` must be ints"),
+    ([[1], [1, 2]], None, "`prompt` must hold rows of one length"),
+    ([1, VOCABULARY], None, "`prompt` must hold tokens 0 … 19, got 1 … 20"),
+    ([1, 2], [1, 1, 1], "`mask` must be 1 where `prompt` counts"),
+    ([1, 2], [1, 2], "`mask` must be 1 where `prompt` counts"),
+])  # fmt: skip
 def test_prompts_that_do_not_fit(made: tuple[Model, Path], prompt: Any, mask: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         generate(made[1], prompt, 3, mask=mask)

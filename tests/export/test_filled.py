@@ -1,7 +1,5 @@
 """Caches of a fixed length: a mostly filled one is read whole, any other by its filled part, with the same numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

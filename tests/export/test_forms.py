@@ -1,7 +1,5 @@
 """Every form of the block in every profile, against float64, in every runtime here; in chunks, in place, as a node."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

@@ -1,7 +1,5 @@
 """Tokens from the graph of a decoder, whoever made it: those of the formula, drawn as asked, refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,40 +105,36 @@ def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, 
     assert (np.abs(found - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"n": 19}, ValueError, "`n` must be at most 18 after a prompt of 3: .* tables reach 20 positions, got 19"),
-        ({"prompt": [1] * 21}, ValueError, "`prompt` must be at most 20 tokens, .* model's tables reach, got 21"),
-        ({"prompt": []}, ValueError, r"`prompt` must hold a token, got shape \(0,\)"),
-        ({"prompt": [3, 30]}, ValueError, "`prompt` must hold tokens 0 … 29, got 3 … 30"),
-        ({"prompt": [-1]}, ValueError, "`prompt` must hold tokens 0 … 29, got -1"),
-        ({"prompt": [0.5]}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got float64 \(1,\)"),
-        ({"prompt": 3}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got int64 \(\)"),
-        ({"prompt": [[[3]]]}, TypeError, r"`prompt` must be ints .*, got int64 \(1, 1, 1\)"),
-        ({"prompt": [[1, 2], [3]]}, ValueError, "`prompt` must hold rows of one length, got list of 2"),
-        ({"n": -1}, ValueError, "`n` must be an int >= 0"),
-        ({"temperature": -1.0}, ValueError, "`temperature` must be at least 0"),
-        ({"temperature": np.inf}, ValueError, "`temperature` must be "),
-        ({"temperature": "hot"}, TypeError, "`temperature` must be "),
-        ({"top_k": 3}, ValueError, "`top_k` needs `temperature` above 0: .* got 3"),
-        ({"top_p": 0.5}, ValueError, "`top_p` needs `temperature` above 0: .* got 0.5"),
-        ({"seed": 1}, ValueError, "`seed` needs `temperature` above 0: .* got 1"),
-        ({"temperature": 1, "top_p": 0.0}, ValueError, "`top_p` must be above 0"),
-        ({"temperature": 1, "top_p": 1.5}, ValueError, "`top_p` must be above 0 and at most 1, got 1.5"),
-        ({"temperature": 1, "top_p": "a"}, TypeError, "`top_p` must be "),
-        ({"temperature": 1, "top_k": 0}, ValueError, "`top_k` must be an int >= 1"),
-        ({"temperature": 1, "seed": -1}, ValueError, "`seed` must be an int >= 0"),
-        ({"stop": "a"}, TypeError, "`stop` must be ints"),
-        ({"stop": [[1]]}, TypeError, r"`stop` must be ints of shape \(length,\), got int64 \(1, 1\)"),
-        ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
-        ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
-        ({"model": __file__}, ValueError, "`model` must be a graph .* can open: .*[Pp]rotobuf.*, got '"),
-        ({"providers": "CPUExecutionProvider"}, TypeError, "`providers` must be a list of names, got 'CPUExec"),
-        ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"n": 19}, ValueError, "`n` must be at most 18 after a prompt of 3: .* tables reach 20 positions, got 19"),
+    ({"prompt": [1] * 21}, ValueError, "`prompt` must be at most 20 tokens, .* model's tables reach, got 21"),
+    ({"prompt": []}, ValueError, r"`prompt` must hold a token, got shape \(0,\)"),
+    ({"prompt": [3, 30]}, ValueError, "`prompt` must hold tokens 0 … 29, got 3 … 30"),
+    ({"prompt": [-1]}, ValueError, "`prompt` must hold tokens 0 … 29, got -1"),
+    ({"prompt": [0.5]}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got float64 \(1,\)"),
+    ({"prompt": 3}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got int64 \(\)"),
+    ({"prompt": [[[3]]]}, TypeError, r"`prompt` must be ints .*, got int64 \(1, 1, 1\)"),
+    ({"prompt": [[1, 2], [3]]}, ValueError, "`prompt` must hold rows of one length, got list of 2"),
+    ({"n": -1}, ValueError, "`n` must be an int >= 0"),
+    ({"temperature": -1.0}, ValueError, "`temperature` must be at least 0"),
+    ({"temperature": np.inf}, ValueError, "`temperature` must be "),
+    ({"temperature": "hot"}, TypeError, "`temperature` must be "),
+    ({"top_k": 3}, ValueError, "`top_k` needs `temperature` above 0: .* got 3"),
+    ({"top_p": 0.5}, ValueError, "`top_p` needs `temperature` above 0: .* got 0.5"),
+    ({"seed": 1}, ValueError, "`seed` needs `temperature` above 0: .* got 1"),
+    ({"temperature": 1, "top_p": 0.0}, ValueError, "`top_p` must be above 0"),
+    ({"temperature": 1, "top_p": 1.5}, ValueError, "`top_p` must be above 0 and at most 1, got 1.5"),
+    ({"temperature": 1, "top_p": "a"}, TypeError, "`top_p` must be "),
+    ({"temperature": 1, "top_k": 0}, ValueError, "`top_k` must be an int >= 1"),
+    ({"temperature": 1, "seed": -1}, ValueError, "`seed` must be an int >= 0"),
+    ({"stop": "a"}, TypeError, "`stop` must be ints"),
+    ({"stop": [[1]]}, TypeError, r"`stop` must be ints of shape \(length,\), got int64 \(1, 1\)"),
+    ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
+    ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
+    ({"model": __file__}, ValueError, "`model` must be a graph .* can open: .*[Pp]rotobuf.*, got '"),
+    ({"providers": "CPUExecutionProvider"}, TypeError, "`providers` must be a list of names, got 'CPUExec"),
+    ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
+], ids=str)  # fmt: skip
 def test_generate_refuses_what_does_not_fit(
     made: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -188,20 +182,16 @@ def block() -> onnx.ModelProto:
 OTHER = r"`model` must be what decoder_to_onnx writes.* got inputs .* and outputs "
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (block, OTHER),
-        (with_more, OTHER),
-        (lambda: renamed(growing(), "input_ids", "tokens"), OTHER),
-        (lambda: renamed(growing(), "logits", "scores"), OTHER),
-        (lambda: renamed(growing(), "present.1.value", "present.1.values"), OTHER),
-        (lambda: labelled(growing(), "in_place"), OTHER),
-        (lambda: labelled(in_place(), "growing"), OTHER),
-        (lambda: labelled(growing(), "ring"), "caches that are 'growing' or 'in_place', got 'ring'"),
-    ],
-    ids=range(8),
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (block, OTHER),
+    (with_more, OTHER),
+    (lambda: renamed(growing(), "input_ids", "tokens"), OTHER),
+    (lambda: renamed(growing(), "logits", "scores"), OTHER),
+    (lambda: renamed(growing(), "present.1.value", "present.1.values"), OTHER),
+    (lambda: labelled(growing(), "in_place"), OTHER),
+    (lambda: labelled(in_place(), "growing"), OTHER),
+    (lambda: labelled(growing(), "ring"), "caches that are 'growing' or 'in_place', got 'ring'"),
+], ids=range(8))  # fmt: skip
 def test_other_graphs_are_no_decoders(make: Callable[[], onnx.ModelProto], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         generate(save(make(), tmp_path / "other.onnx"), [1], 1)

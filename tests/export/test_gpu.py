@@ -1,7 +1,5 @@
 """Graphs in onnxruntime on CUDA: the numbers, and that every node on data runs there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnxruntime

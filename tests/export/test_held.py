@@ -1,7 +1,5 @@
 """What an export holds in memory: the weights that are given, the model, and little else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

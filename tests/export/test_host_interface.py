@@ -1,7 +1,5 @@
 """``relskew_attention`` of relskew.h with keys and values in int8, called through its structures."""
 
-from __future__ import annotations
-
 import _ctypes
 import ctypes
 import re
@@ -29,11 +27,9 @@ C_TYPES = {"size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "int64_t": ctyp
 
 class Array(ctypes.Structure):
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("axes", ctypes.c_int32),
-        ("sizes", ctypes.c_int64 * 4),
+        ("data", ctypes.c_void_p), ("axes", ctypes.c_int32), ("sizes", ctypes.c_int64 * 4),
         ("steps", ctypes.c_int64 * 4),
-    )
+    )  # fmt: skip
 
 
 @cache

@@ -1,7 +1,5 @@
 """Caches of fixed length, written in place: every form, rows with separate pasts, pieces, rejections."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a graph looks like: its interface, names, sizes, metadata, and what `to_onnx` refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -68,19 +66,15 @@ def test_interface(profile: Any) -> None:
 def test_interface_without_projections(profile: Any) -> None:
     model = export("core: cache, grouped, no bias", profile=profile)
     assert shapes(model.graph.input) == {
-        "q": ("batch", 4, "query_length", 2),
-        "k": ("batch", 2, "query_length", 2),
-        "v": ("batch", 2, "query_length", 2),
-        "past_key": ("batch", 2, "past_length", 2),
+        "q": ("batch", 4, "query_length", 2), "k": ("batch", 2, "query_length", 2),
+        "v": ("batch", 2, "query_length", 2), "past_key": ("batch", 2, "past_length", 2),
         "past_value": ("batch", 2, "past_length", 2),
-    }
+    }  # fmt: skip
     assert shapes(model.graph.output)["out"] == ("batch", 4, "query_length", 2)
     assert list(shapes(model.graph.output)) == ["out", "present_key", "present_value"]
     assert shapes(export("core: cross", profile=profile).graph.input) == {
-        "q": ("batch", 2, "query_length", 4),
-        "k": ("batch", 2, "key_length", 4),
-        "v": ("batch", 2, "key_length", 4),
-    }
+        "q": ("batch", 2, "query_length", 4), "k": ("batch", 2, "key_length", 4), "v": ("batch", 2, "key_length", 4),
+    }  # fmt: skip
     with pytest.raises(ValueError, match=r"`weights` must have exactly the keys rel_k; extra q_proj\.weight"):
         to_onnx(CAUSAL, random_weights(CAUSAL), profile=profile, projections=False)
 
@@ -142,11 +136,9 @@ def test_metadata() -> None:
     assert BlockSpec.from_dict(json.loads(described.pop("relskew.spec"))) == FORMS["causal, short"][0]
     assert re.search(r"SHA-256 [0-9a-f]{64}\.$", model.graph.doc_string)
     assert described == {
-        "relskew.version": relskew_core.__version__,
-        "relskew.profile": "ort",
-        "relskew.dtype": "float16",
+        "relskew.version": relskew_core.__version__, "relskew.profile": "ort", "relskew.dtype": "float16",
         "relskew.max_length": "9",
-    }
+    }  # fmt: skip
     assert model.graph.name == "relative_attention_block"
     assert to_onnx(CAUSAL, random_weights(CAUSAL), name="layer_3").graph.name == "layer_3"
 
@@ -193,42 +185,36 @@ def test_max_length_trims_the_stored_rows() -> None:
         assert "batch 1, queries 5, keys 5, past 0" in {c.case for c in report.checks if c.name == "too long fails"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "message"),
-    [
-        (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, as far as the span reaches into the past"),
-        (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
-        (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
-        (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),
-        (FULL, {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
-        (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
-        (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
-        (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),
-        (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'portable', 'trt'"),
-        (CAUSAL, {"opset": 22}, "`opset` must be 23 … 28 for profile='ort', got 22"),
-        (CAUSAL, {"opset": 17, "profile": "portable"}, "`opset` must be 18"),
-        (CAUSAL, {"opset": 99}, "`opset` must be"),
-        (CAUSAL, {"dtype": "int8"}, "`dtype` must be one of 'float16', 'bfloat16', 'float32', 'float64'"),
-        (CAUSAL, {"dtype": object()}, "`dtype` must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "options", "message"), [
+    (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, as far as the span reaches into the past"),
+    (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
+    (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
+    (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),
+    (FULL, {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
+    (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
+    (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
+    (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),
+    (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'portable', 'trt'"),
+    (CAUSAL, {"opset": 22}, "`opset` must be 23 … 28 for profile='ort', got 22"),
+    (CAUSAL, {"opset": 17, "profile": "portable"}, "`opset` must be 18"),
+    (CAUSAL, {"opset": 99}, "`opset` must be"),
+    (CAUSAL, {"dtype": "int8"}, "`dtype` must be one of 'float16', 'bfloat16', 'float32', 'float64'"),
+    (CAUSAL, {"dtype": object()}, "`dtype` must be one of"),
+])  # fmt: skip
 def test_refused_values(spec: BlockSpec, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_onnx(spec, random_weights(spec), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"past": 1}, "`past` must be a bool"),
-        ({"mask": None}, "`mask` must be a bool"),
-        ({"segments": 1}, "`segments` must be a bool"),
-        ({"max_length": 4.0}, "`max_length` must be an int"),
-        ({"opset": "23"}, "`opset` must be an int"),
-        ({"name": ""}, "`name` must be a str"),
-        ({"name": 3}, "`name` must be a str"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"past": 1}, "`past` must be a bool"),
+    ({"mask": None}, "`mask` must be a bool"),
+    ({"segments": 1}, "`segments` must be a bool"),
+    ({"max_length": 4.0}, "`max_length` must be an int"),
+    ({"opset": "23"}, "`opset` must be an int"),
+    ({"name": ""}, "`name` must be a str"),
+    ({"name": 3}, "`name` must be a str"),
+])  # fmt: skip
 def test_refused_types(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         to_onnx(CAUSAL, random_weights(CAUSAL), **options)
@@ -245,23 +231,20 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     return weights
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "dtype", "error", "message"),
-    [
-        ("k_proj.bias", None, None, ValueError, "missing k_proj.bias"),
-        ("rel_v", np.zeros((2, 9, 4), "f"), None, ValueError, "extra rel_v"),
-        ("rel_k", np.zeros((2, 8, 4), "f"), None, ValueError, "rel_k.*shape \\(2, 9, 4\\), got \\(2, 8, 4\\)"),
-        ("rel_k", np.zeros((2, 9, 4), np.int64), None, TypeError, "`weights\\['rel_k'\\]`.*int64"),
-        ("rel_k", np.zeros((2, 9, 4), np.complex64), "float32", TypeError, "rel_k"),
-        ("q_proj.bias", np.full(8, np.nan, "f"), None, ValueError, "q_proj.bias.*finite"),
-        ("q_proj.bias", np.full(8, -np.inf, "f"), "float64", ValueError, "q_proj.bias.*finite"),
-        ("v_proj.bias", np.full(8, 7e4, "f"), "float16", ValueError, "v_proj.bias.*fit into float16.*70000"),
-        ("v_proj.bias", np.full(8, 1e39), "bfloat16", ValueError, "v_proj.bias.*fit into bfloat16"),
-        ("v_proj.bias", np.full(8, 1e39), "float32", ValueError, "v_proj.bias.*fit into float32"),
-        ("v_proj.bias", np.zeros(8), None, ValueError, "v_proj.bias.*must have the dtype of.*float32.*got float64"),
-        ("out_proj.bias", [0.0] * 8, None, TypeError, "out_proj.bias.*must be an array"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "dtype", "error", "message"), [
+    ("k_proj.bias", None, None, ValueError, "missing k_proj.bias"),
+    ("rel_v", np.zeros((2, 9, 4), "f"), None, ValueError, "extra rel_v"),
+    ("rel_k", np.zeros((2, 8, 4), "f"), None, ValueError, "rel_k.*shape \\(2, 9, 4\\), got \\(2, 8, 4\\)"),
+    ("rel_k", np.zeros((2, 9, 4), np.int64), None, TypeError, "`weights\\['rel_k'\\]`.*int64"),
+    ("rel_k", np.zeros((2, 9, 4), np.complex64), "float32", TypeError, "rel_k"),
+    ("q_proj.bias", np.full(8, np.nan, "f"), None, ValueError, "q_proj.bias.*finite"),
+    ("q_proj.bias", np.full(8, -np.inf, "f"), "float64", ValueError, "q_proj.bias.*finite"),
+    ("v_proj.bias", np.full(8, 7e4, "f"), "float16", ValueError, "v_proj.bias.*fit into float16.*70000"),
+    ("v_proj.bias", np.full(8, 1e39), "bfloat16", ValueError, "v_proj.bias.*fit into bfloat16"),
+    ("v_proj.bias", np.full(8, 1e39), "float32", ValueError, "v_proj.bias.*fit into float32"),
+    ("v_proj.bias", np.zeros(8), None, ValueError, "v_proj.bias.*must have the dtype of.*float32.*got float64"),
+    ("out_proj.bias", [0.0] * 8, None, TypeError, "out_proj.bias.*must be an array"),
+])  # fmt: skip
 def test_refused_weights(key: str, value: Any, dtype: str | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         to_onnx(CAUSAL, changed(key, value), dtype=dtype)

@@ -1,7 +1,5 @@
 """`validate` must notice a wrong graph in every form: the core, biases, caches in place, chunks, functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,19 +13,11 @@ from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
 FORMS: dict[str, dict[str, Any]] = {
-    "cache": {},
-    "cache, mask": {"dtype": "float16"},
-    "core: causal": {},
-    "core: cross": {},
-    "bias, full, grouped": {},
-    "bias alone, cache": {},
-    "in place: cache": {},
-    "in place: cache, zero, values, mask": {},
-    "causal, values": {"chunk_size": 3},
-    "causal": {"operator": True},
-    "full, grouped": {"profile": "portable", "operator": True},
-    "causal, window": {"chunk_size": 5},
-}
+    "cache": {}, "cache, mask": {"dtype": "float16"}, "core: causal": {}, "core: cross": {}, "bias, full, grouped": {},
+    "bias alone, cache": {}, "in place: cache": {}, "in place: cache, zero, values, mask": {},
+    "causal, values": {"chunk_size": 3}, "causal": {"operator": True},
+    "full, grouped": {"profile": "portable", "operator": True}, "causal, window": {"chunk_size": 5},
+}  # fmt: skip
 SCOPES = {"causal, values": "long/", "causal, window": "short/"}
 """Which branch of a graph with chunks is changed."""
 
@@ -202,13 +192,10 @@ RANGES: dict[str, tuple[BlockSpec, dict[str, Any], list[tuple[str, int, int]]]] 
     "past a clip": (BlockSpec(8, 2, Span.clipped(6)), {}, [("x", 36, 60), ("x", 4, 6), ("x", 150, 230)]),
     "between chunks": (BlockSpec(8, 2, Span.clipped(6)), {"chunk_size": 100}, [("x", 130, 195), ("x", 20, 30)]),
     "of a long table": (BlockSpec(8, 2, Span.causal(400), causal=True), {}, [("x", 45, 70), ("x", 200, 300)]),
-    "of a past": (
-        BlockSpec(8, 2, Span.causal(6, beyond="clip"), causal=True),
-        {"past": True},
-        [("past_key", 36, 60), ("past_key", 120, 190), ("x", 36, 60)],
-    ),
+    "of a past": (BlockSpec(8, 2, Span.causal(6, beyond="clip"), causal=True), {"past": True},
+                  [("past_key", 36, 60), ("past_key", 120, 190), ("x", 36, 60)]),
     "of a memory": (BlockSpec(8, 2, Span.clipped(6), cross=True), {}, [("x", 36, 60), ("memory", 36, 60)]),
-}
+}  # fmt: skip
 """Inputs with a length in one range, the first and the last, are wrong."""
 
 

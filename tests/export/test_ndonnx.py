@@ -1,7 +1,5 @@
 """The portable function traced by ndonnx: graphs for fixed shapes, by another hand, that must agree with ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ndonnx

@@ -1,7 +1,5 @@
 """Graphs whose attention is a node for the operator library: the same numbers with it, without it, and in plain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models of torch as graphs with nodes for the operator library: the same results with it and without it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models in fewer bits: stored weights, results, and masks that still hide keys."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from pathlib import Path
@@ -381,15 +379,12 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     assert np.array_equal(found["given"], stored["given"].astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
-        ("int8", None, "`kind` must be one of 'dynamic'"),
-        ("static", None, "`inputs` must be given for kind='static', got NoneType None"),
-        ("dynamic", inputs(), "`inputs` are only for kind='static'"),
-        ("static", [], "`inputs` must have at least one entry"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "given", "message"), [
+    ("int8", None, "`kind` must be one of 'dynamic'"),
+    ("static", None, "`inputs` must be given for kind='static', got NoneType None"),
+    ("dynamic", inputs(), "`inputs` are only for kind='static'"),
+    ("static", [], "`inputs` must have at least one entry"),
+])  # fmt: skip
 def test_wrong_arguments(kind: Any, given: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)

@@ -1,7 +1,5 @@
 """Where tables, windows, blocks and `max_length` end a graph: it is right, or fails and says which table ends."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

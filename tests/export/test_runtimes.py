@@ -1,7 +1,5 @@
 """The table of runtimes at small cost: how a graph is tried, rules of runtimes that are not here, the page's record."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -105,14 +103,10 @@ def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> No
     assert onnx.helper.find_min_ir_version_for(portable["full"].model.opset_import) == 8
 
 
-@pytest.mark.parametrize(
-    ("node", "shapes", "message"),
-    [
-        (onnx.helper.make_node("MatMul", ["x", "table"], ["y"]), {"table": [2, 4, 3]}, "cannot broadcast"),
-        (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),
-    ],
-    ids=["a table by head", "Attention"],
-)
+@pytest.mark.parametrize(("node", "shapes", "message"), [
+    (onnx.helper.make_node("MatMul", ["x", "table"], ["y"]), {"table": [2, 4, 3]}, "cannot broadcast"),
+    (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),
+], ids=["a table by head", "Attention"])  # fmt: skip
 def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
     """As in `docs/export.md`: if it supports one some day, our graphs can, too."""
     sizes = {"x": [0, 2, 3, 4], **shapes}

@@ -1,7 +1,5 @@
 """`save` leaves the old file or the new one, whole, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Models of torch with relative attention, exported by torch.onnx.export with our translations, in onnxruntime."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
-from torch_exports import VARY, assert_same, export, of, operators, random, session
+from torch_exports import SIZES, VARY, agrees, assert_same, export, of, operators, random, session
 
 
 class Layer(nn.Module):
@@ -178,7 +176,7 @@ def test_exported_calls_give_torchs_numbers_at_every_size(forward: Any, inputs: 
         unmasked = sum("causal" in x and "blocks_before" not in x for x in calls if "rel_v" not in x)
         assert causal == (unmasked if opset == 23 else 0)  # with a mask it is part of the condition
     run = session(program)
-    for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
+    for shape in SIZES:
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
 
 
@@ -193,10 +191,8 @@ def test_an_offset_unknown_to_torch_fails_past_the_table() -> None:
     def inputs(queries: int, keys: int, gap: int) -> tuple[Tensor, ...]:
         return random(2, 4, queries, 6, seed=1), random(2, 2, keys, 6, seed=2), random(gap)
 
-    model = of(call_with_a_gap)
-    run = session(export(model, inputs(3, 7, 2), {"q": {2: VARY}, "k": {2: VARY}, "gap": {0: VARY}}, 18))
-    for shape in ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4)):
-        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+    model, sizes = of(call_with_a_gap), ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4))
+    run = agrees(model, inputs, {"q": {2: VARY}, "k": {2: VARY}, "gap": {0: VARY}}, 18, sizes)
     for queries, keys, gap in ((5, 3, 8), (2, 17, 4), (1, 14, 1)):  # one position too far, to the left or to the right
         with pytest.raises(Exception, match="Max"):
             run(*inputs(queries, keys, gap))

@@ -1,7 +1,5 @@
 """``torch.onnx.export`` without a translation of ours, as users call it: torch's operators, the same numbers."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,39 +1,48 @@
-"""Functions that are no operator of torch, exported for other sizes than those of the example."""
+"""Functions on tables, lengths and offsets of every kind, exported from torch and run at other sizes."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
 
+from onnx_sessions import grown, opened
 from relskew_core import (
     Span,
+    alibi_bias,
     attention_weights,
+    proximal_bias,
     relative_attention,
     relative_attention_2d,
     relative_attention_nd,
     relative_logits,
     relative_values,
+    sinusoidal_table,
     skew,
+    t5_buckets,
     toeplitz,
     unskew,
 )
-from torch_exports import VARY, assert_same, export, random, session
+from relskew_core.export import torch_to_onnx, torch_translation_table
+from torch_exports import VARY, agrees, assert_same, export, of, random, session
 
 TABLE, NUMBERS, BY_HEAD = random(4, 6), random(4), random(4, 23, 6)
 LONG, BOTH, CLIP, ZERO, FULL = random(4, 24, 6), random(23, 23), Span(2, 1, "clip"), Span(1, 2, "zero"), Span.full(12)
 SQUARE = {0: VARY, 2: VARY}
 
 
-class Pieces(nn.Module):
-    """Each function by each end of a table: what a length decides elsewhere, nothing may decide here."""
+def pieces(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    return random(batch, 4, queries, 6, seed=1), random(batch, 4, keys, 6, seed=2), torch.arange(batch) * 2
 
-    def forward(self, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+
+def test_pieces_of_attention_agree_at_every_end_of_a_table() -> None:
+    """What a length decides elsewhere, nothing may decide here."""
+
+    def forward(self: Any, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Any, ...]:
         n, m = q.shape[2], k.shape[2]
-        weights = attention_weights(q, k, TABLE, CLIP, offset=0, sinks=NUMBERS)
+        weights: Any = attention_weights(q, k, TABLE, CLIP, offset=0, sinks=NUMBERS)
         return (
             relative_logits(q, BY_HEAD, FULL, n_keys=m, offset=0),
             relative_logits(q, TABLE, ZERO, n_keys=m, offset=0, causal=True),
@@ -46,22 +55,13 @@ class Pieces(nn.Module):
             relative_values(weights, TABLE, CLIP, offset=1, causal=True),
         )
 
-
-def pieces(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-    return random(batch, 4, queries, 6, seed=1), random(batch, 4, keys, 6, seed=2), torch.arange(batch) * 2
-
-
-def test_pieces_of_attention() -> None:
-    model = Pieces()
-    run = session(export(model, pieces(2, 5, 7), {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18))
-    for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
-        assert_same(run(*pieces(*shape)), model, *pieces(*shape))
+    run = agrees(of(forward), pieces, {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18)
     past = run(*pieces(1, 13, 4))  # one row past a table with beyond="error": the results must be obviously wrong
     assert [bool(np.isnan(result).any()) for result in past] == [index in (0, 7) for index in range(9)]
 
 
-class Grid(nn.Module):
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+def test_grids_agree_at_every_size() -> None:
+    def forward(self: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         grids: dict[str, Any] = {"q_grid": tuple(q.shape[2:4]), "k_grid": tuple(q.shape[2:4])}
         q, k = q.flatten(2, 3), k.flatten(2, 3)
         both: dict[str, Any] = {**grids, "rel_bias": BOTH, "window": ((1, 2), (0, None))}
@@ -71,20 +71,16 @@ class Grid(nn.Module):
         of_three: Any = relative_attention_nd(q, k, k, (None, *BY_HEAD[:2]), **deep, rel_bias=BOTH[..., None, :, :])
         return (*near, shifted, of_three)
 
-
-def test_grids() -> None:
     def grids(batch: int, *sides: int) -> tuple[Tensor, Tensor]:
         return random(batch, 4, *sides, 6, seed=1), random(batch, 2, *sides, 6, seed=2)
 
-    model, vary = Grid(), {0: VARY, 2: VARY, 3: VARY}
-    run = session(export(model, grids(2, 2, 3), {"q": vary, "k": vary}, 23))
-    for shape in ((2, 2, 3), (1, 1, 1), (3, 5, 1), (1, 4, 12)):
-        assert_same(run(*grids(*shape)), model, *grids(*shape))
+    vary = {0: VARY, 2: VARY, 3: VARY}
+    agrees(of(forward), grids, {"q": vary, "k": vary}, 23, ((2, 2, 3), (1, 1, 1), (3, 5, 1), (1, 4, 12)))
 
 
-class Offsets(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, by_item: Tensor, of_all: Tensor) -> tuple[Any, ...]:
-
+@pytest.mark.parametrize("opset", [18, 23])
+def test_offsets_that_are_arrays_agree(opset: int) -> None:
+    def forward(self: Any, q: Any, k: Any, by_item: Any, of_all: Any) -> tuple[Any, ...]:
         return (
             relative_attention(q, k, k, TABLE, CLIP, rel_v=TABLE, offset=by_item),
             relative_attention(q, k, k, LONG, Span.causal(24), causal=True, offset=by_item),
@@ -92,23 +88,186 @@ class Offsets(nn.Module):
             relative_attention(q, k, k, LONG, Span.causal(24), causal=True, offset=of_all.int()),
         )
 
-
-@pytest.mark.parametrize("opset", [18, 23])
-def test_offsets_that_are_arrays(opset: int) -> None:
     def inputs(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-        return (*pieces(batch, queries, keys)[:2], torch.arange(batch) * 2, torch.tensor(batch))
+        return *pieces(batch, queries, keys)[:2], torch.arange(batch) * 2, torch.tensor(batch)
 
-    model = Offsets()
     vary: dict[str, Any] = {"q": SQUARE, "k": SQUARE, "by_item": {0: VARY}, "of_all": None}
-    run = session(export(model, inputs(2, 5, 7), vary, opset))
-    for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1)):
-        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+    agrees(of(forward), inputs, vary, opset, ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1)))
 
 
 def test_a_table_of_integers_that_has_to_reach_is_refused() -> None:
-    class Buckets(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return toeplitz(torch.arange(5), n_queries=x.shape[0], n_keys=x.shape[0])
-
+    buckets = of(lambda self, x: toeplitz(torch.arange(5), n_queries=x.shape[0], n_keys=x.shape[0]))
     with pytest.raises(ValueError, match="a table of integers with beyond='error'"):
-        torch.export.export(Buckets(), (random(2),), dynamic_shapes={"x": {0: VARY}})
+        torch.export.export(buckets, (random(2),), dynamic_shapes={"x": {0: VARY}})
+
+
+# Tables that have as many rows as the input requires
+
+
+def of_a_fitted_length(self: Any, x: Any) -> tuple[Any, ...]:
+    """As NeMo and ESPnet slice a long table, Transformer-XL projects sinusoids, and Swin v2 has a network's biases."""
+    length = x.shape[-2]
+    span, past, table = Span.full(length), Span(2 * length - 1, 0), self.encoding[100 - length : 99 + length]
+    plain: Any = sinusoidal_table(span, 4, xp=torch)
+    ahead: Any = sinusoidal_table(span, 4, xp=torch, order="interleaved", direction="future", base=100.0)
+    keys = torch.cat([x.flip(-2), x], -2)
+
+    def biases(left: int, right: int) -> Any:
+        far = torch.arange(-left, right + 1, dtype=x.dtype, device=x.device)[:, None]
+        return self.bias(far.sign() * far.abs().log1p()).mT
+
+    return (
+        relative_attention(x, x, x, table),
+        relative_attention(x, x, x, table, span),
+        relative_attention(x, x, x, self.project(plain), span, rel_v=ahead, causal=True),
+        relative_attention(x, x, x, ahead, key_table=plain),
+        relative_attention(x, x, x, rel_bias=biases(length - 1, length - 1)),
+        relative_attention(x, keys, keys, rel_bias=biases(2 * length - 1, 0), span=past, causal=True, offset=length),
+        relative_attention(x, x, x, rel_bias=cast(Any, alibi_bias(2, span, like=x)) + proximal_bias(span, like=x)),
+    )
+
+
+def fitted() -> nn.Module:
+    torch.manual_seed(0)
+    bias = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 2))
+    return of(of_a_fitted_length, encoding=random(199, 4), project=nn.Linear(4, 4), bias=bias).eval()
+
+
+def heads(batch: int, length: int) -> tuple[Tensor, ...]:
+    return (random(batch, 2, length, 4, seed=length),)
+
+
+@torch.no_grad()
+def test_tables_as_long_as_the_input_agree_in_graphs() -> None:
+    model, sizes = fitted(), ((2, 7), (3, 60), (1, 2), (1, 1))
+    made = opened(torch_to_onnx(model, heads(2, 7), opset=18))
+    for size in sizes:
+        assert_same(made.run(None, {"x": heads(*size)[0].numpy()}), model, *heads(*size), gate=1e-5)
+    plain = session(export(model, heads(2, 7), {"x": SQUARE}, 18, optimize=False))
+    for size in sizes:
+        assert_same(plain(*heads(*size)), model, *heads(*size), gate=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.no_cover
+def test_tables_as_long_as_the_input_agree_in_programs() -> None:
+    model = fitted()
+    program = torch.export.export(model, heads(2, 7), dynamic_shapes=(SQUARE,)).module()
+    for size in [(3, 60), (1, 2)]:
+        for got, want in zip(program(*heads(*size)), model(*heads(*size)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_buckets_of_a_length_that_varies_are_refused() -> None:
+    options: dict[str, Any] = {"num_buckets": 8, "max_distance": 9, "bidirectional": True}
+    bucketed = of(lambda self, x: torch.tensor(t5_buckets(Span.full(x.shape[-2]), **options)) + x.sum())
+    with pytest.raises(ValueError, match=r"^`span` must have ints, .* got lengths that vary in torch.export: use"):
+        torch.export.export(bucketed, heads(2, 7), dynamic_shapes=({2: VARY},), strict=False)
+
+
+@torch.no_grad()
+def test_a_program_compares_rows_chosen_by_values_with_the_lengths() -> None:
+    def forward(self: Any, x: Any, table: Any, chosen: Any) -> Tensor:
+        spans = (None, Span.full(x.shape[-2]))
+        return torch.stack([cast(Any, relative_attention(x, x, x, table[chosen], span)) for span in spans])
+
+    model, table, chosen = of(forward), random(30, 4), torch.arange(30) < 13
+    shapes: Any = (SQUARE, None, None)
+    program = torch.export.export(model, (*heads(2, 7), table, chosen), dynamic_shapes=shapes).module()
+    for given in ((*heads(3, 7), table, chosen), (*heads(1, 9), table, torch.arange(30) < 17)):
+        torch.testing.assert_close(program(*given), model(*given))
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        program(*heads(2, 9), table, chosen)
+
+
+# Chunks of queries
+
+FAR, NOTHING, REACH = Span(6, 6, "clip"), Span(6, 6, "zero"), Span(15, 0)
+
+
+def masked(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    mask = torch.rand(batch, 1, 1, length, generator=torch.Generator().manual_seed(length)) > 0.3
+    mask[..., 0] = True
+    return random(batch, 2, length, 4), mask
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("opset", [18, 23])
+def test_chunks_agree_at_any_length(opset: int) -> None:
+    """What bounds the keys and what does not, masks that are given and that are added, tables of all kinds."""
+
+    def forward(self: Any, x: Any, mask: Any) -> tuple[Any, ...]:
+        hidden, table, bias = torch.where(mask, 0.0, torch.finfo(x.dtype).min), self.table, self.bias
+        half: Any = torch.arange(x.shape[-2], dtype=torch.int64, device=x.device) // 2
+        two: Any = torch.stack([x, x + 1], 1)
+        return (
+            relative_attention(x, x, x, rel_bias=bias, span=FAR, mask=mask),
+            relative_attention(two, two, two, table, FAR, mask=mask[:, None]),
+            relative_attention(x[0], x[0], x[0], table, FAR),
+            relative_attention(x, x, x, table, NOTHING, rel_bias=bias, causal=True, mask=hidden, segments=half),
+            relative_attention(x, x, x, table, FAR, rel_v=table, window=(7, 3), softcap=3.0),
+            relative_attention(x, x, x, table, FAR, positions=(half, half), rel_q=x + 1),
+            relative_attention(x, x[..., :5, :], x[..., :5, :], table, FAR, offset=2, window=(1, None)),
+            relative_attention(x, x, x, table, FAR, key_table=table, causal=True),
+        )
+
+    model = of(forward, table=random(2, 13, 4, seed=1), bias=random(2, 13, seed=3)).eval()
+    table = torch_translation_table(opset, chunk_size=4)
+    vary = ({0: VARY, 2: VARY}, {0: VARY, 3: VARY})
+    program = export(model, masked(2, 9), vary, opset, custom_translation_table=table)  # type: ignore[arg-type]
+    onnx.checker.check_model(program.model_proto, full_check=True)
+    run = session(program)
+    for shape in [(3, 5), (1, 8), (2, 21), (2, 4)]:
+        assert_same(run(*masked(*shape)), model, *masked(*shape), gate=1e-5)
+
+
+def test_chunks_past_a_table_fail(tmp_path: Any) -> None:
+    table = random(16, 4, seed=2)
+    model = of(lambda self, x: relative_attention(x, x, x, self.table, REACH, causal=True), table=table).eval()
+    made = torch_to_onnx(model, random(2, 2, 9, 4), tmp_path / "ends.onnx", chunk_size=4)
+    names = [node.name for node in made.graph.node]
+    assert len(set(names)) == len(names)
+    assert not any("relskew" in name for name in names)
+    run = opened(tmp_path / "ends.onnx")
+    for length in (1, 4, 16):
+        x = random(1, 2, length, 4)
+        assert_same(run.run(None, {"x": x.numpy()}), model, x, gate=1e-5)
+    with pytest.raises(Exception, match=r"rel_k|GuardFailed|Slice|Gather|Reshape|Add|bound"):
+        run.run(None, {"x": random(1, 2, 17, 4).numpy()})
+
+
+@pytest.mark.parametrize(("opset", "branches"), [(23, 1), (18, 0)])
+def test_chunks_are_chosen_where_longer_inputs_are_faster_so(opset: int, branches: int) -> None:
+    """Not with few queries, a ``key_table``, or runtimes without control flow."""
+
+    def forward(self: Any, x: Any) -> tuple[Any, ...]:
+        return (
+            relative_attention(x, x, x, self.table, FAR),
+            relative_attention(x[..., 3:, :], x, x, self.table, FAR, offset=3),
+            relative_attention(x, x, x, self.table, FAR, key_table=self.table),
+            relative_attention(x, x, x, self.short, Span(255, 0), causal=True),
+        )
+
+    several = of(forward, table=random(13, 4), short=random(256, 4))
+    made = torch_to_onnx(several, random(1, 2, 9, 4), opset=opset, check=False)
+    assert sum(node.op_type == "If" for node in made.graph.node) == branches
+
+
+def test_memory_of_chunks() -> None:
+    """At 4096 positions less than a tenth of one tensor of logits, of which a graph without chunks has several."""
+
+    def forward(self: Any, x: Any, shown: Any) -> Any:
+        bias = torch.linspace(-1, 1, 13).expand(12, 13)
+        return relative_attention(x, x, x, rel_bias=bias, span=FAR, mask=shown[:, None, None])
+
+    run = opened(torch_to_onnx(of(forward), {"x": random(2, 12, 9, 4), "shown": torch.ones(2, 9, dtype=torch.bool)}))
+    given = {"x": random(1, 12, 4096, 4).numpy(), "shown": np.ones((1, 4096), dtype=np.bool_)}
+    found = grown(lambda: run.run(None, given))
+    if found is None:
+        pytest.skip("only Linux counts the peak of one call")
+    assert found < 12 * 4096**2 * 4 / 10
+
+
+def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="`chunk_size` must be"):
+        torch_translation_table(chunk_size=0)

@@ -1,7 +1,5 @@
 """`validate` must notice errors, report them, and never raise."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re
@@ -301,17 +299,14 @@ def test_a_model_runs_elsewhere_on_request() -> None:
     assert there.ok
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "why"),
-    [
-        ("spec", "{", "JSONDecodeError: "),
-        ("spec", "[]", ""),
-        ("spec", "{}", ""),
-        ("profile", "web", "ValueError: must be one of ort, portable, trt)"),
-        ("max_length", "-1", "ValueError: must be at least 1)"),
-        ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "why"), [
+    ("spec", "{", "JSONDecodeError: "),
+    ("spec", "[]", ""),
+    ("spec", "{}", ""),
+    ("profile", "web", "ValueError: must be one of ort, portable, trt)"),
+    ("max_length", "-1", "ValueError: must be at least 1)"),
+    ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
+])  # fmt: skip
 def test_names_metadata_that_cannot_be_read(key: str, value: str, why: str) -> None:
     model, _, weights = exported(CAUSAL)
     helper.set_model_props(model, {f"relskew.{key}": value})

@@ -1,7 +1,5 @@
 """Whole models of torch: exported in one call, checked against torch, decoded without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -122,10 +120,8 @@ def test_a_decoders_graph_has_the_models_names(made: tuple[Decoder, Path]) -> No
 def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> None:
     model = onnx.load(made[1])
     assert {entry.key: entry.value for entry in model.metadata_props} == {
-        "relskew.version": __version__,
-        "relskew.decoder": "growing",
-        "relskew.reach": f"{REACH}",
-    }
+        "relskew.version": __version__, "relskew.decoder": "growing", "relskew.reach": f"{REACH}",
+    }  # fmt: skip
     assert model.opset_import[0].version == 23
     assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
 
@@ -626,15 +622,12 @@ def test_a_length_that_is_refused_hides_no_other() -> None:
         torch_to_onnx(Changing(), example, tolerance=0.1)
 
 
-@pytest.mark.parametrize(
-    ("model", "mask"),
-    [
-        (lambda mask: 1.0 - mask, torch.tensor([[0, 1], [1, 1]])),
-        (lambda mask: 1 - mask, torch.tensor([[0, 1], [1, 1]])),
-        (lambda mask: 0.1 - mask, torch.tensor([[0.0, 0.5], [1.0, 1.0]], dtype=torch.float64)),
-        (lambda mask: torch.rsub(mask, 0.5, alpha=3), torch.tensor([[True, False], [True, True]]).byte()),
-    ],
-)
+@pytest.mark.parametrize(("model", "mask"), [
+    (lambda mask: 1.0 - mask, torch.tensor([[0, 1], [1, 1]])),
+    (lambda mask: 1 - mask, torch.tensor([[0, 1], [1, 1]])),
+    (lambda mask: 0.1 - mask, torch.tensor([[0.0, 0.5], [1.0, 1.0]], dtype=torch.float64)),
+    (lambda mask: torch.rsub(mask, 0.5, alpha=3), torch.tensor([[True, False], [True, True]]).byte()),
+])  # fmt: skip
 def test_masks_are_subtracted_from_a_number(model: Callable[[Tensor], Tensor], mask: Tensor) -> None:
     """XLNet and ProphetNet subtract integers from a float, where torch's exporter stops."""
 
@@ -680,25 +673,21 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
     assert [len(shapes(values)) for values in (graph.input, graph.output)] == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "error", "message"),
-    [
-        ((), {}, ValueError, "`inputs` must hold a tensor, got tuple "),
-        (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping of names, got int 3"),
-        (torch.zeros(2, 3), {"vary": {"y": [0]}}, ValueError, r"`vary` must name inputs, \['input'\], got \['y'\]"),
-        (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
-        (torch.zeros(2, 3), {"vary": [0]}, TypeError, r"`vary` must be a mapping .* to axes, got list \[0\]"),
-        (torch.zeros(2, 3), {"vary": {"input": 0}}, TypeError, r"`vary\['input'\]` must be a list of axes, got int 0"),
-        (torch.zeros(2, 3), {"vary": {"input": [1.0]}}, TypeError, r"`vary\['input'\]` must be an int, got float 1.0"),
-        (torch.zeros(2, 3), {"tolerance": -1}, ValueError, "`tolerance` must be at least 0, got -1"),
-        (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
-        (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
-        (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
-        (torch.zeros(2, 3), {"path": "never.onnx", "overwrite": 1}, TypeError, "`overwrite` must be "),
-        (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 28, got 17"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("inputs", "options", "error", "message"), [
+    ((), {}, ValueError, "`inputs` must hold a tensor, got tuple "),
+    (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping of names, got int 3"),
+    (torch.zeros(2, 3), {"vary": {"y": [0]}}, ValueError, r"`vary` must name inputs, \['input'\], got \['y'\]"),
+    (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
+    (torch.zeros(2, 3), {"vary": [0]}, TypeError, r"`vary` must be a mapping .* to axes, got list \[0\]"),
+    (torch.zeros(2, 3), {"vary": {"input": 0}}, TypeError, r"`vary\['input'\]` must be a list of axes, got int 0"),
+    (torch.zeros(2, 3), {"vary": {"input": [1.0]}}, TypeError, r"`vary\['input'\]` must be an int, got float 1.0"),
+    (torch.zeros(2, 3), {"tolerance": -1}, ValueError, "`tolerance` must be at least 0, got -1"),
+    (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
+    (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
+    (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
+    (torch.zeros(2, 3), {"path": "never.onnx", "overwrite": 1}, TypeError, "`overwrite` must be "),
+    (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 28, got 17"),
+], ids=str)  # fmt: skip
 def test_torch_to_onnx_refuses_what_does_not_fit(
     inputs: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:

@@ -1,7 +1,5 @@
 """CuPy on a CUDA device, through torch's fused kernels; ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

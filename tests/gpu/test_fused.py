@@ -1,7 +1,5 @@
 """The fused kernels on a CUDA device: compiled, against the dense formula in float64; ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 import math
 from operator import methodcaller
 from typing import Any
@@ -22,38 +20,23 @@ from relskew_core.backends._path import COMMON
 from relskew_core.backends._torch.triton import choice
 from served import served
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
 FEW = [
     Case("large, full range", n=190, m=190, d=64, tables="rel_k rel_v rel_bias"),
     Case("large, causal", n=300, m=300, d=64, heads=4, kv_heads=2, span=Span.causal(300), options={"causal": True}),
-    Case(
-        "large, clipped",
-        n=260,
-        m=390,
-        d=64,
-        span=Span.clipped(9),
-        tables="rel_k rel_v rel_bias",
-        options={"offset": 40},
-    ),
-    Case(
-        "large, clipped, causal", n=390, m=390, d=64, span=Span.clipped(16), options={"causal": True}, own_tables=False
-    ),
-    *(
-        Case(
-            f"large, tiles beyond both edges, width {width}", n=400, m=400, d=width, span=Span.clipped(9), tables=tables
-        )
-        for width, tables in ((64, "rel_k"), (128, "rel_k rel_v rel_bias"))
-    ),
+    Case("large, clipped", n=260, m=390, d=64, span=Span.clipped(9), tables="rel_k rel_v rel_bias",
+         options={"offset": 40}),
+    Case("large, clipped, causal", n=390, m=390, d=64, span=Span.clipped(16), options={"causal": True},
+         own_tables=False),
+    *(Case(f"large, tiles beyond both edges, width {width}", n=400, m=400, d=width, span=Span.clipped(9),
+           tables=tables) for width, tables in ((64, "rel_k"), (128, "rel_k rel_v rel_bias"))),
     Case("large, window", n=260, m=260, d=64, span=Span(70, 20), tables="rel_k rel_v", options={"window": (70, 20)}),
     Case("large, key padding", n=100, m=130, d=64, mask="boolean", mask_shape=(2, 1, 1, 130)),
     Case("large, additive mask", n=100, m=130, d=64, mask="additive with holes", options={"softcap": 5.0}),
     Case("large, decoding", n=1, m=500, d=64, span=Span.causal(500), options={"causal": True, "offset": 499}),
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
-]
+]  # fmt: skip
 
 CASES = served(COMMON | {"softcap"})
 OTHERS = [case for case in dense.CASES if case not in CASES]

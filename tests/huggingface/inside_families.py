@@ -1,7 +1,5 @@
 """Drop-ins without transformers: both ways of working give the same numbers. tests/peers has the originals."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle
@@ -160,11 +158,9 @@ CACHED: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
     "mpt": (STAND_INS["mpt"][0], lambda ours, **cache: ours(x(), x(HEADS, 1, seen(cache)), **cache)[0]),
     "inkling": (STAND_INS["inkling"][0], lambda ours, **cache: ours(x(), None, **cache)[0]),
     "prophet": (STAND_INS["prophet"][0], lambda ours, **cache: ours(x(2, 3 * LENGTH, E), **cache)[0]),
-    "nemotron": (
-        lambda: parakeet("NemotronAsrStreamingEncoderAttention"),
-        lambda ours, **cache: ours(x(), x(1, 2 * seen(cache) - 1, E), **cache)[0],
-    ),
-}
+    "nemotron": (lambda: parakeet("NemotronAsrStreamingEncoderAttention"), lambda ours,
+                 **cache: ours(x(), x(1, 2 * seen(cache) - 1, E), **cache)[0]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -306,18 +302,12 @@ def test_attention_of_other_packages_stays(foreign: Callable[[], Any]) -> None:
         replace_attention(foreign())
 
 
-@pytest.mark.parametrize(
-    ("kind", "hint"),
-    [
-        ("LayoutLMv3SelfAttention", r"By hand: `conventions\.T5` has these buckets, docs/variants\.md"),
-        ("ShiftedWindowAttention", r"By hand: `conventions\.Swin` reads the table, docs/variants\.md"),
-        (
-            "OtherRotaryEmbedding",
-            r"By hand: `register_attention` adds a bias to rotary positions, `replace_rotary` ",
-        ),
-        ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "hint"), [
+    ("LayoutLMv3SelfAttention", r"By hand: `conventions\.T5` has these buckets, docs/variants\.md"),
+    ("ShiftedWindowAttention", r"By hand: `conventions\.Swin` reads the table, docs/variants\.md"),
+    ("OtherRotaryEmbedding", r"By hand: `register_attention` adds a bias to rotary positions, `replace_rotary` "),
+    ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
+])  # fmt: skip
 def test_a_refused_model_gets_a_next_step(kind: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         replace_attention(module(kind))
@@ -416,14 +406,11 @@ def test_a_replaced_model_is_copied_and_stored() -> None:
         torch.testing.assert_close(call(again[0]), call(ours[0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "named"),
-    [
-        ("wav2vec2", {"hidden_states": x()}, "relative_position_embeddings"),
-        ("fastspeech2", {"hidden_states": x()}, "pos_emb"),
-        ("parakeet", {"hidden_states": x()}, "position_embeddings"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "named"), [
+    ("wav2vec2", {"hidden_states": x()}, "relative_position_embeddings"),
+    ("fastspeech2", {"hidden_states": x()}, "pos_emb"),
+    ("parakeet", {"hidden_states": x()}, "position_embeddings"),
+])  # fmt: skip
 def test_missing_positions_are_named(name: str, given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}` must be given for relative positions, got None"):
         replace_attention(STAND_INS[name][0]())(**given)
@@ -484,10 +471,8 @@ def expected(theirs: Any, x: Tensor) -> np.ndarray:
 
 def test_a_model_or_an_attention_is_replaced_once_in_place(theirs: Any) -> None:
     model, kind, keys = (
-        torch.nn.Sequential(copy.deepcopy(theirs), torch.nn.ReLU()),
-        type(theirs),
-        [*theirs.state_dict()],
-    )
+        torch.nn.Sequential(copy.deepcopy(theirs), torch.nn.ReLU()), type(theirs), [*theirs.state_dict()],
+    )  # fmt: skip
     parts = list(model.modules())
     for given in (model, theirs):
         for _ in range(2):

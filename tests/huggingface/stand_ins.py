@@ -1,7 +1,5 @@
 """Modules with the names and parameters of transformers' attention, without its code: what drop-ins take over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Drop-ins keep what varies in a program of torch.export: batch, length and the length of a past."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules to which others have attached something, before their attention is replaced: stand-ins and plain torch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

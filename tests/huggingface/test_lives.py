@@ -1,7 +1,5 @@
 """Drop-ins for stand-ins that are made without memory, loaded, averaged, cast, copied and traced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

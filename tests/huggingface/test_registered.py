@@ -1,7 +1,5 @@
 """The registered attention, with a stand-in for transformers' interface; tests/peers has whole models."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """What the comparisons share: peers by name, random weights, heads."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The peers are installed by ``make test-peers`` only; without them nothing here is collected."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

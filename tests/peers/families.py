@@ -1,7 +1,5 @@
 """Tiny models of every family with a drop-in."""
 
-from __future__ import annotations
-
 from peers.families_speech import SPEECH
 from peers.families_text import TEXT
 from peers.families_vision import VISION

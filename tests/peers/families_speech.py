@@ -1,7 +1,5 @@
 """Families of speech."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Families of text and of documents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

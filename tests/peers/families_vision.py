@@ -1,7 +1,5 @@
 """Families of pictures, and of spectrograms that are pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny model of a family with a drop-in: random weights, and what to give it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """One backend of Keras at work: ``KERAS_BACKEND=torch python keras_backend.py ROOT GIVEN.npz FOUND.npz``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -27,11 +25,9 @@ def run_the_page() -> None:
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "keys": {"left": 3, "right": 1},
-    "bias": {"left": 3, "right": 1},
-    "t5": {"left": 20, "right": 20},
+    "keys": {"left": 3, "right": 1}, "bias": {"left": 3, "right": 1}, "t5": {"left": 20, "right": 20},
     "alibi": {"left": 6, "right": 6},
-}
+}  # fmt: skip
 
 
 def learn_once(given: Any, positions: str) -> dict[str, Any]:

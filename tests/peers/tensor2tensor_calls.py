@@ -1,7 +1,5 @@
 """Calls of tensor2tensor in a separate process: ``python tensor2tensor_calls.py FOUND.npz``."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

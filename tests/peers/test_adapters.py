@@ -1,7 +1,5 @@
 """Adapters and quantized weights of the packages that people use for them, in the place of our projections."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoders of transformers as they are, in one call: the tokens of the model without a cache."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -76,13 +74,10 @@ def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
     assert any(np.array_equal(x, wanted) for x in kept)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (XLNET, "`model` must fill a DynamicCache .* got XLNetLMHeadModel, which leaves"),
-        (FAMILIES["T5 sdpa"].make, "`model` must be a decoder, got the encoder–decoder T5For"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (XLNET, "`model` must fill a DynamicCache .* got XLNetLMHeadModel, which leaves"),
+    (FAMILIES["T5 sdpa"].make, "`model` must be a decoder, got the encoder–decoder T5For"),
+])  # fmt: skip
 def test_what_is_no_such_decoder(make: Any, said: str, tmp_path: Path) -> None:
     model = make()
     with pytest.raises(TypeError, match=said):

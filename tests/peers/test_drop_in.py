@@ -1,7 +1,5 @@
 """Whole models with their attention replaced: ONNX graphs of any length, and dropout as theirs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """T5 and its heirs as three graphs with caches: the tokens of transformers, step by step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole models of transformers exported with our translations: the operator's nodes, any length."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

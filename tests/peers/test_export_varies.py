@@ -1,7 +1,5 @@
 """Whole models of transformers with drop-ins, in one call: what varies in the originals varies in their graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

@@ -1,7 +1,5 @@
 """Families that generate: step by step through their caches, far past buckets, extents and windows."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole models of every family, under ``torch.compile`` and as graphs of ONNX."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

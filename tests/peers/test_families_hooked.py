@@ -1,7 +1,5 @@
 """Drop-ins under accelerate's hooks, which dispatch a model, or keep its weights elsewhere between calls."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Families that are made without memory, loaded, averaged, cast, copied and offloaded, before and after they change."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

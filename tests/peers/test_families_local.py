@@ -1,7 +1,5 @@
 """Encoders with a window: what attention with a mask of a band gives, in memory linear in the length, and in ONNX."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -187,14 +185,11 @@ def test_a_copy_and_a_pickle(name: str) -> None:
     assert {part.window for part in drop_ins(ours)} == {(4, 1), None} - ({None} if name == "Parakeet" else set())
 
 
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [
-        ("T5 sdpa", (70, 40)),
-        ("Parakeet", WINDOW),
-        *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
-    ],
-)
+@pytest.mark.parametrize(("name", "window"), [
+    ("T5 sdpa", (70, 40)),
+    ("Parakeet", WINDOW),
+    *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
+])  # fmt: skip
 @torch.no_grad()
 def test_onnx(name: str, window: tuple[int, int], tmp_path: Path) -> None:
     """Any batch and any length, as torch gives it; an example may be shorter than a block."""

@@ -1,7 +1,5 @@
 """Every family with a drop-in against itself: outputs, gradients, names of weights, dropout."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of the drop-ins: its programs run, as do the docstrings', and its table of families is the code's."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

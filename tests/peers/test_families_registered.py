@@ -1,7 +1,5 @@
 """Models that ask transformers' interface for their attention: the same numbers as a bias added by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Drop-ins inside what people wrap around models: LoRA, checkpointing, half precision."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -21,18 +19,8 @@ WRAPPED = [
     "Falcon", "Funnel", "Nemotron", "Gemma 3n", "Phi-4", "Data2VecVision", "timm's Swin", "torchvision's Swin",
 ]  # fmt: skip
 QUERIES = [
-    "q",
-    "query",
-    "query_proj",
-    "q_proj",
-    "linear_q",
-    "qkv",
-    "to_q",
-    "query_key_value",
-    "q_head",
-    "in_proj",
-    "Wqkv",
-]
+    "q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value", "q_head", "in_proj", "Wqkv",
+]  # fmt: skip
 
 
 def outputs(model: Any, family: Family) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """The layer of Keras on its three backends: its page runs, and its values and gradients are the formula's."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

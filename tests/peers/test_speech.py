@@ -1,7 +1,5 @@
 """Speech models with random weights against the same numbers here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The page of speech recognition: its programs run, with a small random Parakeet."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

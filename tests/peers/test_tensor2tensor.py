@@ -1,7 +1,5 @@
 """tensor2tensor's attentions with random tables against the same numbers here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

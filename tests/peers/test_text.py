@@ -1,7 +1,5 @@
 """Text models with random weights against the same numbers here."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

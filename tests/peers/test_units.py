@@ -1,7 +1,5 @@
 """Quantities of the packages that people use for units: refused, never stripped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

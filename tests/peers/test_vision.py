@@ -1,7 +1,5 @@
 """Vision models with random weights against the same numbers here."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

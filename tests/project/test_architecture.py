@@ -1,7 +1,5 @@
 """The layers of docs/architecture.md: every module is in one folder of the table and imports no later one."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks at tiny sizes: all compute the same, a record is written, read back, and shown on its page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

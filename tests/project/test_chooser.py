@@ -1,7 +1,5 @@
 """docs/chooser.md line by line: each runs after the page's own setup, or stands in a page that runs elsewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

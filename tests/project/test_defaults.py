@@ -1,7 +1,5 @@
 """No default of an array library decides what the code makes: it names dtypes, and torch's devices."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 
@@ -26,23 +24,14 @@ DEVICES_TOO = {"torch", "xp"}
 
 EXCEPTIONS = {
     ("relskew_core/_array/precision.py", "xp.asarray(0)"): "asks which integers are the library's own",
-    (
-        "relskew_core/_array/precision.py",
-        "xp.asarray(0.0, dtype=dtype)",
-    ): "asks for the default dtype, as is documented",
-    (
-        "relskew_core/_block/weights.py",
-        "xp.zeros(shape, dtype=xp.float32)",
-    ): "on the library's own device",
-    (
-        "relskew_core/_block/module.py",
-        "self.xp.zeros(shape, dtype=dtype)",
-    ): "on the library's own device, and MLX names none",
-    (
-        "relskew_core/_block/module.py",
-        "self.xp.zeros((), dtype=self.xp.int32)",
-    ): "on the library's own device, and MLX names none",
-}
+    ("relskew_core/_array/precision.py",
+     "xp.asarray(0.0, dtype=dtype)"): "asks for the default dtype, as is documented",
+    ("relskew_core/_block/weights.py", "xp.zeros(shape, dtype=xp.float32)"): "on the library's own device",
+    ("relskew_core/_block/module.py",
+     "self.xp.zeros(shape, dtype=dtype)"): "on the library's own device, and MLX names none",
+    ("relskew_core/_block/module.py",
+     "self.xp.zeros((), dtype=self.xp.int32)"): "on the library's own device, and MLX names none",
+}  # fmt: skip
 """Calls that mean a default, and why."""
 
 MADE = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)
@@ -85,24 +74,21 @@ def test_dtypes_and_devices_are_named() -> None:
     assert not found, "left to a default:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("source", "refused"),
-    [
-        ("torch.empty(shape)", True),
-        ("torch.zeros(shape, dtype=x.dtype)", True),
-        ("torch.zeros(shape, device=x.device)", True),
-        ("torch.zeros(shape, dtype=x.dtype, device=x.device)", False),
-        ("torch.zeros_like(x)", False),
-        ("x.new_zeros(shape)", False),
-        ("torch.randint(9, (), device=x.device)", True),
-        ("jnp.arange(n)", True),
-        ("jnp.zeros(shape, wide)", False),
-        ("np.asarray(x)", False),
-        ("np.asarray([1, 2])", True),
-        ("xp.arange(n, dtype=d)", True),
-        ("self.xp.arange(n)", True),
-    ],
-)
+@pytest.mark.parametrize(("source", "refused"), [
+    ("torch.empty(shape)", True),
+    ("torch.zeros(shape, dtype=x.dtype)", True),
+    ("torch.zeros(shape, device=x.device)", True),
+    ("torch.zeros(shape, dtype=x.dtype, device=x.device)", False),
+    ("torch.zeros_like(x)", False),
+    ("x.new_zeros(shape)", False),
+    ("torch.randint(9, (), device=x.device)", True),
+    ("jnp.arange(n)", True),
+    ("jnp.zeros(shape, wide)", False),
+    ("np.asarray(x)", False),
+    ("np.asarray([1, 2])", True),
+    ("xp.arange(n, dtype=d)", True),
+    ("self.xp.arange(n)", True),
+])  # fmt: skip
 def test_what_is_refused(source: str, refused: bool) -> None:
     assert bool(unnamed(source, "a.py")) == refused
 

@@ -1,7 +1,5 @@
 """What is deprecated warns in time, and is gone in the version that the warning named."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import warnings
@@ -46,17 +44,10 @@ def test_nothing_outlives_its_deprecation() -> None:
         assert complaints((ROOT / name).read_text(), relskew_core.__version__) == [], name
 
 
-@pytest.mark.parametrize(
-    ("since", "removed_in", "current", "wrong"),
-    [
-        ("0.3", "0.5", "0.4.9", 0),
-        ("0.3", "0.5", "0.5.0", 1),
-        ("0.3", "0.5", "0.10.0", 1),
-        ("0.9", "1.0", "0.10.0", 0),
-        ("0.3", "0.4", "0.3.0", 1),
-        ("0.3.1", "0.3.2", "0.4", 2),
-    ],
-)
+@pytest.mark.parametrize(("since", "removed_in", "current", "wrong"), [
+    ("0.3", "0.5", "0.4.9", 0), ("0.3", "0.5", "0.5.0", 1), ("0.3", "0.5", "0.10.0", 1), ("0.9", "1.0", "0.10.0", 0),
+    ("0.3", "0.4", "0.3.0", 1), ("0.3.1", "0.3.2", "0.4", 2),
+])  # fmt: skip
 def test_versions_are_compared_as_numbers(since: str, removed_in: str, current: str, wrong: int) -> None:
     source = f"def old():\n    warn_deprecated('`old`', since='{since}', removed_in='{removed_in}', instead='`new`')"
     assert len(complaints(source, current)) == wrong

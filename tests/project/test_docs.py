@@ -3,8 +3,6 @@
 A page is a namespace and a folder of its own. What is not run is recognised word by word, with its reason.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re
@@ -228,10 +226,8 @@ def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
     theirs, ours, plain = "pad–reshape–slice (Huang)", "relskew on torch", "plain SDPA, no relative positions"
     before, after = cell(docs("huggingface.md"), "Time and memory", "T5", "MiB, longest").split(" → ")
     figures = [
-        memory(row=theirs),
-        memory(row=ours),
-        *(seconds(row=row).split(" (")[0] for row in (plain, theirs, ours)),
-    ]
+        memory(row=theirs), memory(row=ours), *(seconds(row=row).split(" (")[0] for row in (plain, theirs, ours)),
+    ]  # fmt: skip
     section = (ROOT / "README.md").read_text().partition("<!-- figures -->")[2].partition("<!-- end of figures -->")[0]
     assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, f"{before} MiB", f"{after} MiB"]
 

@@ -1,7 +1,5 @@
 """The fuzz command passes on what is right, and finds what is wrong."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings
@@ -117,17 +115,13 @@ def with_bad(results: Any, change: Callable[[Any], Any]) -> Any:
 Given = dict[str, Any]
 SLIPS: dict[str, tuple[Callable[[Given], bool], str]] = {
     "steps between items": (lambda given: is_scattered(given["v"]), "records"),
-    "addresses": (
-        lambda given: isinstance(given["q"], np.ndarray) and not given["q"].flags.aligned,
-        "'q': '(unaligned|.*records)'",
-    ),
+    "addresses": (lambda given: isinstance(given["q"], np.ndarray) and not given["q"].flags.aligned,
+                  "'q': '(unaligned|.*records)'"),
     "steps of 0": (lambda given: is_repeated(given["k"]), "'k': 'repeated along"),
     "negative steps": (lambda given: min(getattr(given["k"], "strides", (0,))) < 0, "'k': 'backwards'"),
     "columns": (lambda given: isinstance(given["k"], np.ndarray) and np.isfortran(given["k"]), "'k': "),
-    "memory that is not to be written": (
-        lambda given: not given["q"].flags.writeable,
-        "'q': '(read-only|unaligned|repeated)",
-    ),
+    "memory that is not to be written": (lambda given: not given["q"].flags.writeable,
+                                         "'q': '(read-only|unaligned|repeated)"),
     "files": (lambda given: isinstance(given["k"], np.memmap), "'k': 'mapped'"),
     "lazily negated": (lambda given: torch.is_tensor(given["k"]) and given["k"].is_neg(), "'k': 'lazily negated'"),
     "no items": (lambda given: len(given["q"].shape) == 4 and given["q"].shape[0] == 0, r"q=zeros\(\(0, "),
@@ -140,7 +134,7 @@ SLIPS: dict[str, tuple[Callable[[Given], bool], str]] = {
     "far blocks": (lambda given: (given.get("blocks_before") or 0) > 2**20, "blocks_before="),
     "left out": (lambda given: "offset" not in given, "relative_attention_vjp"),
     "hidden numbers": (lambda given: bool((given["v"] != given["v"]).any()), "hidden: nan"),
-}
+}  # fmt: skip
 
 
 def sees_nothing(mask: Any) -> bool:
@@ -231,13 +225,10 @@ def test_a_slip_while_jax_traces_is_found(monkeypatch: pytest.MonkeyPatch, outsi
     assert f"; {outside} of " in told
 
 
-@pytest.mark.parametrize(
-    ("slip", "named"),
-    [
-        (lambda out: out.to(torch.get_default_dtype()), "out is of torch."),
-        (lambda out: out.to(torch.empty(()).device), "out is on meta"),
-    ],
-)
+@pytest.mark.parametrize(("slip", "named"), [
+    (lambda out: out.to(torch.get_default_dtype()), "out is of torch."),
+    (lambda out: out.to(torch.empty(()).device), "out is on meta"),
+])  # fmt: skip
 def test_torchs_defaults_in_a_result_are_found(
     monkeypatch: pytest.MonkeyPatch, slip: Callable[[Any], Any], named: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Workflows run what every change must pass, forges can read their templates, guides name what is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """How `make mutants` reads decorators, and what it writes down."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 

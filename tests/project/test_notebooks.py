@@ -1,7 +1,5 @@
 """The tutorials as they lie in git: with the outputs of their code, a title, a reader, and extras that exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -64,13 +62,9 @@ def imported(cells: list[Cell]) -> set[str]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
 def test_the_extras_bring_what_is_imported(path: Path) -> None:
     brought = {
-        "numpy": {"numpy"},
-        "torch": {"torch"},
-        "torch-onnx": {"torch", "onnx"},
-        "onnxruntime": {"onnxruntime"},
-        "plot": {"matplotlib"},
-        "flax": {"jax", "flax", "optax"},
-    }
+        "numpy": {"numpy"}, "torch": {"torch"}, "torch-onnx": {"torch", "onnx"}, "onnxruntime": {"onnxruntime"},
+        "plot": {"matplotlib"}, "flax": {"jax", "flax", "optax"},
+    }  # fmt: skip
     (extras,) = re.findall(r'pip install "[\w.-]+\[([\w,-]+)\]"', first_cell(path))
     standard = {"relskew_core", "time", "tracemalloc", "tempfile", "pathlib"}
     assert imported(cells_of(path)) <= standard.union(*(brought[extra] for extra in extras.split(",")))

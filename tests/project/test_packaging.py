@@ -1,7 +1,5 @@
 """What is installed is what the repository shows: mapping, links, wheel, sdist and imports."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -155,11 +153,7 @@ def content(wheel: Path) -> set[str]:
 def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
     names = content(built[".whl"])
     assert names - {KERNELS, LIBRARY} == package_sources()
-    assert {
-        "relskew_core/py.typed",
-        "relskew_core/backends/__init__.py",
-        "relskew_core/export/__init__.py",
-    } <= names
+    assert {"relskew_core/py.typed", "relskew_core/backends/__init__.py", "relskew_core/export/__init__.py"} <= names
 
 
 @needs_compiler

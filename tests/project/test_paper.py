@@ -1,7 +1,5 @@
 """The paper says what was measured: its figures stand in the pages that are written from the records."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

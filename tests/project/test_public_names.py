@@ -1,7 +1,5 @@
 """The public names: exact, sorted, and documented down to every argument."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -131,29 +129,16 @@ def test_every_name_of_the_core_shows_an_example(name: str) -> None:
 
 
 LARGE = (
-    "relskew_core.attention_weights",
-    "relskew_core.paged_attention",
-    "relskew_core.relative_attention",
-    "relskew_core.relative_attention_2d",
-    "relskew_core.relative_attention_nd",
-    "relskew_core.relative_attention_vjp",
-    "relskew_core.relative_logits",
-    "relskew_core.relative_logits_2d",
-    "relskew_core.relative_logits_nd",
-    "relskew_core.distributed.jax.ring_attention",
-    "relskew_core.distributed.torch.context_parallel_attention",
-    "relskew_core.export.decoder_to_onnx",
-    "relskew_core.export.encoder_decoder_to_onnx",
-    "relskew_core.export.generate",
-    "relskew_core.export.to_onnx",
-    "relskew_core.export.torch_to_onnx",
-    "relskew_core.export.validate",
-    "relskew_core.huggingface.register_attention",
-    "relskew_core.huggingface.replace_attention",
-    "relskew_core.huggingface.replace_rotary",
-    "relskew_core.layers.torch.MultiheadAttention",
-    "relskew_core.layers.torch.RelativeMultiheadAttention",
-)
+    "relskew_core.attention_weights", "relskew_core.paged_attention", "relskew_core.relative_attention",
+    "relskew_core.relative_attention_2d", "relskew_core.relative_attention_nd", "relskew_core.relative_attention_vjp",
+    "relskew_core.relative_logits", "relskew_core.relative_logits_2d", "relskew_core.relative_logits_nd",
+    "relskew_core.distributed.jax.ring_attention", "relskew_core.distributed.torch.context_parallel_attention",
+    "relskew_core.export.decoder_to_onnx", "relskew_core.export.encoder_decoder_to_onnx",
+    "relskew_core.export.generate", "relskew_core.export.to_onnx", "relskew_core.export.torch_to_onnx",
+    "relskew_core.export.validate", "relskew_core.huggingface.register_attention",
+    "relskew_core.huggingface.replace_attention", "relskew_core.huggingface.replace_rotary",
+    "relskew_core.layers.torch.MultiheadAttention", "relskew_core.layers.torch.RelativeMultiheadAttention",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LARGE)

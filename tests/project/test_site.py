@@ -1,7 +1,5 @@
 """The site as it is built: every page, every link, every picture; in a browser, as wide as a desk and as a phone."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Everything that may hold state has a test that empties or poisons it: the places are found in the source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 ``make check`` lets mypy and pyright read ``tests/types/results.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 

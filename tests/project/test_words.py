@@ -1,7 +1,5 @@
 """Pages, docstrings, comments and names use the field's words: those of the list in CONTRIBUTING become fewer."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -2,8 +2,6 @@
 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from __future__ import annotations
-
 from typing import Any, assert_type
 
 import jax

@@ -1,7 +1,5 @@
 """The page of `examples/web` in a headless Chromium: its tokens are Python's, and it says what it runs on."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -36,11 +34,9 @@ GREEDY = """(async (provider, prompt, n) => {
   return tokens;
 })(%s, %s, %d)"""
 SOFTWARE = (
-    "--enable-unsafe-webgpu",
-    "--enable-unsafe-swiftshader",
-    "--use-webgpu-adapter=swiftshader",
+    "--enable-unsafe-webgpu", "--enable-unsafe-swiftshader", "--use-webgpu-adapter=swiftshader",
     "--enable-features=Vulkan,WebGPU",
-)
+)  # fmt: skip
 """WebGPU without a GPU: slow, and the same numbers."""
 
 

@@ -1,7 +1,5 @@
 """Graphs in onnxruntime-web, as browsers run them, in Node: the whole validation with another runtime."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
