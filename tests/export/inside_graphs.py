@@ -29,4 +29,4 @@ def test_plans() -> None:
 
 
 def test_no_other_graph_is_there() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == {*WRITTEN, "plans"}
+    assert {path.stem for path in FOLDER.iterdir()} == {*WRITTEN, "plans", "trials"}

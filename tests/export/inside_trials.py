@@ -1,6 +1,8 @@
 """The inputs that `validate` tries: around every edge of a table, drawn between them, and past its end."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,102 +38,27 @@ def summary(found: list[Trial]) -> str:
     return " ".join(f"{name}×{count}" if count > 1 else name for name, count in Counter(map(text, found)).items())
 
 
-SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None], str, str, str]] = {
-    "table": (BlockSpec(8, 2, Span.full(9)), {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
-    "causal": (CAUSAL, {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
-    "table of one row": (BlockSpec(8, 2, Span.causal(1), causal=True), CACHE, (1, 1), "1×3", "1", "2"),
-    "cache of two": (
-        BlockSpec(8, 2, Span.causal(2), causal=True),
-        CACHE,
-        (2, 2),
-        "1×3 1/2+1×3 2×3",
-        "1/2+1 2 1",
-        "1/3+2 2/3+1 3",
-    ),
-    "cache": (
-        CAUSAL,
-        CACHE,
-        (9, 9),
-        "1×3 1/2+1×3 1/8+7×3 2×3 2/3+1×3 2/9+7×3 3×3 3/4+1×3 7×3 7/8+1×3 8×3 8/9+1×3 9×3 1/9+8",
-        "2/9+7 8/9+1 9",
-        "1/10+9 9/10+1 10",
-    ),
-    "cache in place": (  # the first that fails: a cache of 7 is too short for 8 keys
-        BlockSpec(8, 2, Span.causal(4), causal=True),
-        IN_PLACE,
-        (4, 4),
-        "1<3×3 1/2+1<6×3 2<6×3 2/3+1<3×3 3<3×3 3/4+1<6×3 4<6×3 1/4+3<6",
-        "3/4+1<6 4<6 1/4+3<6",
-        "2/8+6<7 1/5+4<9 4/5+1<9 5<9",
-    ),
-    "soft edges": (
-        BlockSpec(8, 2, Span(9, 1, "clip")),
-        {},
-        (None, None),
-        "1×3 2×3 3×3 6×3 7×3 8×3 10×3 11×3 14×3 16×3 33×3 266",
-        "33 16 14",
-        "",
-    ),
-    "cross": (
-        BlockSpec(8, 2, Span(8, 6), cross=True),
-        {},
-        (9, 7),
-        "1×3 1/7×3 2×3 2/3×3 3×3 3/2×3 7×3 7/1×3 8/1×3 8/7×3 9/2×3 9/3×3",
-        "1/7 7 8/7",
-        "10/1 1/8",
-    ),
-    "cross, open to the past": (
-        BlockSpec(8, 2, Span(3, 20), cross=True, window=(2, None)),
-        {},
-        (None, 21),
-        "1×3 1/21×3 2×3 2/16×3 3×3 3/8×3 4/7×3 7/8×3 7/3×3 8/16×3 8/2×3 16/21×3 16/1×3 21/1×3 21×3 22/2×3 22/16×3 "
-        "25/3×3 25/8×3 33/7×3 277/8×3 277/3×3",
-        "1/21 16/21 21",
-        "1/22",
-    ),
-    "cross, causal": (
-        BlockSpec(8, 2, Span(3, 0), cross=True, causal=True),
-        {},
-        (4, None),
-        "1×3 1/260×3 2×3 2/33×3 3×3 3/16×3 4×3 4/8×3 1/5×3 1/7×3 2/7×3 2/5×3 3/8×3 3/4×3 4/16×3 4/3×3 1/33×3 1/2×3 "
-        "2/260×3 2/1×3",
-        "1/260 2/260 2/33",
-        "5/1",
-    ),
-    "blocks": (
-        BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=5),
-        {},
-        (None, None),
-        "1×3 2×3 3×3 4×3 5×3 6×3 7×3 8×3 10×3 14×3 16×3 33×3 260",
-        "33 16 14",
-        "",
-    ),
-    "chunks": (
-        BlockSpec(8, 2, Span.causal(100), causal=True),
-        {"chunk_size": 20},
-        (100, 100),
-        "1×3 2×3 3×3 7×3 8×3 16×3 20×3 21×3 33×3 41 100",  # long lengths with one batch size
-        "33 21 20",
-        "101",
-    ),
-    "large chunks": (
-        BlockSpec(8, 2, Span(2, 0, "zero"), causal=True),
-        {"chunk_size": 1024},
-        (None, None),
-        "1×3 2×3 3×3 4×3 5×3 7×3 8×3 16×3 33×3 259 1024 1025 2049",
-        "33 16 8",
-        "",
-    ),
-    "chunks too large": (
-        BlockSpec(8, 2, Span(2, 0, "zero"), causal=True),
-        {"chunk_size": 1025},
-        (None, None),
-        "1×3 2×3 3×3 4×3 5×3 7×3 8×3 16×3 33×3 259",
-        "33 16 8",
-        "",
-    ),
+SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]]] = {
+    "table": (BlockSpec(8, 2, Span.full(9)), {}, (9, 9)),
+    "causal": (CAUSAL, {}, (9, 9)),
+    "table of one row": (BlockSpec(8, 2, Span.causal(1), causal=True), CACHE, (1, 1)),
+    "cache of two": (BlockSpec(8, 2, Span.causal(2), causal=True), CACHE, (2, 2)),
+    "cache": (CAUSAL, CACHE, (9, 9)),
+    "cache in place": (BlockSpec(8, 2, Span.causal(4), causal=True), IN_PLACE, (4, 4)),
+    "soft edges": (BlockSpec(8, 2, Span(9, 1, "clip")), {}, (None, None)),
+    "cross": (BlockSpec(8, 2, Span(8, 6), cross=True), {}, (9, 7)),
+    "cross, open to the past": (BlockSpec(8, 2, Span(3, 20), cross=True, window=(2, None)), {}, (None, 21)),
+    "cross, causal": (BlockSpec(8, 2, Span(3, 0), cross=True, causal=True), {}, (4, None)),
+    "blocks": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=5), {}, (None, None)),
+    "chunks": (BlockSpec(8, 2, Span.causal(100), causal=True), {"chunk_size": 20}, (100, 100)),
+    "large chunks": (BlockSpec(8, 2, Span(2, 0, "zero"), causal=True), {"chunk_size": 1024}, (None, None)),
+    "chunks too large": (BlockSpec(8, 2, Span(2, 0, "zero"), causal=True), {"chunk_size": 1025}, (None, None)),
 }
-"""A block and how it is exported; how far its table reaches; the inputs that fit, with large logits, that do not."""
+"""A block, how it is exported, and how far its table reaches."""
+
+LINES = (Path(__file__).parent / "graphs" / "trials.txt").read_text().splitlines()
+TRIED = {name: texts for name, *texts in (re.split(r" \| ?", line) for line in LINES)}
+"""Of each block the inputs that fit, those with large logits, and those that do not fit."""
 
 
 def parts(found: list[Trial]) -> tuple[str, str, str]:
@@ -143,13 +70,13 @@ def parts(found: list[Trial]) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("form", SWEEPS)
 def test_a_sweep_tries_every_edge_of_a_table(form: str) -> None:
-    spec, options, reach, *expected = SWEEPS[form]
+    spec, options, reach = SWEEPS[form]
     made = plan(spec, **options)
     assert longest(made) == reach
     found, first = make_trials(made, None, None, SEED), trials.BATCHES[0]
     assert make_trials(made, None, None, SEED) == found
     swept = [trial for trial, seed in found if seed < SEED]
-    assert parts(swept) == tuple(expected)
+    assert parts(swept) == tuple(TRIED[form])
     assert all(trial.batch == first for trial in swept if trial.large_logits or not trial.fits)
     fits = [trial.fits for trial, _ in found]
     assert fits == sorted(fits, reverse=True)  # cases that must fail come last

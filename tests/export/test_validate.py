@@ -148,18 +148,6 @@ def test_nothing_is_decoded_where_no_length_fits() -> None:
     assert "decoding" not in {check.name for check in report.checks}
 
 
-def test_lengths_and_batches_on_request() -> None:
-    report = validate(*exported(FULL), lengths=[4, 12], batches=[5])
-    assert report.ok, report.table()
-    cases = {check.case: check.name for check in report.checks if check.case and check.name != "optimiser off"}
-    assert cases == {
-        "batch 5, queries 4, keys 4, past 0": "y",
-        "batch 5, queries 4, keys 4, past 0, large logits": "y",
-        "batch 5, queries 12, keys 12, past 0": "too long fails",
-        "batch 5, queries 10, keys 10, past 0": "too long fails",
-    }
-
-
 SHARED = BlockSpec(8, 2, Span.causal(9), causal=True, shared_table=True)
 
 
@@ -208,21 +196,6 @@ def test_notices_a_mask_that_large_logits_overcome(form: Any) -> None:
     failures = validate(model, spec, weights, batches=(1,)).failures
     assert failures
     assert all("large logits" in check.case for check in failures if check.name == "y")
-
-
-def test_draws_follow_from_the_model_or_the_seed() -> None:
-    model, _, weights = exported(FULL)
-
-    def drawn(seed: int | None = None) -> tuple[int | None, list[str]]:
-        report = validate(model, FULL, weights, seed=seed, batches=(1,))
-        assert report.ok
-        return report.seed, [check.case for check in report.checks]
-
-    first = drawn()
-    assert first[0] is not None
-    assert drawn() == first == drawn(first[0])
-    assert len({tuple(drawn(seed)[1]) for seed in range(5)}) > 1
-    assert wrong(validate(model, FULL, weights, seed=-1)) == {"validation"}
 
 
 def test_files_pass_with_their_weights_inside_or_outside(tmp_path: Path) -> None:

@@ -74,14 +74,9 @@ SIZES = ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12))
 
 
 def agrees(
-    model: nn.Module,
-    inputs: Callable[..., tuple[Tensor, ...]],
-    vary: Any,
-    opset: int,
-    sizes: Any = SIZES,
-    **options: Any,
+    model: nn.Module, inputs: Callable[..., tuple[Tensor, ...]], vary: Any, opset: int, sizes: Any = SIZES
 ) -> Callable[..., list[np.ndarray[Any, Any]]]:
-    """Export a model with inputs of the first sizes, compare the graph with it at all sizes, and return what runs it."""
+    """Export a model with inputs of the first sizes, compare both at all sizes, and return what runs the graph."""
     run = session(export(model, inputs(*sizes[0]), vary, opset))
     for size in sizes:
         assert_same(run(*inputs(*size)), model, *inputs(*size))
