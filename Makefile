@@ -1,5 +1,6 @@
 # Every target installs what it needs into .venv: the machine needs only Python >= 3.11 and pip. If there is a C++
-# compiler, the kernels are compiled too; RELSKEW_PURE=1 leaves them out, and RELSKEW_PURE=0 requires them.
+# compiler, the kernels are compiled too, for this machine; RELSKEW_PURE=1 leaves them out, RELSKEW_PURE=0 requires them,
+# and RELSKEW_LEVELS=all compiles them for all processors. What is compiled stays in build/objects for all targets.
 #   make demo           one block on every installed array library, its ONNX graph, and a picture of its attention to a tune
 #   make example        a small Music Transformer learns tunes and continues one, as MIDI, WAV, a picture and ONNX
 #   make example-full   five kinds of positions on Bach's chorales, for the table of the page; needs music21
@@ -41,6 +42,8 @@ SECONDS ?= 60
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
+INSTALL := @echo 'installing into .venv; kernels that are not yet in build/objects are compiled, usually in half a minute' \
+	&& $(PIP)
 KERNELS := setup.py $(wildcard backends/_compiled/source/*)
 INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 
@@ -135,10 +138,12 @@ sanitize: .venv/dev.stamp
 	rm -rf $(COPY)
 	mkdir -p $(COPY)
 	git ls-files -z | tar --null --files-from - --create | tar --extract --directory $(COPY)
-	sed -i -e 's/"-O3"/"-O1"/' $(if $(SANITIZED_LEVELS),-e 's/^levels = .*/levels = "$(SANITIZED_LEVELS)".split()/') \
-		$(COPY)/setup.py
+	sed -i 's/"-O2"/"-O1"/' $(COPY)/setup.py
+	mkdir -p build/objects $(COPY)/build
+	ln -s $(CURDIR)/build/objects $(COPY)/build/objects
 	cd $(COPY) && CC=$(SANITIZER:++=$(if $(findstring clang,$(SANITIZER)),,cc)) CXX=$(SANITIZER) \
 		CFLAGS='$(SANITIZERS)' CXXFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' RELSKEW_PURE=0 \
+		RELSKEW_LEVELS='$(or $(SANITIZED_LEVELS),all)' \
 		$(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	cd $(COPY) && $(SANITIZED) -m pytest $(SANITIZED_TESTS)
 	cd $(COPY) && PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(SANITIZED) -m fuzz $(SECONDS) \
@@ -209,15 +214,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/demo.stamp: $(BIN)/python $(INPUTS)
-	$(PIP) --editable '.[numpy,onnx,onnxruntime,cli]'
+	$(INSTALL) --editable '.[numpy,onnx,onnxruntime,cli]'
 	@touch $@
 
 .venv/example.stamp: $(BIN)/python $(INPUTS)
-	$(PIP) --editable '.[numpy,torch-onnx,onnxruntime,cli,plot]' mido
+	$(INSTALL) --editable '.[numpy,torch-onnx,onnxruntime,cli,plot]' mido
 	@touch $@
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS)
-	$(PIP) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 # Both next to .venv, so that the environment of the other tests does not change.
@@ -247,5 +252,5 @@ $(BIN)/python:
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)
-	$(PIP) --editable '.[bench]'
+	$(INSTALL) --editable '.[bench]'
 	@touch $@

@@ -1,16 +1,26 @@
 """Compiles the kernels of `backends/_compiled`, where there is a compiler; everything else is in pyproject.toml.
 
 RELSKEW_PURE=1 leaves them out. RELSKEW_PURE=0 makes a failed compilation an error, for people who build wheels.
+RELSKEW_LEVELS says for which processors: `native`, for this one, as well as for any; `all`, for wheels; or names of
+`LEVELS`, such as `v3,v4`.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -18,11 +28,14 @@ from setuptools.command.editable_wheel import editable_wheel
 
 SOURCE = Path("backends/_compiled/source")
 FLAGS = [
-    "-std=c++17", "-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-std=c++17", "-O2", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0",
     # On ARM, GCC 12 orders loads so early that sums of products leave their registers. Clang has no such flag.
     "-fno-schedule-insns", "-Wno-ignored-optimization-argument",
 ]  # fmt: skip
+FAST = ["-fvect-cost-model", "-fpeel-loops", "-funswitch-loops"]
+"""What makes kernels as fast as with -O3, in two thirds of the time and of the size."""
+
 SSE2 = ["-msse2", "-mfpmath=sse"]
 """Without these, 32-bit x86 computes in more digits than it stores; NumPy needs the same processors."""
 
@@ -39,8 +52,16 @@ LEVELS = {
 Older compilers support them too.
 """
 
+NATIVE = {
+    "v3": {"__AVX2__", "__FMA__", "__F16C__"},
+    "v4": {"__AVX512F__", "__AVX512DQ__", "__AVX512BW__", "__AVX512VL__", "__F16C__"},
+    "v4_bf16": {"__AVX512BF16__", "__AVX512VL__"},
+    "v4_amx": {"__AMX_BF16__", "__AVX512BF16__"},
+}
+"""The macros by which compilers say what this processor has."""
+
 OF_BFLOAT16 = ("v4_bf16", "v4_amx")
-"""Levels that differ from the one before them only in products of bfloat16; the last exists only on Linux."""
+"""Levels that differ from `v4` only in products of bfloat16; the last exists only on Linux."""
 
 WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "tasks.cpp", "threads.cpp")
 OF_MODULE = ("module.cpp",)
@@ -49,41 +70,70 @@ OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
 
 LIBRARY = "librelskew.so"  # next to the module
 
-LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs", "-Wl,-z,nodelete"]
+LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs", "-Wl,-z,nodelete", "-Wl,-Bsymbolic"]
 """Flags for a library that needs neither Python nor a runtime of C++ from the program that opens it.
 
-It also stays loaded.
+It also stays loaded, and calls its own functions even if another copy is loaded.
 """
 
 STORED = ("float", "double", "Float16", "BFloat16")
 """The types of the numbers in arrays."""
 
+OBJECTS = Path("build/objects")
+"""What was compiled, by sources, flags and compiler: the next build of this folder only links it."""
+
+SECONDS = 5
+"""The usual time for the kernels of a level and a dtype, on one core."""
+
+
+KEPT = 30 * 86400
+"""The seconds after which an unused object is removed."""
+
+
+class Unit(NamedTuple):
+    """A source, the level and the dtype that it is compiled for if it has kernels, and the flags."""
+
+    source: str
+    of: str
+    flags: list[str]
+
+    def place(self, compiler: str) -> Path:
+        """Return the file of the object, which is named after all that it is made from."""
+        read: dict[Path, bytes] = {}
+        left = [SOURCE / self.source]
+        while left:
+            path = left.pop()
+            if path not in read and path.exists():  # only tests have some
+                read[path] = path.read_bytes()
+                left += [path.parent / name.decode() for name in re.findall(rb'^#include "(.+)"', read[path], re.M)]
+        key = sha256(repr((compiler, self.flags, sorted(read.items()))).encode()).hexdigest()[:16]
+        return OBJECTS / "-".join(filter(None, (Path(self.source).stem, self.of, f"{key}.o")))
+
+
+def output_of(command: list[str]) -> str:
+    """Return what a command prints, nothing if it fails: compiling has the better message then."""
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    return ""
+
 
 class Build(build_ext):
-    """Compile the kernels for each kind of processors and each dtype, all at the same time."""
+    """Compile the kernels for each kind of processors and each dtype, as many at the same time as there are cores."""
 
     def build_extension(self, extension: Extension) -> None:
         """Compile and link; if that fails, no older module remains."""
-        target = Path(self.get_ext_fullpath(extension.name))
+        module = Path(self.get_ext_fullpath(extension.name))
+        library = module.with_name(LIBRARY)
         try:
-            with ThreadPoolExecutor() as threads:
-                # In this order: if several objects define a function, the linker takes that of the oldest processor.
-                own = {name: threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL}
-                made = []
-                for level, stored in product(levels, STORED):
-                    if level in OF_BFLOAT16 and stored != "BFloat16":
-                        continue
-                    macros = [("LEVEL", level), ("STORED", stored)]
-                    made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
-                objects = [path for each in made for path in each.result()]
-            for file, others in ((target, OF_LIBRARY), (target.with_name(LIBRARY), OF_MODULE)):
-                first = [path for name, each in own.items() if name not in others for path in each.result()]
-                whole = LINKED_WHOLE if file != target else []
-                self.compiler.link_shared_object(
-                    [*first, *objects], str(file), libraries=["m", "pthread"], extra_postargs=whole
-                )
+            objects = self._objects(self._levels())
+            self._link(objects, OF_MODULE, library, LINKED_WHOLE)
+            if sys.platform.startswith("linux"):  # the module finds the library next to it
+                near = [f"-L{library.parent}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
+                self._link(objects, (*OF_LIBRARY, "level.cpp"), module, near)
+            else:
+                self._link(objects, OF_LIBRARY, module, [])
         except Exception:
-            for old in (target, target.with_name(LIBRARY), *SOURCE.parent.glob("*.so")):
+            for old in (module, library, *SOURCE.parent.glob("*.so")):
                 old.unlink(missing_ok=True)
             if extension.optional:
                 self.warn("no kernels are compiled: everything works without them, calls on CPUs at less speed")
@@ -103,16 +153,66 @@ class Build(build_ext):
             if made.exists():
                 self.copy_file(str(made), str(to))
 
-    def _compile(self, source: str, macros: list[tuple[str, str]], flags: list[str]) -> list[str]:
-        folder = Path(self.build_temp, *(value for _, value in macros))
-        objects: list[str] = self.compiler.compile(
-            [str(SOURCE / source)],
-            output_dir=str(folder),
-            macros=macros,
-            include_dirs=self.include_dirs,
-            extra_postargs=[*FLAGS, *flags],
-        )
-        return objects
+    def _levels(self) -> list[str]:
+        """Return the levels to compile, in ascending order."""
+        every = [level for level in LEVELS if level != "v4_amx" or sys.platform.startswith("linux")]
+        if not platform.endswith(("x86_64", "amd64")):
+            return ["base"]
+        names = asked_levels.replace(",", " ").split()
+        if names == ["native"]:
+            command = [*self.compiler.compiler_so, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+            macros = set(output_of(command).split())
+            names = [level for level, own in NATIVE.items() if own <= macros][-1:] if macros else ["all"]
+        if names == ["all"]:
+            return every
+        with_v4 = {"v4"} if set(names) & set(OF_BFLOAT16) else set()
+        return [level for level in every if level in {"base", *names, *with_v4}]
+
+    def _units(self, levels: list[str]) -> Iterator[Unit]:
+        """List the sources with their flags; the kernels that take longest are first, and linked last."""
+        for level, stored in product(levels, STORED):
+            if level not in OF_BFLOAT16 or stored == "BFloat16":
+                fast = FAST if level != "base" or asked_levels == "all" or len(levels) == 1 else []
+                flags = [*FLAGS, *fast, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"]
+                yield Unit("level.cpp", f"{level}-{stored}", flags)
+        for source in WITHOUT_LEVEL:
+            include = [f"-I{folder}" for folder in self.include_dirs] if source in OF_MODULE else []
+            yield Unit(source, "", [*FLAGS, *include, *(f"-DWITH_{level}" for level in levels)])
+
+    def _objects(self, levels: list[str]) -> dict[Path, str]:
+        """Compile what is not there; return the files and their sources, in the order in which they are linked.
+
+        If several objects define a function, the linker takes that of the oldest processor.
+        """
+        commands = [getattr(self.compiler, name, []) for name in ("compiler_so", "compiler_so_cxx")]
+        settings = [os.environ.get(name) for name in ("MACOSX_DEPLOYMENT_TARGET", "SDKROOT")]
+        compiler = repr((commands, settings, [output_of([*each, "--version"]) for each in commands if each]))
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        units = {unit.place(compiler): unit for unit in self._units(levels)}
+        missing = [(unit, path) for path, unit in units.items() if not path.exists()]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(min(cores, 8)) as threads:
+            if missing:
+                seconds = SECONDS * sum(bool(unit.of) for unit, _ in missing) / min(cores, 8) + 2
+                whom, count = " and ".join(levels), f"{len(missing)} of {len(units)} files"
+                print(f"relskew: compiling kernels for {whom}, {count}: usually {seconds:.0f} seconds", flush=True)
+            list(threads.map(self._compile, *zip(*missing, strict=True)) if missing else ())
+        for path in units:
+            path.touch()
+        for path in OBJECTS.glob("*.o"):
+            with suppress(FileNotFoundError):  # another build may remove it
+                if path.stat().st_mtime < time.time() - KEPT:
+                    path.unlink()
+        return {path: unit.source for path, unit in sorted(units.items(), key=lambda each: bool(each[1].of))}
+
+    def _compile(self, unit: Unit, to: Path) -> None:
+        with TemporaryDirectory(dir=OBJECTS) as folder:
+            (made,) = self.compiler.compile([str(SOURCE / unit.source)], folder, extra_postargs=unit.flags)
+            os.replace(made, to)  # whole: another build may look for it
+
+    def _link(self, objects: dict[Path, str], without: tuple[str, ...], to: Path, flags: list[str]) -> None:
+        given = [str(path) for path, source in objects.items() if source not in without]
+        self.compiler.link_shared_object(given, str(to), libraries=["m", "pthread"], extra_postargs=flags)
 
 
 class Editable(editable_wheel):
@@ -129,17 +229,16 @@ pure = os.environ.get("RELSKEW_PURE", "")
 if pure not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {pure!r}")
 
+asked_levels = os.environ.get("RELSKEW_LEVELS") or "native"
+if asked_levels not in ("all", "native") and not {*asked_levels.replace(",", " ").split()} <= {*LEVELS}:
+    raise SystemExit(f"RELSKEW_LEVELS must be all, native, or some of {', '.join(LEVELS)}, got {asked_levels!r}")
+
 platform = sysconfig.get_platform()
-levels = list(LEVELS) if platform.endswith(("x86_64", "amd64")) else ["base"]
-if not platform.startswith("linux"):
-    levels = [level for level in levels if level != "v4_amx"]
 FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else []
 stable = not sysconfig.get_config_var("Py_GIL_DISABLED")  # a Python without the GIL has no limited API
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
     [str(SOURCE / name) for name in (*WITHOUT_LEVEL, "level.cpp")],
-    define_macros=[("LEVELS_OF_X86_64", "1")] if len(levels) > 1 else [],
-    depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
     py_limited_api=stable,
     optional=pure != "0",
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 LEVELS: list[str]
+PROCESSOR: str
 XLA_ATTEND: object
 XLA_PULL_BACK: object
 

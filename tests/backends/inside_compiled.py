@@ -23,6 +23,7 @@ import kernels_built
 from compiled_cases import CASES, DTYPES, LONG, as_torch, close, narrow, on_threads
 from libraries import needs_kernels
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core._array.extras import compile_line
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, GridOperands
 from relskew_core._kernel.problem import problem
@@ -793,8 +794,10 @@ def test_which_processors_they_are_for_is_told(monkeypatch: pytest.MonkeyPatch) 
     what, name = "every floating dtype on CPUs", kernels.__name__
     assert (LEVELS[-1] if LEVELS[1:] else "any") in availability()
     for level, whom in (("x86-64-v3", "x86-64-v3"), ("base", f"any {platform.machine()}")):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LEVELS=("base", level)))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LEVELS=("base", level), PROCESSOR=level))
         assert availability() == f"for {whom}, {what}"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(LEVELS=("base",), PROCESSOR="x86-64-v3"))
+    assert f"{what}; not for this processor, x86-64-v3: `{compile_line()}`" in availability()
 
 
 def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

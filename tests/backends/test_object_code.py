@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import kernels_built
-from kernels_built import FLAGS, LEVELS, SOURCE
+from kernels_built import FAST, FLAGS, LEVELS, SOURCE
 
 INNER = """
 #include "tile.hpp"
@@ -85,7 +85,7 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
     """One multiplication of a step for each of 24 sums, 12 where there are 16 registers, and none through memory."""
     if missing := compiler.missing():
         pytest.skip(missing)
-    flags = [*FLAGS, *LEVELS[compiler.level], f"-I{SOURCE}", f"-DSTORED={stored}"]
+    flags = [*FLAGS, *FAST, *LEVELS[compiler.level], f"-I{SOURCE}", f"-DSTORED={stored}"]
     command = [*compiler.command, *flags, "-c", "-x", "c++", "-", "-o", str(tmp_path / "inner.o")]
     subprocess.run(command, input=INNER, text=True, check=True)
     listing = subprocess.run(

@@ -161,7 +161,7 @@ def test_reasons_are_one_line_and_name_files() -> None:
 def test_info_says_for_which_processors_there_are_kernels(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, levels: list[str] | None, told: str
 ) -> None:
-    module = None if levels is None else SimpleNamespace(LEVELS=levels)
+    module = None if levels is None else SimpleNamespace(LEVELS=levels, PROCESSOR=levels[-1])
     monkeypatch.setitem(sys.modules, "relskew_core.backends._compiled._kernels", module)
     assert relskew("info") == 0
     assert told in capsys.readouterr().out

@@ -36,6 +36,7 @@ CAN_COMPILE = (
     and shutil.which(COMPILER.split()[0]) is not None
     and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 )
+ON_X86_64 = sysconfig.get_platform() == "linux-x86_64"
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler with Python's headers")
 FAILING = {"CC": "false", "CXX": "false"}
 
@@ -77,7 +78,7 @@ def run_in(source: Path, *command: str, env: Mapping[str, str] | None = None, co
     run = subprocess.run(
         [sys.executable, *command],
         cwd=source,
-        env=os.environ | {"RELSKEW_PURE": ""} | dict(env or {}),
+        env=os.environ | {"RELSKEW_PURE": "", "RELSKEW_LEVELS": ""} | dict(env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -108,8 +109,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def make(folder: Path) -> None:
         copy_to(folder / "source", Path.symlink_to)
         settings = folder / "source" / "setup.py"  # compiled in a third of the time; installation optimises fully
-        settings.write_text(settings.read_text().replace('"-O3"', '"-O1"'))
-        build(folder / "source", folder / "dist", "--sdist", "--wheel")
+        settings.write_text(settings.read_text().replace('"-O2"', '"-O1"'))
+        build(folder / "source", folder / "dist", "--sdist", "--wheel", env={"RELSKEW_LEVELS": "all"})
 
     folder = once(of_run(tmp_path_factory, "packages"), make)
     return {"source": folder / "source", **{path.suffix: path for path in (folder / "dist").iterdir()}}
@@ -175,11 +176,52 @@ def test_the_compiler_warns_of_nothing(built: dict[str, Path]) -> None:
 @needs_compiler
 def test_no_older_processor_can_be_given_the_code_of_a_newer_one(built: dict[str, Path]) -> None:
     """Linkers take one of all functions with the same name: so what is compiled for a level has names of its own."""
-    objects = [path for path in built["source"].glob("build/temp*/**/level.o") if "base" not in path.parts]
-    assert objects or not sysconfig.get_platform().endswith("x86_64")
-    for path in objects:
-        own = [f"_ZN{len(part)}{part}" for part in path.parts if part in LEVELS]
-        assert not [name for name in linked_names(path) if not name.startswith(own[0])], path
+    objects = {path: path.name.split("-")[1] for path in built["source"].glob("build/objects/level-*.o")}
+    if ON_X86_64:
+        assert set(objects.values()) == set(LEVELS)
+    for path, level in objects.items():
+        if level != "base":
+            assert not [name for name in linked_names(path) if not name.startswith(f"_ZN{len(level)}{level}")], path
+
+
+@needs_compiler
+def test_only_what_has_changed_is_compiled_again(built: dict[str, Path], tmp_path: Path) -> None:
+    source = shutil.copytree(built["source"], tmp_path / "source", symlinks=True)
+    command, env = ("setup.py", "build_ext", "--inplace"), {"RELSKEW_LEVELS": "all"}
+    for path in source.rglob("*.?pp"):
+        path.touch()
+    assert "compiling kernels" not in run_in(source, *command, env=env)
+    with (source / "backends" / COMPILED / "threads.cpp").open("a") as changed:
+        changed.write("\n")
+    told = run_in(source, *command, env=env)
+    assert re.search(r"relskew: compiling kernels for .*, 1 of \d+ files: usually 2 seconds", told)
+    assert "compiling kernels" not in run_in(source, *command, env=env)
+    assert {path.suffix for path in (source / "build" / "objects").iterdir()} == {".o"}
+
+
+@needs_compiler
+@pytest.mark.skipif(not ON_X86_64, reason="one level on other processors")
+@pytest.mark.parametrize(
+    ("asked", "macros", "levels"),
+    [
+        ("", "", "base"),
+        ("native", "AVX2 FMA F16C", "base and v3"),
+        ("native", "AVX2 FMA F16C AVX512F AVX512DQ AVX512BW AVX512VL", "base and v4"),
+        ("native", "AVX2 FMA F16C AVX512F AVX512DQ AVX512BW AVX512VL AVX512BF16", "base and v4 and v4_bf16"),
+        ("all", "", "base and v3 and v4 and v4_bf16 and v4_amx"),
+        ("v3, v4_bf16", "", "base and v3 and v4 and v4_bf16"),
+    ],
+)
+def test_a_clone_compiles_for_its_own_processor_and_others_on_request(
+    asked: str, macros: str, levels: str, tmp_path: Path
+) -> None:
+    copy_to(tmp_path, Path.symlink_to)
+    compiler = tmp_path / "compiler"  # it answers only what the processor has
+    lines = " ".join(f"'#define __{name}__ 1'" for name in ["x86_64", *macros.split()])
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) printf "%s\\n" {lines} ;; *) exit 1 ;; esac\n')
+    compiler.chmod(0o755)
+    env = {"CC": str(compiler), "CXX": str(compiler), "RELSKEW_LEVELS": asked}
+    assert f"relskew: compiling kernels for {levels}, " in run_in(tmp_path, "setup.py", "build_ext", env=env)
 
 
 @needs_compiler
@@ -190,12 +232,13 @@ def test_kernels_need_a_c_library_alone_and_an_old_one(built: dict[str, Path], t
         for name in (KERNELS, LIBRARY):
             path = wheel.extract(name, tmp_path)
             told = subprocess.run(["objdump", "--private-headers", path], check=True, capture_output=True, text=True)
-            assert set(re.findall(r"NEEDED +(\w+)", told.stdout)) <= {"libc", "libm", "libpthread"}
+            needed = set(re.findall(r"NEEDED +(\w+)", told.stdout))
+            assert needed - {"libc", "libm", "libpthread"} == ({"librelskew"} if name == KERNELS else set())
             asked = {
                 symbol: tuple(map(int, version.split(".")))
                 for symbol, version in re.findall(r"(\w+)@GLIBC_([\d.]+)", " ".join(undefined_names(Path(path))))
             }
-            assert "expf" in asked
+            assert "expf" in asked or name == KERNELS
             newer = {symbol for symbol, version in asked.items() if version > (2, 28)}
             assert newer <= LATER_VERSIONS, "RELEASING.md, docs/install.md and pyproject.toml promise glibc 2.28"
 
@@ -239,6 +282,8 @@ def test_kernels_that_are_asked_for_have_to_be_compiled(tmp_path: Path) -> None:
         assert not any(old.exists() for old in olds)
     told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_PURE": "yes"}, code=1)
     assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in told
+    told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_LEVELS": "v3,v5"}, code=1)
+    assert "RELSKEW_LEVELS must be all, native, or some of base, v3, v4, v4_bf16, v4_amx, got 'v3,v5'" in told
 
 
 def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:

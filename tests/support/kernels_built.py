@@ -31,7 +31,7 @@ def asked_for(name: str) -> Any:
     raise AssertionError(name)
 
 
-FLAGS, AVX512, SSE2 = asked_for("FLAGS"), asked_for("AVX512"), asked_for("SSE2")
+FLAGS, FAST, AVX512, SSE2 = map(asked_for, ("FLAGS", "FAST", "AVX512", "SSE2"))
 LEVELS, STORED, OF_BFLOAT16, OF_LIBRARY = map(asked_for, ("LEVELS", "STORED", "OF_BFLOAT16", "OF_LIBRARY"))
 
 
@@ -50,7 +50,7 @@ UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
     *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("tasks.cpp", "threads.cpp", *OF_LIBRARY)),
     *(
-        Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
+        Unit(SOURCE / "level.cpp", level, [*FLAGS, *FAST, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS
         for stored in STORED
         if level not in OF_BFLOAT16 or stored == "BFloat16"

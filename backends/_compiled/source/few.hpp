@@ -17,13 +17,14 @@ inline void multiply_rows(const Real *query, const T *x, Index row, Index rows, 
     for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
         const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after the last one repeat it
         if (last < LANES / 4) {
-            for (Index i = 0; i <= last; i++) to[j + i] = dot(query, x + i * row, width);
+            for (Index i = 0; i <= last; i++) to[j + i] = dot(query, x + i * row, length);
             return;
         }
         Vec total[LANES];
         for (Index i = 0; i < LANES; i++) {  // row by row, which memory reads fastest
             const T *at = x + std::min(i, last) * row;
             total[i] = load(query) * load(at);
+#pragma GCC unroll 8
             for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
         }
         store(to + j, sums(total));

@@ -4,8 +4,8 @@
 
 namespace LEVEL {
 
-bool attend(const Problem &x, Tasks &tasks) { return is_few(x) ? attend_few(x, tasks) : forward(x, tasks); }
+EXPORTED bool attend(const Problem &x, Tasks &tasks) { return is_few(x) ? attend_few(x, tasks) : forward(x, tasks); }
 
-bool pull_back(const Problem &x, Tasks &tasks) { return backward(x, tasks); }
+EXPORTED bool pull_back(const Problem &x, Tasks &tasks) { return backward(x, tasks); }
 
 }  // namespace LEVEL

@@ -344,16 +344,20 @@ bool declare(PyObject *module) {
            gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE);
 }
 
-// LEVELS: the levels that this processor supports, the best last.
+// LEVELS: the compiled levels that this processor supports, the best last; and PROCESSOR: its best one, compiled or
+// not.
 int start(PyObject *module) {
     look_at_processor();
     Names names;
+    const char *best = nullptr;
     for (const Level &level : levels) {
+        if (level.supported) best = level.name;
         if (!level.here) continue;
         chosen = &level;
         names.add(level.name);
     }
-    const bool done = names.put(module, "LEVELS") && declare(module) && add_address(module, "XLA_ATTEND", xla_attend) &&
+    const bool done = names.put(module, "LEVELS") && !PyModule_AddStringConstant(module, "PROCESSOR", best) &&
+                      declare(module) && add_address(module, "XLA_ATTEND", xla_attend) &&
                       add_address(module, "XLA_PULL_BACK", xla_pull_back);
     return done ? 0 : -1;
 }

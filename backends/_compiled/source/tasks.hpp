@@ -183,6 +183,9 @@ private:
     Place place(Index number) const;
 };
 
+// Functions of the library that the module calls, where it is linked with the library.
+#define EXPORTED __attribute__((visibility("default")))
+
 // Process tasks of a call with the memory of one thread; false if there is no memory.
 template <class Stored>
 using Kernel = bool (*)(const ProblemOf<Stored> &, Tasks &);

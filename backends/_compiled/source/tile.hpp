@@ -411,11 +411,11 @@ void pack_as(bool in_pairs, const T *x, Index row, Index rows, Index width, Real
 
 template <class A, class B>
 inline Real dot(const A *a, const B *b, Index width) {
+    const Index whole = width / LANES * LANES;  // the compiler sees that no number is left of a constant width
     Vec total{};
-    Index d = 0;
-    for (; d + LANES <= width; d += LANES) total += load(a + d) * load(b + d);
+    for (Index d = 0; d < whole; d += LANES) total += load(a + d) * load(b + d);
     Real rest = 0;
-    for (; d < width; d++) rest += Real(a[d]) * Real(b[d]);
+    for (Index d = whole; d < width; d++) rest += Real(a[d]) * Real(b[d]);
     return sum(total) + rest;
 }
 
