@@ -34,7 +34,8 @@ def availability() -> str:
         )
     except NOT_LOADED as error:
         return f"none: what was compiled at installation cannot be loaded: {error}; with a compiler, {TO_COMPILE} anew"
-    level, own = kernels.LEVELS[-1], kernels.PROCESSOR
+    level = kernels.LEVELS[-1]
+    own = getattr(kernels, "PROCESSOR", level)  # older modules have none
     found = f"for {f'any {platform.machine()}' if level == 'base' else level}, every floating dtype on CPUs"
     return found if level == own else f"{found}; not for this processor, {own}: {TO_COMPILE} for it"
 
