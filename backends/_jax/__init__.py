@@ -1,7 +1,7 @@
 """JAX: loops over chunks of one shape, compiled once, with a differentiation rule that keeps memory linear.
 
 Left to themselves, ``jax.jit`` unrolls the portable kernel's chunks, which takes compile time by the length and memory
-by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass. Calls of few logits need no loops.
+by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
-from relskew_core.backends._jax import at_once, compiled, tangent
+from relskew_core.backends._jax import compiled, tangent
 from relskew_core.backends._jax import prepared as prepared
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
-from relskew_core.backends._path import EVERY, PORTABLE, Path
+from relskew_core.backends._path import EVERY, Path
 
 COMPILED = tangent.Passes(compiled.attention, compiled.attention_vjp, keeps_sums=True)
 
@@ -30,23 +30,14 @@ LARGEST_ON_CPUS = 64
 """The most queries of a chunk: a turn of a loop costs little, and every additional query multiplies hidden keys."""
 
 
-def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that support a call, or why there are none."""
-    forward, x = function == "attention", call.operands()
-    if compiled.serves(x, call.options) if forward else compiled.serves_backward(x, call.options):
-        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), supports=EVERY)
-    short = forward and at_once.serves(call.given, call.options)
-    return Path(attention, attention_vjp, supports=EVERY, faster=not short)
+def serve(function: str, call: Problem) -> Path:
+    """Return the kernels for a call."""
+    serves = compiled.serves if function == "attention" else compiled.serves_backward
+    passes = COMPILED if serves(call.operands(), call.options) else tangent.LOOPS
+    return Path(partial(attention, passes=passes), partial(attention_vjp, passes=passes), supports=EVERY)
 
 
-def instead(call: Problem) -> Path:
-    """Return the kernels for calls that loops do not speed up, or do not take."""
-    return Path(at_once.attention, attention_vjp) if at_once.serves(call.given, call.options) else PORTABLE
-
-
-def attention(
-    operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes = tangent.LOOPS
-) -> tuple[Array, Array | None]:
+def attention(operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options), passes)
     return result
@@ -58,7 +49,7 @@ def attention_vjp(
     options: Options,
     *,
     xp: Any,
-    passes: tangent.Passes = tangent.LOOPS,
+    passes: tangent.Passes,
     **results: Array | None,
 ) -> Gradients:
     """Return the gradients of every operand."""

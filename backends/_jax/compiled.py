@@ -23,7 +23,7 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import Gradients, Operands, Options, has_tables
 from relskew_core.backends import _compiled
-from relskew_core.backends._jax import at_once, backward, eager, forward
+from relskew_core.backends._jax import eager, passes
 from relskew_core.backends._jax.explicit import explicitly_split, split_by_compiler
 from relskew_core.backends._jax.foreign import SHARED, by_kernels, is_registered, pulled
 from relskew_core.backends._jax.loops import Ranges
@@ -57,7 +57,7 @@ def serves_backward(x: Operands, options: Options) -> bool:
 
 
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    """Return the results of ``forward.attention``."""
+    """Return the results of ``passes.attention``."""
     if not explicitly_split(operands):
         return _attend(options, operands)
     like = operands.q, operands.q[..., 0] if options.return_lse else None
@@ -73,7 +73,7 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array | None]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, ranges: Ranges | None) -> Gradients:
-    """Return the results of ``backward.attention_vjp``, except for the gradient of a mask."""
+    """Return the results of ``passes.attention_vjp``, except for the gradient of a mask."""
     like = {name: x for name in pulled(operands._asdict()) if (x := getattr(operands, name)) is not None}
     gradients: Gradients = split_by_compiler(partial(_pull_back, options), Gradients(**like), cotangents, operands)
     return gradients
@@ -82,7 +82,7 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, 
 @attention_vjp.defjvp
 def _pushed(options: Options, primals: Any, tangents: Any) -> Any:
     def pulled(cotangents: Cotangents, operands: Operands, ranges: Ranges | None) -> Gradients:
-        return backward.attention_vjp(cotangents, operands, options, ranges)
+        return passes.attention_vjp(cotangents, operands, options, ranges)
 
     return jax.jvp(pulled, primals, tangents)
 
@@ -165,12 +165,9 @@ def _by_loops(*arrays: Array, names: tuple[str, ...], options: Options, maps: in
         return jax.vmap(partial(_by_loops, names=names, options=options, maps=maps - 1), in_axes=axes)(*given)
     x, cotangents = _given(names, arrays)
     if cotangents is not None:
-        found = backward.attention_vjp(cotangents, x, options, None)
+        found = passes.attention_vjp(cotangents, x, options, None)
         return [getattr(found, name) for name in pulled(x._asdict())]
-    at_will = replace(options, chunk_size=None)
-    short = at_once.serves(x, at_will)
-    results = at_once.attention(x, at_will, xp=jnp) if short else forward.attention(x, options, None)
-    return [each for each in results if each is not None]
+    return [each for each in passes.attention(x, options, None) if each is not None]
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, **parameters: Any) -> Any:

@@ -20,31 +20,28 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.key_side import by_query_head
 from relskew_core._positions.skew import skew_from
 from relskew_core._positions.table import weighed
-from relskew_core.backends._jax.columns import Columns
-from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
+from relskew_core.backends._jax.loops import Loop, LoopPlan
 
 Product = Callable[[Array, Array], Array]
 
 
+def blocks(n: int, m: int) -> int:
+    """Return the number of blocks of ``n`` keys, the last one padded."""
+    return -(-m // n)
+
+
 def width(loop: Loop, options: Options) -> int:
     """Return the number of columns of ``key_table`` that a chunk uses."""
-    return loop.width if options.visibility.by_value else (_blocks(loop.n, loop.m) + 1) * loop.n
+    return loop.width if options.visibility.by_value else (blocks(loop.n, loop.m) + 1) * loop.n
 
 
 def reach(plan: LoopPlan, options: Options) -> tuple[int, int]:
     """Return the lowest and the highest query position − key position in the chunks' windows."""
     if options.visibility.by_value or not plan.loops:
         return -plan.high, -plan.low
-    lows = [-loop.low[1] - loop.spare - _blocks(loop.n, loop.m) * loop.n for loop in plan.loops]
+    lows = [-loop.low[1] - loop.spare - blocks(loop.n, loop.m) * loop.n for loop in plan.loops]
     highs = [-loop.low[0] - loop.spare + loop.n - 1 for loop in plan.loops]
     return min(lows), max(highs)
-
-
-def start(loop: Loop, place: ChunkPlace, options: Options, table: Columns) -> Array | int:
-    """Return the chunk's first column of the table."""
-    if options.visibility.by_value:
-        return 0
-    return place.start - place.first + (options.visibility.offset - _blocks(loop.n, loop.m) * loop.n - table.low)
 
 
 @jax.custom_vjp
@@ -81,13 +78,9 @@ def logits(k: Array, columns: Array, chunk: Chunk, heads: int, *, product: Produ
     return found if by_head else by_query_head(found, heads, xp=jnp)
 
 
-def _blocks(n: int, m: int) -> int:
-    return -(-m // n)
-
-
 def _cut(x: Array, n: int) -> Array:
     """Cut (..., m, a) into blocks of ``n`` rows, the last one padded with zeros: (..., blocks, n, a)."""
-    count = _blocks(n, x.shape[-2])
+    count = blocks(n, x.shape[-2])
     full = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * n - x.shape[-2]), (0, 0)])
     return jnp.reshape(full, (*x.shape[:-2], count, n, x.shape[-1]))
 
@@ -107,7 +100,7 @@ def _skewed(k: Array, columns: Array, n: int) -> Array:
 def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk, product: Product) -> Array:
     """Look up block by block: the whole product would have all columns of the table for every key."""
 
-    def blocks(x: Array) -> Array:
+    def cut(x: Array) -> Array:
         return jnp.moveaxis(_cut(x, n), -3, 0)
 
     def one(block: tuple[Array, Array, Array | None]) -> Array:
@@ -115,5 +108,5 @@ def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk, product: Pr
         found = gather(product(keys, columns), index, xp=jnp)
         return found if there is None else jnp.where(there, found, 0.0)
 
-    there = None if chunk.there is None else blocks(chunk.there)
-    return _joined(jnp.moveaxis(lax.map(one, (blocks(k), blocks(chunk.index), there)), 0, -3))
+    there = None if chunk.there is None else cut(chunk.there)
+    return _joined(jnp.moveaxis(lax.map(one, (cut(k), cut(chunk.index), there)), 0, -3))

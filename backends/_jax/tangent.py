@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
-from relskew_core.backends._jax import backward, forward
+from relskew_core.backends._jax import passes as loops
 from relskew_core.backends._jax.loops import Ranges
 
 Arrays = tuple[Array, ...]
@@ -39,7 +39,7 @@ class Passes(NamedTuple):
     keeps_sums: bool = False  # whether the backward pass uses the sums of weights
 
 
-LOOPS = Passes(forward.attention, backward.attention_vjp)
+LOOPS = Passes(loops.attention, loops.attention_vjp)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 3))
@@ -81,7 +81,7 @@ class Change:
 
         def results(*moved: Array) -> Any:
             now = operands._replace(**dict(zip(self.names, moved, strict=True)))
-            return tuple(jax.tree.leaves(forward.attention(now, self.options, ranges)))
+            return tuple(jax.tree.leaves(loops.attention(now, self.options, ranges)))
 
         return jax.jvp(results, tuple(getattr(operands, name) for name in self.names), tangents)[1]
 

@@ -14,12 +14,11 @@ from relskew_core._array.softmax import as_sums, log_sum_exp
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.by_head import with_sinks
-from relskew_core._kernel.by_value import placed
 from relskew_core._kernel.call import Arguments, shape_of_rows, takes
 from relskew_core._kernel.chunk import Chunk, chunks
-from relskew_core._kernel.forward import Tables, chunk_logits, chunk_visible, chunk_weights, seen_of
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import Problem, problem
+from relskew_core._kernel.view import Tables, View
 from relskew_core._positions.skew import pad_last
 
 UNUSED = ("v", "rel_v", "dropout", "seed", "impl")
@@ -87,7 +86,7 @@ def attention_weights(given: Any) -> Array:
     # a program for any length has one chunk
     whole = replace(options, chunk_size=sizes[-1]) if compiled_for_any(*sizes, options.visibility.n_keys) else options
     laid = list(chunks(operands, whole))
-    tables = Tables.of(operands, options, laid, xp=xp)
+    tables = Tables.covering(operands, options, laid, xp=xp)
     with undisturbed(operands.q):
         rows = [_rows(call, operands, tables, chunk) for chunk in laid]
     if not rows:
@@ -111,12 +110,9 @@ def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start, n_keys)
         return nothing(shape, operands, xp=xp)
-    chunk = placed(chunk, operands, options, xp=xp)
-    visible = chunk_visible(operands, options, chunk, xp=xp)
-    k = seen_of(operands.k, chunk, visible, xp=xp)
-    logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
-    has_sinks = call.sinks is not None
-    weights, sums = chunk_weights(logits, operands, options, chunk, visible, sums=has_sinks, xp=xp)
+    view = View(operands, options, tables, chunk, xp=xp)
+    logits = view.logits(*view.scaled_queries(), view.seen(operands.k))
+    weights, sums = view.weights(logits, sums=call.sinks is not None)
     if call.sinks is not None and sums is not None:
         weights, _ = with_sinks(weights, sums, call.sinks, xp=xp)
     return pad_last(weights, chunk.first, n_keys - chunk.end, xp=xp)

@@ -9,25 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relskew_core._array.known import in_turn, joined
+from relskew_core._array.known import in_turn
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.by_value import placed
 from relskew_core._kernel.call import BY_QUERY, Gradients, Operands, Options
-from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
-from relskew_core._kernel.dropout import kept
-from relskew_core._kernel.forward import (
-    Tables,
-    capped_gradient,
-    chunk_logits,
-    chunk_visible,
-    chunk_weights,
-    grouped_matmul,
-    relative_queries,
-    seen_of,
-)
-from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
-from relskew_core._kernel.sums import GradientSums
+from relskew_core._kernel.chunk import chunks
+from relskew_core._kernel.sums import GradientSums, Sums
+from relskew_core._kernel.view import Tables, View, grouped_matmul
 from relskew_core._positions.skew import pad_last
 
 
@@ -41,14 +29,6 @@ class Cotangents(NamedTuple):
     out: Array | None = None
     sums: Array | None = None
     d_lse: Array | None = None
-
-    def delta(self, weights: Array, d_weights: Array, queries: slice, *, xp: Namespace) -> Array:
-        """Return the weighted mean of the weights' gradients, minus the gradient of the log-sum-exp."""
-        if self.out is None:
-            delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
-        else:
-            delta = xp.sum(self.d_out[..., queries, :] * self.out[..., queries, :], axis=-1, keepdims=True)
-        return delta if self.d_lse is None else delta - self.d_lse[..., queries][..., None]
 
 
 def attention_vjp(
@@ -67,113 +47,80 @@ def attention_vjp(
     """
     cotangents = Cotangents(d_out, out, sums, d_lse)
     laid = list(chunks(operands, options))
-    tables = Tables.of(operands, options, laid, xp=xp)
-    sums = GradientSums(operands, tables, xp)
+    tables = Tables.covering(operands, options, laid, xp=xp)
+    gradients = GradientSums(operands, tables, xp)
     for chunk in laid:
         if chunk.first == chunk.end:
-            sums.add_nothing(chunk)
+            gradients.add_nothing(chunk)
         else:
-            chunk = placed(chunk, operands, options, xp=xp)
-            done = sums.done()
-            then = in_turn(cotangents, ("d_out",), done, xp=xp)
-            _backward(then, in_turn(operands, BY_QUERY, done, xp=xp), options, tables, chunk, sums, xp=xp)
-    return sums.gradients()
+            done = gradients.done()
+            now, then = in_turn(operands, BY_QUERY, done, xp=xp), in_turn(cotangents, ("d_out",), done, xp=xp)
+            pull_back(View(now, options, tables, chunk, xp=xp), then, gradients)
+    return gradients.gradients()
 
 
-def _backward(
-    cotangents: Cotangents,
-    operands: Operands,
-    options: Options,
-    tables: Tables,
-    chunk: Chunk,
-    sums: GradientSums,
-    *,
-    xp: Namespace,
-) -> None:
-    queries = slice(chunk.start, chunk.stop)
-    d_out = cotangents.d_out[..., queries, :]
-    q = operands.q[..., queries, :] * options.scale
-    visible = chunk_visible(operands, options, chunk, xp=xp)
-    k, v = (seen_of(x, chunk, visible, xp=xp) for x in (operands.k, operands.v))
-
-    logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
-    whole = cotangents.sums
-    weights, own = chunk_weights(logits, operands, options, chunk, visible, sums=whole is not None, xp=xp)
+def pull_back(view: View, cotangents: Cotangents, sums: Sums) -> None:
+    """Add a chunk's gradients."""
+    operands, options, tables, xp = view.operands, view.options, view.tables, view.xp
+    d_out, whole = view.fresh(cotangents.d_out), cotangents.sums
+    q, rel_q = view.scaled_queries()
+    k, v = view.seen(operands.k), view.seen(operands.v)
+    logits = view.logits(q, rel_q, k)
+    weights, own = view.weights(logits, sums=whole is not None)
     if whole is not None:
-        weights = weights * share_of(own, whole[..., queries, :], xp=xp)[..., None]
-    factors = kept(operands, options, chunk, xp=xp) if options.dropout else None
+        weights = weights * share_of(own, view.queries(whole), xp=xp)[..., None]
+    factors = view.factors()
     of_values = weights if factors is None else weights * factors
 
-    sums.add_keys(chunk, v=grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
+    sums.add_keys(view, "v", of_values, d_out)
     d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
     if tables.rel_v is not None:
-        relative, low, high = visible_columns(chunk.relative(of_values, xp=xp), chunk, options)
+        relative, low, high = view.relative(of_values)
         if low <= high:
-            product = tables.rel_v.product(d_out, low, high, xp=xp)
-            product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
-            d_weights = d_weights + chunk.absolute(product, xp=xp)
+            product = view.table("rel_v").product(d_out, low, high, xp=xp)
+            product = pad_last(product, low - view.chunk.low, view.chunk.high - high, xp=xp)
+            d_weights = d_weights + view.absolute(product)
             d_weights = xp.where(weights == 0, weights, d_weights)  # hidden pairs may read rows that no query sees
-            sums.add_table("rel_v", low, high, relative, d_out)
+            sums.add_table(view, "rel_v", low, high, relative, d_out)
     if factors is not None:
         d_weights = d_weights * factors
 
-    d_logits = weights * (d_weights - cotangents.delta(weights, d_weights, queries, xp=xp))
-    sums.add_mask(chunk, d_logits)
-    d_logits = capped_gradient(d_logits, logits, options, xp=xp)
+    d_logits = weights * (d_weights - _delta(view, cotangents, d_out, weights, d_weights))
+    sums.add_mask(view, d_logits)
+    if options.softcap is not None:
+        ratio = logits * (1 / options.softcap)
+        d_logits = xp.where(d_logits == 0, d_logits, d_logits * (1 - ratio * ratio))  # hidden logits may be infinite
 
-    d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
+    of_table = None
     if tables.key_table is not None:
-        d_k = d_k + _key_side_gradient(d_logits, k * options.rel_scale, options, chunk, sums, xp=xp)
-    sums.add_keys(chunk, k=d_k)
+        of_table = view.key_side_gradient(d_logits, k * options.rel_scale, sums) * options.rel_scale
+    sums.add_keys(view, "k", d_logits, q, of_table)
     d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
-    d_rel_q = _relative_gradient(d_logits, q, operands, options, chunk, sums, xp=xp)
+    d_rel_q = _relative_gradient(view, d_logits, rel_q, sums)
     if operands.rel_q is None and d_rel_q is not None:
         d_q = d_q + d_rel_q
-    sums.add_queries(chunk, q=d_q, rel_q=d_rel_q)
+    sums.add_queries(view, q=d_q, rel_q=d_rel_q)
 
 
-def _relative_gradient(
-    d_logits: Array, q: Array, operands: Operands, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
-) -> Array | None:
+def _delta(view: View, cotangents: Cotangents, d_out: Array, weights: Array, d_weights: Array) -> Array:
+    """Return the weighted mean of the weights' gradients, minus the gradient of the log-sum-exp."""
+    _, out, _, d_lse = cotangents
+    pairs = weights * d_weights if out is None else d_out * view.queries(out)
+    delta = view.xp.sum(pairs, axis=-1, keepdims=True)
+    return delta if d_lse is None else delta - view.fresh(d_lse[..., None])
+
+
+def _relative_gradient(view: View, d_logits: Array, rel_q: Array, sums: Sums) -> Array | None:
     """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of ``rel_k``'s queries."""
-    tables = sums.tables
+    tables = view.tables
     if tables.rel_k is None and tables.rel_bias is None:
         return None
-    relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
+    relative, low, high = view.relative(d_logits)
     if low > high:
         return None
     if tables.rel_bias is not None:
-        sums.add_table("rel_bias", low, high, relative, None)
+        sums.add_table(view, "rel_bias", low, high, relative, None)
     if tables.rel_k is None:
         return None
-    sums.add_table("rel_k", low, high, relative, relative_queries(operands, options, chunk, q))
-    return tables.rel_k.mix(relative, low, high, looked_up=options.visibility.by_value, xp=xp) * options.rel_scale
-
-
-def _key_side_gradient(
-    d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
-) -> Array:
-    """Return the gradient of the chunk's keys through ``key_table``, and add to the table's gradient."""
-    table, pieces = sums.tables.key_table, []
-    assert table is not None
-    lowest, highest = options.positions()
-    for block in blocks(chunk, options, xp=xp):
-        rows = slice(block.start - chunk.first, block.stop - chunk.first)
-        relative = block.relative(xp.matrix_transpose(d_logits[..., rows]), xp=xp)
-        low, high = block.low, block.high
-        if not options.visibility.by_value:  # columns that no query sees are never multiplied, as in `visible_columns`
-            low, high = max(low + (block.spare > 0), -highest), min(high, -lowest)
-        own = keys[..., rows, :]
-        seen = relative[..., low - block.low : high - block.low + 1]
-        sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
-        mixed = table.mix(seen, low, high, looked_up=options.visibility.by_value, xp=xp)
-        pieces.append(by_key_head(mixed * options.rel_scale, keys.shape[-3], xp=xp))
-    return joined(pieces, axis=-2, xp=xp)
-
-
-def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
-    """Return ``Σ x_i y_iᵀ`` over the queries of a key head: (..., H, n, m), (..., H, n, D) -> (..., Hkv, m, D)."""
-    *lead, heads, n, _ = x.shape
-    if heads != groups:
-        x, y = (xp.reshape(z, (*lead, groups, heads // groups * n, z.shape[-1])) for z in (x, y))
-    return xp.matmul(xp.matrix_transpose(x), y)
+    sums.add_table(view, "rel_k", low, high, relative, rel_q)
+    return view.mixed("rel_k", relative, low, high) * view.options.rel_scale

@@ -12,19 +12,8 @@ from dataclasses import dataclass
 from relskew_core._array.precision import shifted
 from relskew_core._array.softmax import gather, same_rank, scatter_add
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.span import Span
-
-
-def of_queries(labels: Array, chunk: Chunk) -> Array:
-    """Return the queries' integers of a chunk, with axes for heads, queries and keys."""
-    return labels[..., None, chunk.start : chunk.stop, None]
-
-
-def of_keys(labels: Array, chunk: Chunk) -> Array:
-    """Return the keys' integers of a chunk, with axes for heads, queries and keys."""
-    return labels[..., None, None, chunk.first : chunk.end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,14 +48,6 @@ class LookUpChunk(Chunk):
         index = self.width - 1 - xp.matrix_transpose(self.index)[..., rows, :]
         there = turned(self.there)
         return LookUpChunk(start, stop, self.start, self.stop, -self.high, self.width, 0, index, there, None)
-
-
-def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace) -> Chunk:
-    """Return the chunk, with look-ups if it needs them."""
-    if not options.visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
-        return chunk
-    queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
-    return looked_up(chunk, queries, keys, options.span, xp=xp)
 
 
 def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Namespace) -> LookUpChunk:

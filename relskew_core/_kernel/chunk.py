@@ -71,11 +71,6 @@ class Chunk:
         """Relative position of the last table column."""
         return self.low + self.width - 1
 
-    def of_mask(self, mask: Array) -> tuple[slice, slice]:
-        """Rows and columns of a mask, whole along axes that broadcast."""
-        rows = slice(None) if mask.shape[-2] == 1 else slice(self.start, self.stop)
-        return rows, slice(None) if mask.shape[-1] == 1 else slice(self.first, self.end)
-
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
         return skew_from(x, n_keys=self.end - self.first, first=self.spare, xp=xp)
@@ -133,14 +128,3 @@ def chunk_size(
     while found < LARGEST and 2 * found <= size:  # torch.compile makes a constant of a size whose bits are counted
         found *= 2
     return found
-
-
-def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:
-    """Cut the relative layout to the positions that some query sees, and return these.
-
-    Rows of a table that no query may see are never multiplied, not even by zero.
-    """
-    low, high = chunk.seen(options)
-    if low > high:
-        return relative[..., :0], low, high
-    return relative[..., low - chunk.low : high - chunk.low + 1], low, high

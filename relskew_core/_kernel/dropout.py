@@ -24,14 +24,11 @@ FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
 """The factors of MurmurHash3's finalizer."""
 
 
-def kept(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
-    """Return the factors of a chunk's weights, (..., H, n, m): 0, or 1 over the share that is kept."""
-    q = operands.q
-    rows, columns = hashes(operands, options, chunk, xp=xp)
-    zero = xp.zeros((), dtype=q.dtype, device=device(q))
-    share = xp.full((), 1 / (1 - options.dropout), dtype=q.dtype, device=device(q))
-    drawn = stirred(xp.bitwise_xor(rows, of_rank(columns, rows.ndim)), xp=xp)
-    return xp.where(drawn < threshold(options.dropout), zero, share)
+def kept(queries: Array, keys: Array, share: float, like: Array, *, xp: Namespace) -> Array:
+    """Return factors of weights (..., H, n, m) from their hashes: 0, or 1 over the share that is kept."""
+    zero, kept = (xp.full((), factor, dtype=like.dtype, device=device(like)) for factor in (0, 1 / (1 - share)))
+    drawn = stirred(xp.bitwise_xor(queries, of_rank(keys, queries.ndim)), xp=xp)
+    return xp.where(drawn < threshold(share), zero, kept)
 
 
 def threshold(dropout: float) -> int:

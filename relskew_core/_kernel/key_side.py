@@ -8,6 +8,7 @@ block; all keys at once would need ``n + m`` columns each where ``n`` are needed
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from relskew_core._array.known import joined, ranges
 from relskew_core._array.typing import Array, Namespace
@@ -16,6 +17,10 @@ from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
+
+if TYPE_CHECKING:
+    from relskew_core._kernel.sums import Sums
+    from relskew_core._kernel.view import View
 
 SMALLEST = 16
 """The fewest keys of a block: some wasted columns cost less than many small products."""
@@ -42,16 +47,32 @@ def blocks(chunk: Chunk, options: Options, *, xp: Namespace) -> Iterator[Chunk]:
             yield Chunk(start, stop, chunk.start, chunk.stop, low, spare + n, spare)
 
 
-def key_side_logits(k: Array, table: Table, chunk: Chunk, options: Options, heads: int, *, xp: Namespace) -> Array:
-    """Return ``k_j · e_r`` for the keys of a chunk, (..., H, n, m)."""
-    pieces = []
-    for block in blocks(chunk, options, xp=xp):
-        keys = k[..., block.start - chunk.first : block.stop - chunk.first, :]
-        by_head = table.columns.ndim > 2
-        product = table.product(by_query_head(keys, heads, xp=xp) if by_head else keys, block.low, block.high, xp=xp)
-        logits = block.absolute(product, xp=xp)
-        pieces.append(logits if by_head else by_query_head(logits, heads, xp=xp))
+def logits(view: View, keys: Array) -> Array:
+    """Return ``k_j · e_r`` for the scaled keys of a chunk, (..., H, n, m)."""
+    xp, chunk, table, heads, pieces = view.xp, view.chunk, view.table("key_table"), view.operands.q.shape[-3], []
+    by_head = table.columns.ndim > 2
+    for block in blocks(chunk, view.options, xp=xp):
+        own = keys[..., block.start - chunk.first : block.stop - chunk.first, :]
+        product = table.product(by_query_head(own, heads, xp=xp) if by_head else own, block.low, block.high, xp=xp)
+        found = block.absolute(product, xp=xp)
+        pieces.append(found if by_head else by_query_head(found, heads, xp=xp))
     return xp.matrix_transpose(joined(pieces, axis=-2, xp=xp))
+
+
+def gradient(view: View, d_logits: Array, keys: Array, sums: Sums) -> Array:
+    """Return the gradient of the scaled keys, and add to that of the table."""
+    xp, chunk, options, pieces = view.xp, view.chunk, view.options, []
+    lowest, highest = options.positions()
+    for block in blocks(chunk, options, xp=xp):
+        rows = slice(block.start - chunk.first, block.stop - chunk.first)
+        relative = block.relative(xp.matrix_transpose(d_logits[..., rows]), xp=xp)
+        low, high = block.low, block.high
+        if not options.visibility.by_value:  # columns that no query sees are never multiplied, as in `View.relative`
+            low, high = max(low + (block.spare > 0), -highest), min(high, -lowest)
+        seen = relative[..., low - block.low : high - block.low + 1]
+        sums.add_table(view, "key_table", low, high, seen, by_query_head(keys[..., rows, :], d_logits.shape[-3], xp=xp))
+        pieces.append(by_key_head(view.mixed("key_table", seen, low, high), keys.shape[-3], xp=xp))
+    return joined(pieces, axis=-2, xp=xp)
 
 
 def by_query_head(x: Array, heads: int, *, xp: Namespace) -> Array:

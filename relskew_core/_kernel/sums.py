@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands, kind_of_table, named
+from relskew_core._kernel.call import BY_KEY, BY_QUERY, TABLES, Gradients, Operands, named
 from relskew_core._kernel.chunk import Chunk
-from relskew_core._kernel.forward import Tables
+from relskew_core._kernel.view import Tables, View
 from relskew_core._positions.skew import pad_last
+
+
+class Sums(Protocol):
+    """What gathers the gradients of all chunks, from their views of the same kind."""
+
+    def add_queries(self, view: Any, **pieces: Array | None) -> None: ...
+    def add_keys(self, view: Any, name: str, weights: Array, rows: Array, more: Array | None = None) -> None: ...
+    def add_table(self, view: Any, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None: ...
+    def add_mask(self, view: Any, d_logits: Array) -> None: ...
 
 
 class RunningSum:
@@ -70,21 +80,24 @@ class GradientSums:
         self._columns: dict[str, Array] = {}
         self._mask: list[Array] = []
 
-    def add_queries(self, chunk: Chunk, **pieces: Array | None) -> None:
+    def add_queries(self, view: View, **pieces: Array | None) -> None:
         """Add a chunk's gradients of the operands by query; an operand without a piece gets zeros."""
+        self._add_queries(view.chunk, **pieces)
+
+    def _add_queries(self, chunk: Chunk, **pieces: Array | None) -> None:
         for name, done in self._by_query.items():
             own = getattr(self.operands, name)[..., chunk.start : chunk.stop, :]
             piece = pieces.get(name)
             done.append(self.xp.zeros_like(own) if piece is None else piece)
 
-    def add_keys(self, chunk: Chunk, **pieces: Array) -> None:
-        """Add gradients of the operands by key, for the keys of a chunk."""
-        for name, piece in pieces.items():
-            self._by_key[name].add(chunk.first, piece)
+    def add_keys(self, view: View, name: str, weights: Array, rows: Array, more: Array | None = None) -> None:
+        """Add to the gradient of keys or values: ``Σ_i weights_i rows_iᵀ`` and, if given, more of that shape."""
+        piece = grouped_outer(weights, rows, getattr(self.operands, name).shape[-3], xp=self.xp)
+        self._by_key[name].add(view.chunk.first, piece if more is None else piece + more)
 
     def add_nothing(self, chunk: Chunk) -> None:
         """Add a chunk that sees no key: zeros for the gradients of its queries."""
-        self.add_queries(chunk)
+        self._add_queries(chunk)
         mask = self.operands.mask
         if mask is not None and mask.shape[-2] > 1:
             self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
@@ -95,34 +108,22 @@ class GradientSums:
         growing = [total.growing for total in self._by_key.values() if total.growing is not None]
         return [*latest, *self._columns.values(), *growing]
 
-    def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
+    def add_table(self, view: View, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
         """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""
-        xp, table = self.xp, getattr(self.tables, name)
+        xp, table = self.xp, view.table(name)
         extension = table.plan(low, high)
-        core = extension.fold(relative, xp=xp)
-        if rows is None:
-            piece = xp.sum(core, axis=-2, keepdims=True)
-        elif table.columns.ndim == 2:  # one product for all heads and items that share the table
-            core, rows = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (core, rows))
-            piece = xp.matmul(xp.matrix_transpose(rows), core)
-        else:
-            piece = xp.matmul(xp.matrix_transpose(rows), core)
-        piece = extension.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
+        piece = columns_gradient(extension.fold(relative, xp=xp), rows, table.columns.shape[:-2], xp=xp)
+        piece = extension.place(piece, table.columns.shape[-1], xp=xp)
         self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
 
-    def add_mask(self, chunk: Chunk, d_logits: Array) -> None:
+    def add_mask(self, view: View, d_logits: Array) -> None:
         """Add a chunk's gradient of an additive mask."""
         mask, xp = self.operands.mask, self.xp
         if mask is None or xp.isdtype(mask.dtype, "bool"):
             return
-        piece = d_logits
-        if mask.shape[-1] == 1:
-            piece = xp.sum(piece, axis=-1, keepdims=True)
-        else:
-            piece = pad_last(piece, chunk.first, mask.shape[-1] - chunk.end, xp=xp)
-        if mask.shape[-2] == 1:
-            piece = xp.sum(piece, axis=-2, keepdims=True)
-        piece = sum_to(piece, mask.shape[:-2], xp=xp)
+        piece = mask_gradient(d_logits, mask, xp=xp)
+        if mask.shape[-1] != 1:
+            piece = pad_last(piece, view.chunk.first, mask.shape[-1] - view.chunk.end, xp=xp)
         if mask.shape[-2] == 1 and self._mask:
             self._mask[0] = self._mask[0] + piece
         else:
@@ -133,15 +134,11 @@ class GradientSums:
         xp, operands = self.xp, self.operands
 
         def table(name: str) -> Array | None:
-            value, laid = getattr(operands, name), getattr(self.tables, name)
+            value = getattr(operands, name)
             if value is None:
                 return None
-            if name not in self._columns:
-                return xp.zeros_like(value)
-            gradient = laid.gradient(self._columns[name], xp=xp)
-            if name == "key_table":  # its columns descend
-                return xp.flip(gradient, axis=-2)
-            return kind_of_table(name).without_width(gradient)
+            found = self._columns.get(name)
+            return xp.zeros_like(value) if found is None else self.tables.gradient(name, found, xp=xp)
 
         return Gradients(
             mask=self._mask_gradient(),
@@ -159,6 +156,31 @@ class GradientSums:
 
 def _joined(pieces: list[Array], like: Array, *, xp: Namespace) -> Array:
     return xp.concat(pieces, axis=-2) if pieces else xp.zeros_like(like)
+
+
+def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
+    """Return ``Σ x_i y_iᵀ`` over the queries of a key head: (..., H, n, m), (..., H, n, D) -> (..., Hkv, m, D)."""
+    *lead, heads, n, _ = x.shape
+    if heads != groups:
+        x, y = (xp.reshape(z, (*lead, groups, heads // groups * n, z.shape[-1])) for z in (x, y))
+    return xp.matmul(xp.matrix_transpose(x), y)
+
+
+def columns_gradient(relative: Array, rows: Array | None, lead: tuple[int, ...], *, xp: Namespace) -> Array:
+    """Return ``Σ_i rows_i relative_i``, (*lead, D, columns), summed over all that share a table; ``None`` for ones."""
+    if rows is None:
+        return sum_to(xp.sum(relative, axis=-2, keepdims=True), lead, xp=xp)
+    if not lead:  # one product for all heads and items that share the table
+        relative, rows = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (relative, rows))
+    return sum_to(xp.matmul(xp.matrix_transpose(rows), relative), lead, xp=xp)
+
+
+def mask_gradient(d_logits: Array, mask: Array, *, xp: Namespace) -> Array:
+    """Sum the gradient of logits along the axes on which a mask broadcasts."""
+    for axis in (-2, -1):
+        if mask.shape[axis] == 1:
+            d_logits = xp.sum(d_logits, axis=axis, keepdims=True)
+    return sum_to(d_logits, mask.shape[:-2], xp=xp)
 
 
 def sum_to(x: Array, lead: tuple[int, ...], *, xp: Namespace) -> Array:

@@ -7,7 +7,7 @@ product of queries with it alike, and folds back what belongs to it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relskew_core._array.checks import describe
 from relskew_core._array.known import exported, joined
@@ -111,7 +111,15 @@ class Table:
             return self._looked_up(first, last, xp=xp)
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
-        extension = self.plan(first, last)
+        return self._extended(self.plan(first, last), first, xp=xp)
+
+    def seen(self, first: int, last: int, reach: tuple[int, int], *, xp: Namespace) -> Table:
+        """Return a table extended once to ``first … last``, with zeros for all that is outside of ``reach``."""
+        plan = self.plan(*reach)
+        before, after = plan.zeros_before + reach[0] - first, plan.zeros_after + last - reach[1]
+        return self._extended(replace(plan, zeros_before=before, zeros_after=after), first, xp=xp)
+
+    def _extended(self, extension: Extension, first: int, *, xp: Namespace) -> Table:
         # By rows, in the memory order of the caller's table; columns would be copied across it.
         rows = xp.matrix_transpose(self.columns[..., extension.start : extension.stop])
         columns = xp.matrix_transpose(extension.widen(rows, axis=-2, xp=xp))

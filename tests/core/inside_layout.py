@@ -1,4 +1,4 @@
-"""Chunks, blocks of keys and short calls laid out: which keys and columns, by one look at every query and key."""
+"""Chunks and blocks of keys laid out: which keys and columns, by one look at every query and key."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.key_side import SMALLEST, blocks
 from relskew_core._positions.visibility import Visibility
-from relskew_core.backends._jax.at_once import Layout
 
 SIDES = st.none() | st.integers(0, 4)
 PATTERNS = st.fixed_dictionaries(
@@ -29,26 +28,6 @@ def visibility(n: int, m: int, offset: int, pattern: dict[str, Any]) -> Visibili
 
 def options(pattern: Visibility, span: Span) -> Options:
     return Options(span, pattern, 1.0, 1.0)
-
-
-@given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, pattern=PATTERNS, span=SPANS)
-def test_short_calls(n: int, m: int, offset: int, pattern: dict[str, Any], span: Span) -> None:
-    sides: dict[str, Any] = {"window": (pattern["left"], pattern["right"])}
-    sides |= {name: pattern[name] for name in ("block_size", "blocks_before")} if pattern["block_size"] else {}
-    seen = {(i, j) for i in range(n) for j in range(m) if oracles.sees(i, j, offset=offset, **sides)}
-    layout = Layout.of(options(visibility(n, m, offset, pattern), span))
-    if layout is None:
-        assert not seen
-        return
-    assert {j for _, j in seen} <= set(range(layout.first, layout.end))
-    columns = {n - 1 - i + j - layout.first for i, j in seen}
-    assert layout.seen == slice(min(columns), max(columns) + 1)
-    assert layout.width == max(max(columns) + 1, layout.end - layout.first)  # no more columns than are read
-    # The first column is for the last query and the first key.
-    assert layout.row == layout.first - (n - 1 + offset) + span.left
-    every = [layout.first - (n - 1 + offset) + column for column in range(layout.width)]
-    rows = [oracles.row_of(r, span) for r in every]
-    assert layout.rows(span) == [span.rows if row is None else row for row in rows]
 
 
 @given(

@@ -1,6 +1,5 @@
 """Options inside of a call: what chunks hold, and how sinks, positions and dropout are computed."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,10 +76,9 @@ def test_consecutive_positions_take_the_fast_path() -> None:
 def test_a_weight_at_the_threshold_is_kept() -> None:
     call = problem(Arguments(Q, K, V, dropout=0.5, seed=3))
     chunk = next(iter(chunks(call.operands(), call.options)))
-    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=XP)), xp=XP)
-    options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
-    weights = kept(call.operands(), options, chunk, xp=XP)
-    assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
+    given = hashes(call.operands(), call.options, chunk, xp=XP)
+    share = (int(stirred(np.bitwise_xor(*given), xp=XP)[0, 0, 0, 0]) + 2**31) / 2**32
+    assert kept(*given, share, Q, xp=XP)[0, 0, 0, 0] == 1 / (1 - share)
     assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is dropped
     by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
     assert by_place.by_value  # although the positions are consecutive

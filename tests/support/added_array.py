@@ -20,17 +20,16 @@ DECLARED = (
 )  # fmt: skip
 CHANGES = {
     "call.py": DECLARED,
-    "forward.py": (
-        ("    logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)\n",
-         "    if operands.key_bias is not None:\n"
-         "        own = xp.matrix_transpose(operands.key_bias[..., chunk.first : chunk.end, :])\n"
-         "        logits = logits + grouped_matmul(xp.ones_like(q[..., :1]), own, xp=xp)\n"),
+    "view.py": (
+        ("        logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)\n",
+         "        if self.operands.key_bias is not None:\n"
+         "            own = xp.matrix_transpose(self.keys(self.operands.key_bias))\n"
+         "            logits = logits + grouped_matmul(xp.ones_like(q[..., :1]), own, xp=xp)\n"),
     ),
     "backward.py": (
-        ("    sums.add_keys(chunk, k=d_k)\n",
+        ('    sums.add_keys(view, "k", d_logits, q, of_table)\n',
          "    if operands.key_bias is not None:\n"
-         "        own = grouped_outer(d_logits, xp.ones_like(q[..., :1]), k.shape[-3], xp=xp)\n"
-         "        sums.add_keys(chunk, key_bias=own)\n"),
+         '        sums.add_keys(view, "key_bias", d_logits, xp.ones_like(q[..., :1]))\n'),
     ),
 }  # fmt: skip
 """Lines of the kernels' files, and those that are put after them."""
