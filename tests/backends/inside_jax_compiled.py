@@ -429,17 +429,13 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
 
     call(x, x, x, whole=whole, real=real)
     others: list[Any] = [
-        ((x, x, x), {"whole": whole[:-1], "real": real}),
-        ((x, x, x), {"whole": whole, "real": real[:3]}),
-        ((x, x), {"whole": whole, "real": real}),
-        ((x, x, x[0]), {"whole": whole, "real": real}),
-        ((x, x, x), {"real": real}),
-        ((x, x, x), {"whole": whole, "real": real.astype(np.float32)}),
+        ((x, x, x), {"whole": whole[:-1], "real": real}), ((x, x, x), {"whole": whole, "real": real[:3]}),
+        ((x, x), {"whole": whole, "real": real}), ((x, x, x[0]), {"whole": whole, "real": real}),
+        ((x, x, x), {"real": real}), ((x, x, x), {"whole": whole, "real": real.astype(np.float32)}),
         ((x, x, x.astype(np.float16)), {"whole": whole, "real": real}),
-        ((x, x, x), {"whole": whole.astype(np.int32), "real": real}),
-        ((x, x, x), {"whole": smaller, "real": real}),
+        ((x, x, x), {"whole": whole.astype(np.int32), "real": real}), ((x, x, x), {"whole": smaller, "real": real}),
         ((x, x, x.astype(jnp.int32)), {"whole": whole, "real": real}),
-    ]
+    ]  # fmt: skip
     why = "the call has (no numbers|the wrong (number of numbers|arrays))|an array has the wrong type|a different size"
     for arrays, named in others:
         with pytest.raises(jax.errors.JaxRuntimeError, match=why):

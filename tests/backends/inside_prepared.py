@@ -193,24 +193,17 @@ def test_checkpoints_find_the_same_graph_again() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"causal": 1}, "`causal` must be a bool"),
-    ({"window": (True, 0)}, r"`window\[0\]` must be an int"),
-    ({"scale": True}, "`scale` must be a Python int or float"),
-    ({"offset": True}, "`offset` must be an int"),
-    ({"offset": 8.0}, "`offset` must be an int"),
-    ({"offset": 64}, "`rel_k` reaches"),
+    ({"causal": 1}, "`causal` must be a bool"), ({"window": (True, 0)}, r"`window\[0\]` must be an int"),
+    ({"scale": True}, "`scale` must be a Python int or float"), ({"offset": True}, "`offset` must be an int"),
+    ({"offset": 8.0}, "`offset` must be an int"), ({"offset": 64}, "`rel_k` reaches"),
     ({"offset": 2**62}, "`offset` must be an int of at most"),
     ({"offset": 2**62, "span": Span(63, 0, "clip")}, "`offset` must be an int of at most"),
-    ({"return_lse": 0}, "`return_lse` must be a bool"),
-    ({"impl": "fast"}, "`impl` must be one of"),
-    ({"span": Span.causal(63)}, "`rel_k` must have the 63 rows"),
-    ({"block_size": 4.0}, "`block_size` must be an int"),
-    ({"window": ()}, "`window` must be None or a pair"),
-    ({"window": (None,)}, "`window` must be None or a pair"),
-    ({"window": 0}, "`window` must be None or a pair"),
-    ({"v": None}, "`v` must be an array"),
+    ({"return_lse": 0}, "`return_lse` must be a bool"), ({"impl": "fast"}, "`impl` must be one of"),
+    ({"span": Span.causal(63)}, "`rel_k` must have the 63 rows"), ({"block_size": 4.0}, "`block_size` must be an int"),
+    ({"window": ()}, "`window` must be None or a pair"), ({"window": (None,)}, "`window` must be None or a pair"),
+    ({"window": 0}, "`window` must be None or a pair"), ({"v": None}, "`v` must be an array"),
     ({"k": None, "offset": 0}, "`k` must be an array"),
-]
+]  # fmt: skip
 
 
 @libraries
@@ -381,15 +374,13 @@ def test_calls_are_told_apart_by_how_they_are_written(library: Callable[..., Any
     other = library(drawn(1, 9)[3][::-1].copy())
     rest: dict[str, Any] = {"causal": True, "offset": 8}
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((q, k, v, table), rest),
-        ((q, k, v), {"rel_k": table, **rest}),
+        ((q, k, v, table), rest), ((q, k, v), {"rel_k": table, **rest}),
         ((q, k, v, other), {"key_table": None, **rest}),
         ((q, k), {"rel_q": q, "rel_k": table, "offset": 8, "v": v, "causal": True}),
         ((), {"v": v, "offset": 8, "k": k, "causal": True, "q": q, "rel_k": other}),
-        ((q, v, k, table), {"rel_scale": 0.5, **rest}),
-        ((q, k, v, table, Span.causal(64)), {"scale": 0.5, **rest}),
+        ((q, v, k, table), {"rel_scale": 0.5, **rest}), ((q, k, v, table, Span.causal(64)), {"scale": 0.5, **rest}),
         ((q, k, v), {"span": Span.causal(64), "rel_bias": table[:, 0], **rest}),
-    ]
+    ]  # fmt: skip
     for _ in range(2):
         for by_place, by_name in calls:
             found = relative_attention(*by_place, **by_name)

@@ -26,30 +26,13 @@ from relskew_core.backends._torch.operator import flat
 ARRAYS = tuple(name for name in Operands._fields if name in COMMON)
 
 BY_NAME = {case.name: case for case in dense.CASES}
-CASES = [
-    BY_NAME[name]
-    for name in (
-        "plain",
-        "causal",
-        "clipped",
-        "zero beyond",
-        "all tables, by head",
-        "all tables, shared",
-        "causal window",
-        "blocks with a past",
-        "cross, more queries",
-        "decoding",
-        "causal, some see nothing",
-        "grouped queries",
-        "relative queries of another width",
-        "scales",
-        "no heads axis",
-        "two batch axes",
-        "boolean mask of shape (2, 1, 7)",
-        "additive mask of shape (7,)",
-        "additive with holes mask of shape (2, 1, 7, 7)",
-    )
-]
+NAMES = (
+    "plain", "causal", "clipped", "zero beyond", "all tables, by head", "all tables, shared", "causal window",
+    "blocks with a past", "cross, more queries", "decoding", "causal, some see nothing", "grouped queries",
+    "relative queries of another width", "scales", "no heads axis", "two batch axes", "boolean mask of shape (2, 1, 7)",
+    "additive mask of shape (7,)", "additive with holes mask of shape (2, 1, 7, 7)",
+)  # fmt: skip
+CASES = [BY_NAME[name] for name in NAMES]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -37,13 +37,9 @@ class Compiler(NamedTuple):
 
 ARM = "aarch64-linux-gnu-objdump"
 COMPILERS = [
-    Compiler(("g++",), "v3"),
-    Compiler(("g++",), "v4"),
-    Compiler(("clang++",), "v3"),
-    Compiler(("clang++",), "v4"),
-    Compiler(("aarch64-linux-gnu-g++",), objdump=ARM),
-    Compiler(("clang++", "--target=aarch64-linux-gnu"), objdump=ARM),
-]
+    Compiler(("g++",), "v3"), Compiler(("g++",), "v4"), Compiler(("clang++",), "v3"), Compiler(("clang++",), "v4"),
+    Compiler(("aarch64-linux-gnu-g++",), objdump=ARM), Compiler(("clang++", "--target=aarch64-linux-gnu"), objdump=ARM),
+]  # fmt: skip
 
 
 class Loop(NamedTuple):

@@ -98,13 +98,8 @@ def test_a_pattern_is_what_it_says(
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    n=st.integers(1, 7),
-    m=st.integers(1, 7),
-    offsets=st.lists(OFFSETS, min_size=1, max_size=3),
-    options=PATTERNS,
-    part=st.tuples(*[st.integers(0, 7)] * 4),
-)
+@given(n=st.integers(1, 7), m=st.integers(1, 7), offsets=st.lists(OFFSETS, min_size=1, max_size=3), options=PATTERNS,
+       part=st.tuples(*[st.integers(0, 7)] * 4))  # fmt: skip
 @example(n=2, m=7, offsets=[4], options={"block_size": 4, "blocks_before": 0}, part=(0, 2, 0, 7))
 @example(n=2, m=1, offsets=[-1], options={"block_size": 2, "blocks_before": 0}, part=(0, 2, 0, 1))
 def test_the_pattern_of_a_batch_is_that_of_its_items(
@@ -245,32 +240,17 @@ def test_labels_that_are_not_known_say_nothing() -> None:
         check_reach_of("rel_k", Span(0, 0), Visibility(4, 4), pair)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "offsets"),
-    [
-        ([3, 4, 5], [1, 2], [2]),
-        ([[3, 4], [7, 8]], [1, 2, 3], [2, 6]),
-        ([[3, 4]], [[0], [5]], [3, -2]),
-        ([5], [3], [2]),
-        ([], [3, 4], [-3]),
-        ([3, 4], [], [3]),
-        ([3, 5], [1, 2], None),
-        ([3, 4], [2, 1], None),
-        ([3, 3], [2], None),
-    ],
-)
+@pytest.mark.parametrize(("queries", "keys", "offsets"), [
+    ([3, 4, 5], [1, 2], [2]), ([[3, 4], [7, 8]], [1, 2, 3], [2, 6]), ([[3, 4]], [[0], [5]], [3, -2]), ([5], [3], [2]),
+    ([], [3, 4], [-3]), ([3, 4], [], [3]), ([3, 5], [1, 2], None), ([3, 4], [2, 1], None), ([3, 3], [2], None),
+])  # fmt: skip
 def test_offsets_of_positions_that_follow_one_another(queries: Any, keys: Any, offsets: list[int] | None) -> None:
     assert consecutive_offsets((np.asarray(queries, np.int64), np.asarray(keys, np.int64))) == offsets
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    queries=st.lists(st.integers(-4, 9), max_size=3),
-    keys=st.lists(st.integers(-4, 9), max_size=3),
-    options=PATTERNS,
-    left=st.integers(0, 6),
-    right=st.integers(0, 6),
-)
+@given(queries=st.lists(st.integers(-4, 9), max_size=3), keys=st.lists(st.integers(-4, 9), max_size=3),
+       options=PATTERNS, left=st.integers(0, 6), right=st.integers(0, 6))  # fmt: skip
 def test_a_table_must_reach_what_is_seen_at_positions(
     queries: list[int], keys: list[int], options: dict[str, Any], left: int, right: int
 ) -> None:
@@ -321,16 +301,11 @@ def test_a_chunk_holds_every_pair_that_is_seen(n: int, m: int, offset: int, opti
 def test_a_chunk_is_as_large_as_the_budget_of_its_logits(dtype: str, place: str) -> None:
     documents_of_900 = np.arange(10**5) // 900
     calls: list[tuple[tuple[int, ...], int, dict[str, Any], int]] = [
-        ((), 50, {}, 50),
-        ((1,), 700, {}, 700),
-        ((3, 2), 6000, {}, 6000),
-        ((1,), 10**5, {}, 10**5),
-        ((2, 4), 10**7, {}, 10**7),
-        ((8, 64), 10**5, {}, 10**5),
-        ((8,), 10**5, {}, 10**5),
+        ((), 50, {}, 50), ((1,), 700, {}, 700), ((3, 2), 6000, {}, 6000), ((1,), 10**5, {}, 10**5),
+        ((2, 4), 10**7, {}, 10**7), ((8, 64), 10**5, {}, 10**5), ((8,), 10**5, {}, 10**5),
         ((3, 2), 10**5, {"window": (700, 299), "offset": 5000}, 1000),
         ((3, 2), 10**5, {"segments": (documents_of_900[:600], documents_of_900)}, 900),
-    ]
+    ]  # fmt: skip
     sizes = set()
     for lead, n_keys, options, most in calls:
         q, k = (np.broadcast_to(np.zeros((), dtype), (*lead, rows, 4)) for rows in (600, n_keys))

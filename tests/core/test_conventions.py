@@ -45,15 +45,13 @@ ROWS = [
     Rows("TENSOR2TENSOR_UNMASKED", 9, Span(4, 4, "zero"), lambda r: within(r + 4, 9)),
     Rows("SHAW", 7, Span(3, 3, "clip"), lambda r: clip(r, -3, 3) + 3),
     Rows("SHAW", 7, Span(4, 2, "clip"), lambda r: clip(r, -4, 2) + 4, left=4),
-    Rows("MUSIC_TRANSFORMER", 6, Span(5, 0), lambda r: r + 5),
-    Rows("TRANSFORMER_XL", 9, Span(4, 4), lambda r: r + 4),
+    Rows("MUSIC_TRANSFORMER", 6, Span(5, 0), lambda r: r + 5), Rows("TRANSFORMER_XL", 9, Span(4, 4), lambda r: r + 4),
     Rows("TRANSFORMER_XL", 9, Span(8, 0), lambda r: r + 8, left=8),
-    Rows("TRANSFORMER_XL", 9, Span(6, 2), lambda r: r + 6, left=6),
-    Rows("UKHOV", 9, Span(4, 4), lambda r: 4 - r),
+    Rows("TRANSFORMER_XL", 9, Span(6, 2), lambda r: r + 6, left=6), Rows("UKHOV", 9, Span(4, 4), lambda r: 4 - r),
     Rows("DISTANCE", 9, Span(4, 4), lambda r: -r + 4),
     Rows("SPEECHT5", 8, Span(3, 4, "clip"), lambda r: clip(-r, -4, 3) + 4),
     Rows("INKLING", 6, Span(5, 0, "zero"), lambda r: within(-r, 6)),
-]
+]  # fmt: skip
 VALUES = {name: value for name, value in vars(conventions).items() if isinstance(value, conventions.Convention)}
 
 

@@ -15,12 +15,9 @@ from relskew_core import Span, relative_attention, relative_attention_vjp, relat
 OFFSETS = [3, -2, 0, 5, 3]
 TABLES = ("rel_k", "rel_v", "rel_bias")
 PATTERNS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "causal": {"causal": True},
-    "window": {"window": (2, 1)},
-    "causal window": {"causal": True, "window": (3, None)},
-    "blocks": {"block_size": 3},
-}
+    "all": {}, "causal": {"causal": True}, "window": {"window": (2, 1)},
+    "causal window": {"causal": True, "window": (3, None)}, "blocks": {"block_size": 3},
+}  # fmt: skip
 everywhere = pytest.mark.parametrize("library", libraries.LIBRARIES, ids=str)
 
 
@@ -30,13 +27,10 @@ def inputs(
     rng = np.random.default_rng(0)
     heads = () if shared else (4,)
     arrays = {
-        "q": rng.standard_normal((batch, 4, n, 6)),
-        "k": rng.standard_normal((batch, 2, m, 6)),
-        "v": rng.standard_normal((batch, 2, m, 5)),
-        "rel_k": rng.standard_normal((*heads, span.rows, 6)),
-        "rel_v": rng.standard_normal((*heads, span.rows, 5)),
-        "rel_bias": rng.standard_normal((*heads, span.rows)),
-    }
+        "q": rng.standard_normal((batch, 4, n, 6)), "k": rng.standard_normal((batch, 2, m, 6)),
+        "v": rng.standard_normal((batch, 2, m, 5)), "rel_k": rng.standard_normal((*heads, span.rows, 6)),
+        "rel_v": rng.standard_normal((*heads, span.rows, 5)), "rel_bias": rng.standard_normal((*heads, span.rows)),
+    }  # fmt: skip
     if masked:
         arrays["mask"] = rng.standard_normal((batch, 1, 1, m))
     return arrays

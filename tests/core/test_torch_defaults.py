@@ -84,10 +84,8 @@ def call(function: Callable[..., Any], data: dict[str, Any], dtype: torch.dtype,
         learned = {name: arrays[name].detach().requires_grad_() for name in floating}
         out = function(**{**arrays, **learned}, **options)
         found = [
-            out.detach(),
-            function(**arrays, **options),
-            *torch.autograd.grad((out * out).sum(), [*learned.values()]),
-        ]
+            out.detach(), function(**arrays, **options), *torch.autograd.grad((out * out).sum(), [*learned.values()]),
+        ]  # fmt: skip
         if function is relskew.relative_attention:
             out, lse = function(**arrays, **options, return_lse=True)
             found += [out, lse, *pull_back(out, **arrays, **options)]

@@ -305,7 +305,6 @@ def test_exports_explain_unknown_arguments(function: str, name: str, hint: str) 
             r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
         ),
         (
-            # there are fewer heads than entries in a row
             lambda: toeplitz_2d(np.zeros((169, 12)), q_grid=(7, 7), k_grid=(7, 7)),
             r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
         ),

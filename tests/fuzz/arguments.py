@@ -45,13 +45,9 @@ SHAPES = [
 ]  # fmt: skip
 DTYPES = ["float64", "float32", "float16", "int64", "uint8", "bool", "complex128", "O", "U3", "M8[s]", "i4,f8"]
 LIBRARIES: dict[str, Callable[[Any], Any]] = {
-    "numpy": np.asarray,
-    "masked": np.ma.asarray,
-    "memory": lambda x: np.ascontiguousarray(x).data,
-    "matrix in lists": lambda x: x.tolist(),
-    "torch": torch.asarray,
-    "strict": array_api_strict.asarray,
-}
+    "numpy": np.asarray, "masked": np.ma.asarray, "memory": lambda x: np.ascontiguousarray(x).data,
+    "matrix in lists": lambda x: x.tolist(), "torch": torch.asarray, "strict": array_api_strict.asarray,
+}  # fmt: skip
 
 
 @st.composite

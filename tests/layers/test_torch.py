@@ -197,11 +197,9 @@ def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
         module(*inputs(module.spec), key_padding_mask=padding)
 
 
-@pytest.mark.parametrize(
-    ("mask", "error"),
-    [(torch.ones(9, 8, dtype=torch.bool), ValueError), (torch.zeros(9, 9, dtype=torch.int64), TypeError)],
-    ids=["shape", "dtype"],
-)
+@pytest.mark.parametrize(("mask", "error"), [
+    (torch.ones(9, 8, dtype=torch.bool), ValueError), (torch.zeros(9, 9, dtype=torch.int64), TypeError),
+], ids=["shape", "dtype"])  # fmt: skip
 def test_masks_that_do_not_fit_are_refused_with_padding_too(mask: Tensor, error: type[Exception]) -> None:
     module = made(SPECS["causal"])
     with pytest.raises(error, match="`mask` must"):

@@ -164,11 +164,9 @@ def test_launches_are_all_tested() -> None:
     assert tested == {*TILES.values(), *ELSEWHERE.values()}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "major", "size", "tf32"),
-    [*((*launch, False) for launch in LAUNCHES), *((*launch, True) for launch in LAUNCHES if launch[0] == "float32")],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "width", "major", "size", "tf32"), [
+    *((*launch, False) for launch in LAUNCHES), *((*launch, True) for launch in LAUNCHES if launch[0] == "float32"),
+], ids=str)  # fmt: skip
 def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core.backends._torch.triton import call as triton_call
 

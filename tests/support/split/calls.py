@@ -164,12 +164,9 @@ def sends_what_theory_says(group: Any, p: int) -> None:
     """In units of a process's keys; and nothing that a window hides."""
     n = 8
     expected: dict[tuple[Any, Any], tuple[float, float]] = {
-        ("ring", None): (2 * (p - 1), 4 * (p - 1)),
-        ("ring", (n, None)): (2, 4),
-        ("ring", (0, None)): (0, 0),
-        ("gather", None): (2 * (p - 1), 2 * (p - 1)),
-        ("heads", None): (4 * (p - 1) / p, 4 * (p - 1) / p),
-    }
+        ("ring", None): (2 * (p - 1), 4 * (p - 1)), ("ring", (n, None)): (2, 4), ("ring", (0, None)): (0, 0),
+        ("gather", None): (2 * (p - 1), 2 * (p - 1)), ("heads", None): (4 * (p - 1) / p, 4 * (p - 1) / p),
+    }  # fmt: skip
     for (method, window), theory in expected.items():
         x, y, z = (torch.randn(1, H, n, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
         how: dict[str, Any] = {"causal": True, "window": window, "group": group, "method": method, "check": False}
