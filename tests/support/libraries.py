@@ -116,133 +116,86 @@ def _no_cuda(module: str) -> str | None:
     return None if count else "cupy sees no CUDA device"
 
 
-def _numpy(data: NDArray[Any], dtype: str | None) -> Array:
-    return data if dtype is None else data.astype(dtype)
-
-
-def _strict(device: str) -> Callable[[NDArray[Any], str | None], Array]:
-    def from_numpy(data: NDArray[Any], dtype: str | None) -> Array:
-        xp = importlib.import_module("array_api_strict")
-        return xp.asarray(data, dtype=None if dtype is None else getattr(xp, dtype), device=xp.Device(device))
-
-    return from_numpy
-
-
-def _strict_to_numpy(x: Array) -> NDArray[Any]:
-    xp = importlib.import_module("array_api_strict")
-    return np.asarray(x.to_device(xp.Device("CPU_DEVICE")))
-
-
-def _strict_device(name: str) -> Callable[[], Any]:
-    return lambda: importlib.import_module("array_api_strict").Device(name)
+imported = importlib.import_module
+WIDE = ("float64", "float32")
+HALF = (*WIDE, "float16")
+EVERY = (*HALF, "bfloat16")
 
 
 @contextmanager
 def _strictest() -> Iterator[None]:
-    xp = importlib.import_module("array_api_strict")
-    with xp.ArrayAPIStrictFlags(boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()):
+    with imported("array_api_strict").ArrayAPIStrictFlags(
+        boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
+    ):
         yield
 
 
-def _torch(device: str) -> Callable[[NDArray[Any], str | None], Array]:
-    def from_numpy(data: NDArray[Any], dtype: str | None) -> Array:
-        torch = importlib.import_module("torch")
-        return torch.tensor(data, dtype=None if dtype is None else getattr(torch, dtype), device=device)
+def _strict_on(device: str) -> dict[str, Any]:
+    def xp() -> Any:
+        return imported("array_api_strict")
 
-    return from_numpy
-
-
-def _torch_to_numpy(x: Array) -> NDArray[Any]:
-    x = x.detach().cpu()
-    return np.asarray(x.double() if x.is_floating_point() else x)
+    return {
+        "from_numpy": lambda x, of: xp().asarray(x, dtype=of and getattr(xp(), of), device=xp().Device(device)),
+        "to_numpy": lambda x: np.asarray(x.to_device(xp().Device("CPU_DEVICE"))),
+        "device": lambda: xp().Device(device), "array_type": lambda: imported("array_api_strict._array_object").Array,
+    }  # fmt: skip
 
 
-def _torch_device(name: str) -> Callable[[], Any]:
-    return lambda: importlib.import_module("torch").device(name)
+def _torch_on(device: str) -> dict[str, Any]:
+    def torch() -> Any:
+        return imported("torch")
+
+    return {
+        "from_numpy": lambda x, dtype: torch().tensor(x, dtype=dtype and getattr(torch(), dtype), device=device),
+        "to_numpy": lambda x: np.asarray(x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()),
+        "device": lambda: torch().device(device), "array_type": lambda: torch().Tensor,
+    }  # fmt: skip
 
 
 def _torch_compile(function: Function) -> Function:
-    torch = importlib.import_module("torch")
+    torch = imported("torch")
     torch.compiler.reset()  # a case is compiled separately, not as a recompilation of the previous one
     # This tests the tracer; the C++ compiler that Inductor needs is not on every machine.
     compiled: Function = torch.compile(function, fullgraph=True, backend="aot_eager")
     return compiled
 
 
-def _cupy(data: NDArray[Any], dtype: str | None) -> Array:
-    return importlib.import_module("cupy").asarray(data, dtype=dtype)
+def _numpy(x: NDArray[Any], dtype: str | None) -> Array:
+    return x if dtype is None else x.astype(dtype)
 
 
-def _jax(data: NDArray[Any], dtype: str | None) -> Array:
-    return importlib.import_module("jax.numpy").asarray(data, dtype=dtype)
-
-
-def _jax_to_numpy(x: Array) -> NDArray[Any]:
-    return np.asarray(x) if x.dtype == bool or "int" in str(x.dtype) else np.asarray(x.astype("float64"))
-
-
-def _jax_jit(function: Function) -> Function:
-    jitted: Function = importlib.import_module("jax").jit(function)
-    return jitted
-
-
-def _mlx(data: NDArray[Any], dtype: str | None) -> Array:
-    mx = importlib.import_module("mlx.core")
-    return mx.array(data, dtype=getattr(mx, dtype or str(data.dtype).replace("bool", "bool_")))
+def _mlx(x: NDArray[Any], dtype: str | None) -> Array:
+    mx = imported("mlx.core")
+    return mx.array(x, dtype=getattr(mx, dtype or str(x.dtype).replace("bool", "bool_")))
 
 
 def _mlx_to_numpy(x: Array) -> NDArray[Any]:
-    mx = importlib.import_module("mlx.core")
+    mx = imported("mlx.core")
     return np.asarray(x.astype(mx.float64) if mx.issubdtype(x.dtype, mx.floating) else x)
 
 
-def _mlx_compile(function: Function) -> Function:
-    compiled: Function = importlib.import_module("mlx.core").compile(function)
-    return compiled
-
-
-def _dask(data: NDArray[Any], dtype: str | None) -> Array:
-    return importlib.import_module("dask.array").from_array(_numpy(data, dtype), chunks=-1)
-
-
-def _type(module: str, name: str) -> Callable[[], type]:
-    return lambda: getattr(importlib.import_module(module), name)
-
-
-WIDE = ("float64", "float32")
-
-HALF = (*WIDE, "float16")
-EVERY = (*HALF, "bfloat16")
-
-NUMPY: dict[str, Any] = {"from_numpy": _numpy, "to_numpy": np.asarray, "device": lambda: "cpu",
-                         "array_type": lambda: np.ndarray}  # fmt: skip
-JAX: dict[str, Any] = {
-    "from_numpy": _jax, "to_numpy": _jax_to_numpy, "array_type": _type("jax", "Array"),
-    "device": lambda: importlib.import_module("jax").devices()[0],
+NUMPY: dict[str, Any] = {
+    "from_numpy": _numpy, "to_numpy": np.asarray, "device": lambda: "cpu", "array_type": lambda: np.ndarray,
 }  # fmt: skip
-MLX: dict[str, Any] = {"from_numpy": _mlx, "to_numpy": _mlx_to_numpy, "device": lambda: None,
-                       "array_type": _type("mlx.core", "array")}  # fmt: skip
+JAX: dict[str, Any] = {
+    "from_numpy": lambda x, dtype: imported("jax.numpy").asarray(x, dtype=dtype),
+    "to_numpy": lambda x: np.asarray(x if x.dtype == bool or "int" in str(x.dtype) else x.astype("float64")),
+    "device": lambda: imported("jax").devices()[0], "array_type": lambda: imported("jax").Array,
+}  # fmt: skip
+MLX: dict[str, Any] = {
+    "from_numpy": _mlx, "to_numpy": _mlx_to_numpy, "device": lambda: None,
+    "array_type": lambda: imported("mlx.core").array,
+}  # fmt: skip
 CUPY: dict[str, Any] = {
-    "from_numpy": _cupy, "to_numpy": lambda x: importlib.import_module("cupy").asnumpy(x),
-    "device": lambda: importlib.import_module("cupy").cuda.Device(0), "array_type": _type("cupy", "ndarray"),
+    "from_numpy": lambda x, dtype: imported("cupy").asarray(x, dtype=dtype),
+    "to_numpy": lambda x: imported("cupy").asnumpy(x), "device": lambda: imported("cupy").cuda.Device(0),
+    "array_type": lambda: imported("cupy").ndarray,
 }  # fmt: skip
 DASK: dict[str, Any] = {
-    "from_numpy": _dask, "to_numpy": lambda x: np.asarray(x.compute()), "device": lambda: "cpu",
-    "array_type": _type("dask.array", "Array"),
+    "from_numpy": lambda x, dtype: imported("dask.array").from_array(_numpy(x, dtype), chunks=-1),
+    "to_numpy": lambda x: np.asarray(x.compute()), "device": lambda: "cpu",
+    "array_type": lambda: imported("dask.array").Array,
 }  # fmt: skip
-
-
-def _strict_on(device: str) -> dict[str, Any]:
-    array_type = _type("array_api_strict._array_object", "Array")
-    return {"from_numpy": _strict(device), "to_numpy": _strict_to_numpy, "device": _strict_device(device),
-            "array_type": array_type}  # fmt: skip
-
-
-def _torch_on(device: str) -> dict[str, Any]:
-    return {"from_numpy": _torch(device), "to_numpy": _torch_to_numpy, "device": _torch_device(device),
-            "array_type": _type("torch", "Tensor")}  # fmt: skip
-
-
 ON_CUDA = "eager; if there is a CUDA device"
 TRACED = "compiled, values unknown while tracing"
 
@@ -261,9 +214,9 @@ LIBRARIES = (
     Library("torch, CUDA", "torch", ON_CUDA, EVERY, **_torch_on("cuda:0"), gpu=True),
     Library("CuPy", "cupy", ON_CUDA, HALF, **CUPY, gpu=True),
     Library("JAX", "jax", "eager", ("float32", "bfloat16"), **JAX),
-    Library("jax.jit", "jax", TRACED, HALF, **JAX, wrap=_jax_jit),
+    Library("jax.jit", "jax", TRACED, HALF, **JAX, wrap=lambda f: imported("jax").jit(f)),
     Library("MLX", "mlx", "lazy, on the CPU", EVERY, **MLX),
-    Library("mx.compile", "mlx", TRACED, ("float32", "float16"), **MLX, wrap=_mlx_compile),
+    Library("mx.compile", "mlx", TRACED, ("float32", "float16"), **MLX, wrap=lambda f: imported("mlx.core").compile(f)),
     Library("dask", "dask", "lazy, one block per array", WIDE, **DASK),
 )  # fmt: skip
 
@@ -275,13 +228,13 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-if __name__ == "__main__":
-    print(table(), end="")
-
-
 def of_name(name: str) -> Library:
     """Return a row of the matrix, or skip the test with the reason why it cannot be tested."""
     row = next(row for row in LIBRARIES if row.name == name)
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
     return row
+
+
+if __name__ == "__main__":
+    print(table(), end="")
