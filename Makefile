@@ -51,7 +51,7 @@ INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/inside_torch_operator.py tests/export/test_model.py \
-	tests/export/test_save.py tests/export/test_torch.py tests/export/inside_translation.py
+	tests/export/inside_save.py tests/export/test_torch.py tests/export/inside_translation.py
 
 # Vectors as short and products as high as on ARM, and fresh memory full of NaN.
 SANITIZERS := -DHIGH_ROWS=12 -DPOISON -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined \

@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 
 import compiled_cases
 import dense
 import oracles
 from compiled_cases import close, narrow
 from libraries import GATES
+from onnx_sessions import opened
 from operator_runs import needs_library, run, session_of, side_by_side
 from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.export import custom_ops_library
+from relskew_core.export._nodes.in_place_node import NUMBERS, _quantising
 from relskew_core.export._nodes.operator import INPUTS, OUTPUTS, attributes_of
 
 pytestmark = needs_library
@@ -361,3 +365,24 @@ def test_the_library_needs_libc_and_libm_alone() -> None:
     assert not re.findall(r"\*UND\*.*\b(_Z\w+|__gxx\w+|Py\w+)$", names, re.MULTILINE)
     offered = re.findall(r"^\S+ g .*\.text.* (\S+)$", names, re.MULTILINE)
     assert sorted(offered) == ["RegisterCustomOps", "relskew_attention"]
+
+
+def test_subnormal_rows_do_not_overflow_without_the_library() -> None:
+    numbers: dict[str, dict[str, Any]] = {
+        **NUMBERS,
+        **{name: {"value_ints": [value]} for name, value in {"zero": 0, "total": 1, "axis": 2, "starts": 0}.items()},
+    }
+    constants = [helper.make_node("Constant", [], [f"cache/{name}"], **value) for name, value in numbers.items()]
+    feeds: dict[str, Any] = {
+        "past/k": np.zeros((1, 1, 1, 1), np.int8),
+        "past_scale/k": np.zeros((1, 1, 1), np.float32),
+        "new/k": np.full((1, 1, 1, 1), 180 * 2.0**-149, np.float32),
+    }
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in feeds.items()
+    ]
+    output = helper.make_tensor_value_info("present/k", onnx.TensorProto.INT8, [1, 1, 1, 1])
+    graph = helper.make_graph([*constants, *_quantising("k", "filled")], "one row", inputs, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    assert opened(model).run(None, feeds)[0] == 0

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from onnx_sessions import shapes
+from operator_runs import needs_library
 from relskew_core import Span, relative_attention
 from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate
-from relskew_core.export._files.library import found_library
-from relskew_core.export._models import convert
-from relskew_core.export._models.encoder_decoder import FILES
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
+FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 
 
 class DynamicCache:
@@ -131,7 +130,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     return model.eval(), folder
 
 
-def test_names_and_lengths(made: tuple[Model, Path]) -> None:
+def test_three_graphs_have_the_names_of_optimum(made: tuple[Model, Path]) -> None:
     graphs = [onnx.load(made[1] / name) for name in FILES]
     width = WIDTH // HEADS
     text, memory = (["batch", HEADS, length, width] for length in ("length", "memory_length"))
@@ -150,7 +149,7 @@ def test_names_and_lengths(made: tuple[Model, Path]) -> None:
     assert len({entry.value for model in graphs for entry in model.metadata_props if entry.key == "relskew.set"}) == 1
 
 
-def test_tokens(made: tuple[Model, Path]) -> None:
+def test_generate_gives_the_tokens_of_the_model(made: tuple[Model, Path]) -> None:
     model, folder = made
     source = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 0, 0]])
     mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
@@ -164,8 +163,8 @@ def test_tokens(made: tuple[Model, Path]) -> None:
     assert generate(folder, [1], 0).shape == (0,)
 
 
-@pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
-def test_operator(made: tuple[Model, Path], tmp_path: Path) -> None:
+@needs_library
+def test_calls_as_nodes_give_the_same_tokens(made: tuple[Model, Path], tmp_path: Path) -> None:
     """Each call is a node and a function, checked both ways; ``generate`` registers the library."""
     model, reports = made[0], list[ExportReport]()
     folder = encoder_decoder_to_onnx(model, tmp_path / "made", operator=True, report=reports.append)
@@ -179,7 +178,7 @@ def test_operator(made: tuple[Model, Path], tmp_path: Path) -> None:
     assert np.array_equal(generate(folder, source.numpy(), 40, mask=mask.numpy()), want)
 
 
-def test_sounds(tmp_path: Path) -> None:
+def test_a_model_of_features_takes_vectors(tmp_path: Path) -> None:
     model = Sounds(wide=False).eval()
     reports: list[ExportReport] = []
     folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # an existing directory
@@ -194,7 +193,9 @@ def test_sounds(tmp_path: Path) -> None:
         generate(folder, [1, 2], 3)
 
 
-def test_files_appear_together(made: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_appear_together_or_not_at_all(
+    made: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, folder = made
     graphs = itertools.cycle(map(onnx.load, (folder / name for name in FILES)))
 
@@ -203,7 +204,7 @@ def test_files_appear_together(made: tuple[Model, Path], tmp_path: Path, monkeyp
         del graph.metadata_props[:]  # which are added once
         return types.SimpleNamespace(model=graph)
 
-    monkeypatch.setattr(convert, "convert", converted)
+    monkeypatch.setattr("relskew_core.export._models.convert.convert", converted)
     other = tmp_path / "config.json"
     other.write_text("{}")
     with pytest.raises(RuntimeError, match=r"does not do what `model` does: output .* for decoder_model\.onnx"):
@@ -223,7 +224,7 @@ def test_files_appear_together(made: tuple[Model, Path], tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_what_is_there_stays(made: tuple[Model, Path]) -> None:
+def test_existing_files_are_not_replaced(made: tuple[Model, Path]) -> None:
     with pytest.raises(FileExistsError, match="`path` exists"):
         encoder_decoder_to_onnx(Model(), made[1])
     with pytest.raises(NotADirectoryError, match="`folder` must be a directory"):

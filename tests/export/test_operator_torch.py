@@ -12,18 +12,22 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
 from torch import Tensor, nn
 
 from onnx_sessions import opened, tokens_of_genai
-from operator_runs import needs_library
+from operator_runs import INPUTS, NAME, needs_library
 from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.export import custom_ops_library, decoder_to_onnx, generate, save, torch_to_onnx, without_operator
-from relskew_core.export._generate import encoded
-from relskew_core.export._nodes.in_place_node import NUMBERS, _quantising
-from relskew_core.export._nodes.operator import INPUTS, NAME
-from relskew_core.export._translate.translation import torch_translation_table
+from relskew_core.export import (
+    custom_ops_library,
+    decoder_to_onnx,
+    generate,
+    save,
+    torch_to_onnx,
+    torch_translation_table,
+    without_operator,
+)
 from relskew_core.layers.torch import RelativeMultiheadAttention
+from torch_exports import of
 
 pytestmark = needs_library
 
@@ -74,23 +78,19 @@ def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_types_are_those_of_the_model(dtype: Any) -> None:
+def test_a_node_takes_the_type_of_the_model(dtype: Any) -> None:
     model = Calls(17, span=SPAN).to(dtype)
     made = torch_to_onnx(model, torch.randn(2, 4, 6, 8, dtype=dtype), vary={"x": [0, 2]}, operator=True)
     assert len(nodes(made)) == 1
 
 
-class Masked(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor, segments: Tensor) -> Any:
-        return relative_attention(x, x, x, mask=mask, segments=segments, causal=True)
-
-
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_masks_and_documents_are_inputs(kind: str) -> None:
+def test_masks_and_documents_are_inputs_of_the_node(kind: str) -> None:
+    masked = of(lambda self, x, mask, segments: relative_attention(x, x, x, mask=mask, segments=segments, causal=True))
     shown = torch.rand(2, 1, 6, 6) < 0.8
     mask = shown if kind == "boolean" else torch.where(shown, 0.5, -torch.inf)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 5, 5, 6, 6]])
-    made = torch_to_onnx(Masked(), (torch.randn(2, 4, 6, 8), mask, segments), vary={}, operator=True)
+    made = torch_to_onnx(masked, (torch.randn(2, 4, 6, 8), mask, segments), vary={}, operator=True)
     (node,) = nodes(made)
     assert node.input[8 if kind == "boolean" else 9]
 
@@ -144,13 +144,13 @@ class Fitted(nn.Module):
         return relative_attention(x, x, x, torch.arange(1 - n, n).to(x.dtype)[:, None] * torch.linspace(0.1, 1, 8))
 
 
-def test_tables_as_long_as_the_input_are_served() -> None:
+def test_tables_as_long_as_the_input_become_a_node() -> None:
     made = torch_to_onnx(Fitted(), torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
     (node,) = nodes(made)
     assert all(node.input[INPUTS.index(name)] for name in ("span_left", "span_right"))
 
 
-def test_what_the_operator_does_not_serve_stays_as_it_is() -> None:
+def test_heads_without_a_batch_become_no_node() -> None:
     """Heads without a batch, here."""
     made = torch_to_onnx(Fitted(), torch.randn(4, 6, 8), vary={"x": [1]}, operator=True)
     assert not nodes(made)
@@ -224,7 +224,7 @@ def test_decoders_give_the_same_tokens(
     assert len(nodes(graph, "Reshape")) == len(turned) == 4 * grows
     wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
-    monkeypatch.setattr(encoded, "found_library", lambda: None)
+    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
@@ -247,31 +247,10 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
     with_library = generate(made, prompts, 12)
     wanted = generate(decoder_to_onnx(Decoder(), tmp_path / "plain.onnx", check=False), prompts, 12)
     np.testing.assert_array_equal(with_library, wanted)
-    monkeypatch.setattr(encoded, "found_library", lambda: None)
+    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
     np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
-
-
-def test_subnormal_rows_do_not_overflow_without_the_library() -> None:
-    numbers: dict[str, dict[str, Any]] = {
-        **NUMBERS,
-        **{name: {"value_ints": [value]} for name, value in {"zero": 0, "total": 1, "axis": 2, "starts": 0}.items()},
-    }
-    constants = [helper.make_node("Constant", [], [f"cache/{name}"], **value) for name, value in numbers.items()]
-    feeds: dict[str, Any] = {
-        "past/k": np.zeros((1, 1, 1, 1), np.int8),
-        "past_scale/k": np.zeros((1, 1, 1), np.float32),
-        "new/k": np.full((1, 1, 1, 1), 180 * 2.0**-149, np.float32),
-    }
-    inputs = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
-        for name, x in feeds.items()
-    ]
-    output = helper.make_tensor_value_info("present/k", onnx.TensorProto.INT8, [1, 1, 1, 1])
-    graph = helper.make_graph([*constants, *_quantising("k", "filled")], "one row", inputs, [output])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
-    assert opened(model).run(None, feeds)[0] == 0
 
 
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

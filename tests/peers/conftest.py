@@ -7,7 +7,7 @@ import pytest
 import torch
 
 collect_ignore = ["keras_backend.py", "tensor2tensor_calls.py"]  # programs that run by themselves
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py", "inside_*.py"]
 
 if importlib.util.find_spec("torchvision"):
     try:

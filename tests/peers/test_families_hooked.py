@@ -10,8 +10,8 @@ import pytest
 import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
+from peers.inside_families_local import local
 from peers.test_families_lives import calls_of, check_alike
-from peers.test_families_local import local
 from peers.test_families_numbers import both, drop_ins, given
 from peers.test_families_wrapped import every, outputs
 

@@ -24,7 +24,7 @@ from relskew_core import (
     t5_buckets,
     toeplitz,
 )
-from relskew_core.huggingface._alibi import BloomRelativeAttention, MptRelativeAttention
+from relskew_core.huggingface import replace_attention
 
 LENGTHS = [1, 2, 5, 17, 40]
 T5 = "transformers.models.t5.modeling_t5.T5Attention"
@@ -142,7 +142,8 @@ def test_bloom_in_half_precision_far_from_the_beginning() -> None:
     theirs = randomised(peer("transformers.models.bloom.modeling_bloom.BloomAttention")(config, layer_idx=0)).half()
     x, alibi = randn(1, 3, 256).half(), torch.tensor([[[7000, 7004, 7008]]]).half().expand(2, -1, -1)
     given = x, torch.zeros_like(x), alibi, torch.full((3, 3), -6e4).triu(1)[None, None].half()
-    check(BloomRelativeAttention(theirs)(*given)[0].double(), theirs.double()(*(y.double() for y in given))[0], 3e-3)
+    ours: Any = replace_attention(copy.deepcopy(theirs))
+    check(ours(*given)[0].double(), theirs.double()(*(y.double() for y in given))[0], 3e-3)
 
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])
@@ -168,7 +169,7 @@ def test_mpt_in_half_precision_far_from_the_end() -> None:
     config = peer("transformers.MptConfig")(d_model=16, n_heads=2)
     modeling = "transformers.models.mpt.modeling_mpt"
     theirs = randomised(peer(f"{modeling}.MptAttention")(config, layer_idx=0)).bfloat16()
-    ours, exact = MptRelativeAttention(theirs), copy.deepcopy(theirs).double()
+    ours, exact = replace_attention(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
     x, far = randn(1, 9, 16).bfloat16(), 2000
     alibi = peer(f"{modeling}.build_mpt_alibi_tensor")(2, far)
     future = torch.arange(far) > torch.arange(9)[:, None]

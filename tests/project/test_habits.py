@@ -109,7 +109,9 @@ def test_what_the_guides_call_can_be_called() -> None:
     assert (ROOT / ".ci/release-check").stat().st_mode & 0o111
 
 
-PUBLIC_ALONE = ("backends", "core", "distributed", "examples", "layers")
+PUBLIC_ALONE = (
+    "backends", "cli", "core", "distributed", "draw", "examples", "export", "huggingface", "layers", "peers", "web",
+)  # fmt: skip
 """Folders of tests that import public names alone, except in files ``inside_*.py``."""
 
 
