@@ -39,8 +39,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-STEPS = {"open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.utime"}
-"""Python reports these before they happen."""
 PAIR = ("block.onnx", "other.onnx")
 
 
@@ -55,7 +53,10 @@ def sound(report: Report) -> bool:
     return [check.name for check in report.failures] == ["unread"]
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_save_writes_one_file_and_leaves_the_model_alone(tmp_path: Path) -> None:
+    small = save(to_onnx(SPEC, random_weights(SPEC)), tmp_path / "small.onnx", external_threshold=0)
+    assert names(tmp_path) == ["small.onnx"]  # no weight is worth an external file
+    small.unlink()
     made = model()
     before = made.SerializeToString(deterministic=True)
     path = save(made, os.fspath(tmp_path / "block.onnx"))
@@ -72,7 +73,7 @@ def umask() -> int:
     return mask
 
 
-def test_external_weights(tmp_path: Path) -> None:
+def test_large_weights_lie_in_one_external_file(tmp_path: Path) -> None:
     made = model()
     path = save(made, tmp_path / "block.onnx", external_threshold=1000)
     data = [name for name in names(tmp_path) if name != "block.onnx"]
@@ -97,11 +98,6 @@ def test_external_weights(tmp_path: Path) -> None:
         save(bare, tmp_path / "other.onnx")
 
 
-def test_small_weights_stay_inside(tmp_path: Path) -> None:
-    save(to_onnx(SPEC, random_weights(SPEC)), tmp_path / "block.onnx", external_threshold=0)
-    assert names(tmp_path) == ["block.onnx"]
-
-
 def test_external_name_follows_the_content(tmp_path: Path) -> None:
     first, same, other = (tmp_path / name for name in ("a", "b", "c"))
     for folder, seed in ((first, 0), (same, 0), (other, 1)):
@@ -111,7 +107,7 @@ def test_external_name_follows_the_content(tmp_path: Path) -> None:
     assert names(first) != names(other)
 
 
-def test_saving_again(tmp_path: Path) -> None:
+def test_saving_again_removes_old_weights_after_a_minute(tmp_path: Path) -> None:
     path = tmp_path / "block.onnx"
     save(model(0), path, external_threshold=0)
     first = names(tmp_path)
@@ -170,7 +166,7 @@ def test_weights_in_use_stay_whatever_the_clock_says(tmp_path: Path, monkeypatch
         assert len(names(tmp_path)) == 2
 
 
-def test_foreign_files_are_left(tmp_path: Path) -> None:
+def test_files_of_others_are_left(tmp_path: Path) -> None:
     """Only weights that an earlier save of this very path wrote are removed with it."""
     path = tmp_path / "block.onnx"
     made = model(0)
@@ -183,7 +179,7 @@ def test_foreign_files_are_left(tmp_path: Path) -> None:
     assert names(tmp_path) == ["block.onnx", lookalike.name, "weights.bin"]
 
 
-def test_symbolic_links(tmp_path: Path) -> None:
+def test_symbolic_links_are_refused(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     link = tmp_path / "block.onnx"
@@ -240,33 +236,25 @@ def test_weights_that_are_there_already_are_used(tmp_path: Path) -> None:
     assert ballast(path) == 0
 
 
-def test_a_failure_leaves_weights_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_failed_save_raises_the_first_error_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Even if all is gone that it would remove."""
     path = save(model(), tmp_path / "block.onnx", external_threshold=0)
     before = names(tmp_path)
 
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(onnx.checker, "check_model", lambda path: patch.setattr(os, "replace", refuse))
-        with pytest.raises(OSError, match="Input/output error"):
-            save(model(), path, external_threshold=0, overwrite=True)
-    assert names(tmp_path) == before
-    assert ballast(path) == 0
-
-
-def test_the_first_error_is_the_one_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be removed after it is of no use to anyone: here all is gone already."""
-
     def fails(*args: Any) -> None:
-        for path in tmp_path.iterdir():
+        for path in tmp_path.iterdir() if gone else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(onnx.checker, "check_model", lambda path: monkeypatch.setattr(os, "replace", fails))
-    with pytest.raises(OSError, match="Input/output error"):
-        save(model(), tmp_path / "block.onnx", external_threshold=0, overwrite=True)
-    assert not names(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx.checker, "check_model", lambda path: patch.setattr(os, "replace", fails))
+        with pytest.raises(OSError, match="Input/output error"):
+            save(model(), path, external_threshold=0, overwrite=True)
+    assert names(tmp_path) == ([] if gone else before)
+    assert gone or ballast(path) == 0
 
 
 def test_what_others_remove_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,41 +278,35 @@ def test_what_others_remove_meanwhile_is_no_error(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["block.onnx"]
 
 
-def test_refused_arguments(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="`model` must be an onnx"):
-        save(b"model", tmp_path / "block.onnx")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`overwrite` must be a bool"):
-        save(model(), tmp_path / "block.onnx", overwrite=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`external_threshold` must be an int >= 0"):
-        save(model(), tmp_path / "block.onnx", external_threshold=-1)
-    with pytest.raises(FileNotFoundError, match="`path` must lie in a directory that exists"):
-        save(model(), tmp_path / "none" / "block.onnx")
-    with pytest.raises(ValueError, match="`path` must be a regular file"):
-        save(model(), tmp_path)
-    with pytest.raises(ValueError, match="`path` must name a file"):
-        save(model(), "/")
-    for wrong in (None, 3, b"block.onnx"):
-        with pytest.raises(TypeError, match="`path` must be a str or a path-like object of one, got "):
-            save(model(), wrong)  # type: ignore[arg-type]
-    for text, told in (
-        ("s3://bucket/block.onnx", "`path` must be a file, not an address: .* got 's3://bucket/block.onnx'"),
-        ("block\ud800.onnx", "`path` must be text that UTF-8 can encode"),
-        ("block\0.onnx", "`path` must not have a NUL character"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            save(model(), text)
-    for long in ("b" * 300 + ".onnx", "b" * 245 + ".onnx"):  # of the second, the temporary folder has too long a name
-        with pytest.raises(OSError, match=r"`path` cannot be written: File name too long: '.*b\.onnx'"):
-            save(model(), tmp_path / long)
-    with pytest.raises(FileNotFoundError, match="`path` must lie in a directory that exists"):
-        save(model(), tmp_path / ("b" * 300) / "block.onnx")
-    if os.path.isdir("/proc/self"):
-        with pytest.raises(OSError, match=r"`path` cannot be written: .* '/proc/self/block\.onnx'"):
-            save(model(), "/proc/self/block.onnx")
+def test_arguments_and_paths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="`path` must be a regular file"):
-            save(model(), tmp_path / "pipe", overwrite=overwrite)
+    path, long = tmp_path / "block.onnx", "b" * 300
+    of_one = "`path` must be a str or a path-like object of one, got "
+    too_long = r"`path` cannot be written: File name too long: '.*b\.onnx'"
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        ((b"model", path), {}, TypeError, "`model` must be an onnx"),
+        ((model(), path), {"overwrite": 1}, TypeError, "`overwrite` must be a bool"),
+        ((model(), path), {"external_threshold": -1}, ValueError, "`external_threshold` must be an int >= 0"),
+        ((model(), tmp_path / "no" / "b"), {}, FileNotFoundError, "`path` must lie in a directory that exists"),
+        ((model(), tmp_path / long / "b"), {}, FileNotFoundError, "`path` must lie in a directory that exists"),
+        ((model(), tmp_path), {}, ValueError, "`path` must be a regular file"),
+        ((model(), tmp_path / "pipe"), {}, ValueError, "`path` must be a regular file"),
+        ((model(), tmp_path / "pipe"), {"overwrite": True}, ValueError, "`path` must be a regular file"),
+        ((model(), "/"), {}, ValueError, "`path` must name a file"),
+        *(((model(), x), {}, TypeError, of_one) for x in (None, 3, b"")),
+        ((model(), "s3://a/b"), {}, ValueError, "`path` must be a file, not an address: .* got 's3://a/b'"),
+        ((model(), "b\ud800.onnx"), {}, ValueError, "`path` must be text that UTF-8 can encode"),
+        ((model(), "b\0.onnx"), {}, ValueError, "`path` must not have a NUL character"),
+        # of the second, the temporary folder has too long a name
+        *(((model(), tmp_path / f"{name}.onnx"), {}, OSError, too_long)
+          for name in (long, "b" * 245)),
+    ]  # fmt: skip
+    if os.path.isdir("/proc/self"):
+        told = r"`path` cannot be written: .* '/proc/self/block\.onnx'"
+        wrong.append(((model(), "/proc/self/block.onnx"), {}, OSError, told))
+    for given, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            save(*given, **options)
     assert names(tmp_path) == ["pipe"]
 
 
@@ -360,7 +342,7 @@ CALLS = ["fsync", "replace", "link"]
 @pytest.mark.parametrize("threshold", [0, 2**30])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_every_step_may_fail(
+def test_a_step_that_fails_leaves_the_old_model_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     existing: bool,
@@ -426,7 +408,7 @@ def test_contents_are_flushed_before_they_get_names_and_names_after(
     assert steps == [*3 * ["flush file"], "name .data", "flush folder", "name .onnx", "flush folder"]
 
 
-def test_what_cannot_be_put_there_leaves_nothing(tmp_path: Path) -> None:
+def test_a_pair_whose_text_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     """Neither models nor weights, if a text that belongs to them has a name that a folder has."""
     (tmp_path / "config.json").mkdir()
     with pytest.raises(OSError, match=r"config\.json"):
@@ -465,7 +447,7 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pyte
     assert path.read_text() == "theirs"
 
 
-def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -602,7 +584,7 @@ def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lock", ["free", "held", "unknown"])
 @pytest.mark.parametrize("other", [False, True])
-def test_whom_a_temporary_folder_belongs_to(
+def test_temporary_folders_of_killed_saves_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, other: bool
 ) -> None:
     """A free lock tells a killed save's folder after a minute without a change; without a lock a day must pass."""

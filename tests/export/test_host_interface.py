@@ -76,7 +76,7 @@ def arrays(queries: int, keys: int, width: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [16, 21])
 @pytest.mark.parametrize("queries", [1, 70])
-def test_int8_with_any_strides(queries: int, width: int) -> None:
+def test_arrays_in_int8_may_have_any_strides(queries: int, width: int) -> None:
     given, keys = arrays(queries, 600, width), 600
     assert not attend({name: view(x) for name, x in given.items()}, left=keys - 1, offset=keys - queries, threads=2)
     out = given.pop("out")
@@ -117,7 +117,7 @@ WRONG: list[tuple[str, Callable[[Array], object], str]] = [
 
 
 @pytest.mark.parametrize(("name", "spoil", "message"), WRONG, ids=[f"{name}: {message}" for name, _, message in WRONG])
-def test_what_is_refused_in_int8(name: str, spoil: Callable[[Array], object], message: str) -> None:
+def test_wrong_arrays_in_int8_are_refused(name: str, spoil: Callable[[Array], object], message: str) -> None:
     given = arrays(2, 60, 16)
     views = {own: view(x) for own, x in given.items()}
     spoil(views[name])

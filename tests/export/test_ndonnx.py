@@ -31,7 +31,7 @@ def run(content: bytes, feeds: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("form", "queries"), [*((form, 7) for form in FORMS), ("clip, values", 1), ("cross", 1)])
-def test_the_same_numbers(form: str, queries: int) -> None:
+def test_a_graph_traced_by_ndonnx_gives_the_same_numbers(form: str, queries: int) -> None:
     spec = FORMS[form]
     keys = 5 if spec.cross else queries
     rng = np.random.default_rng(0)

@@ -19,6 +19,15 @@ WEIGHTS = {key: np.asarray(x) for key, x in init_weights(SPEC, seed=0).items()}
 TOLERANCES = {"dynamic": 0.1, "static": 0.3, "weights-8": 0.03, "weights-4": 0.4}
 
 
+def graph_of(text: str, opset: int = 21, **stored: np.ndarray) -> onnx.ModelProto:
+    """Return a graph that is written in onnx's syntax, and what it stores."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
+    model.graph.initializer.extend(numpy_helper.from_array(x, name) for name, x in stored.items())
+    for number, node in enumerate(model.graph.node):
+        node.name = f"{node.op_type}_{number}"
+    return model
+
+
 def inputs(factor: float = 1.0) -> list[dict[str, np.ndarray]]:
     drawn = np.random.default_rng(0).standard_normal((2, 64, 64))
     return [{"x": (factor * drawn).astype(np.float32)}]
@@ -32,7 +41,7 @@ def run(path: Path, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
 @pytest.mark.parametrize("kind", TOLERANCES)
-def test_kinds(kind: Any, profile: Any, tmp_path: Path) -> None:
+def test_every_kind_is_smaller_and_within_its_tolerance(kind: Any, profile: Any, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile=profile)
     before = model.SerializeToString()
     given = inputs() if kind == "static" else None
@@ -57,7 +66,7 @@ def test_kinds(kind: Any, profile: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
-def test_tables_of_branches_and_loops(profile: Any, tmp_path: Path) -> None:
+def test_tables_in_branches_and_loops_are_quantised(profile: Any, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile=profile, chunk_size=16)
     made = onnx.load(quantize(model, tmp_path / "chunks.onnx", "weights-8"))
     assert "rel_k_int8" in {tensor.name for tensor in made.graph.initializer}
@@ -79,21 +88,13 @@ def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
 
 def products_with_a_table(*results: str) -> onnx.ModelProto:
     """Return products of queries with rows of a table, which may be a result, too."""
-    nodes = [
-        helper.make_node("Slice", ["rel_k", "zero", "end", "axis"], ["rows"], name="cut"),
-        helper.make_node("Transpose", ["rows"], ["columns"], name="turn", perm=[0, 2, 1]),
-        helper.make_node("MatMul", ["q", "columns"], ["y"], name="product"),
-    ]
-    stored = {"rel_k": WEIGHTS["rel_k"], "zero": np.array([0]), "axis": np.array([1])}
-    graph = helper.make_graph(
-        nodes, "products",
-        [helper.make_tensor_value_info("q", TensorProto.FLOAT, ("b", 2, "n", 32)),
-         helper.make_tensor_value_info("end", TensorProto.INT64, (1,))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("b", 2, "n", "m")),
-         *(helper.make_tensor_value_info(name, TensorProto.FLOAT, WEIGHTS[name].shape) for name in results)],
-        [numpy_helper.from_array(x, name) for name, x in stored.items()],
+    given = "float[b,2,n,32] q, int64[1] end"
+    more = "".join(f", float{list(WEIGHTS[name].shape)} {name}" for name in results)
+    return graph_of(
+        f"products ({given}) => (float[b,2,n,m] y{more}) {{rows = Slice(rel_k, zero, end, axis)"
+        " columns = Transpose<perm = [0, 2, 1]>(rows) y = MatMul(q, columns)}",
+        rel_k=WEIGHTS["rel_k"], zero=np.array([0]), axis=np.array([1]),
     )  # fmt: skip
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 @pytest.mark.parametrize("place", [0, 5, 31])
@@ -188,13 +189,8 @@ def test_matrices_in_a_batch_stay(kind: Any, tmp_path: Path) -> None:
     """onnxruntime loads none that have a scale for each column."""
     draw = np.random.default_rng(0)
     weights, x = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, 32, 40), (1, 2, 3, 32)))
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "weights"], ["y"], name="product")], "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("b", 2, "n", 32))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("b", 2, "n", 40))],
-        [numpy_helper.from_array(weights, "weights")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    text = "graph (float[b,2,n,32] x) => (float[b,2,n,40] y) {y = MatMul(x, weights)}"
+    model = graph_of(text, weights=weights)
     with pytest.warns(UserWarning, match="keeps weights in float32, .*: 0.0098 MiB of MatMul"):
         path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
     np.testing.assert_allclose(run(path, x), x @ weights, atol=1e-5)
@@ -217,7 +213,7 @@ CONVOLUTIONS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("form", CONVOLUTIONS)
 @pytest.mark.parametrize("kind", TOLERANCES)
-def test_weights_of_convolutions_and_classifiers(kind: Any, form: str, tmp_path: Path) -> None:
+def test_weights_of_convolutions_and_classifiers_are_quantised(kind: Any, form: str, tmp_path: Path) -> None:
     op, shape, options, product = CONVOLUTIONS[form]
     draw = np.random.default_rng(0)
     weight = draw.standard_normal(shape).astype("f")
@@ -244,15 +240,11 @@ def test_weights_of_convolutions_and_classifiers(kind: Any, form: str, tmp_path:
 def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     stored = {"w": (1, 96, 32), "r": (1, 96, 32), "experts": (2, 32, 40)}
-    graph = helper.make_graph(
-        [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=32, name="recurrent"),
-         helper.make_node("MatMul", ["x", "experts"], ["y"], name="product")], "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 5, 32))],
-        [helper.make_tensor_value_info("last", TensorProto.FLOAT, (1, 5, 32)),
-         helper.make_tensor_value_info("y", TensorProto.FLOAT, (2, 5, 40))],
-        [numpy_helper.from_array(draw.standard_normal(shape).astype("f"), name) for name, shape in stored.items()],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = graph_of(
+        "graph (float[2,5,32] x) => (float[1,5,32] last, float[2,5,40] y)"
+        ' {"", last = GRU<hidden_size = 32>(x, w, r) y = MatMul(x, experts)}',
+        **{name: draw.standard_normal(shape).astype("f") for name, shape in stored.items()},
+    )
     with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.023 MiB of GRU, 0\.0098 MiB of MatMul$"):
         quantize(model, tmp_path / "small.onnx")
 
@@ -260,7 +252,9 @@ def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
-def test_every_form_loads_and_hides(profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
+def test_static_models_of_every_profile_hide_masked_keys(
+    profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path
+) -> None:
     """Masked logits before a softmax or an ``Attention`` get no range, and onnxruntime loads the rest."""
     spec = BlockSpec(64, 2, Span.causal(64), causal=True, window=window)
     model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)
@@ -272,7 +266,7 @@ def test_every_form_loads_and_hides(profile: Any, opset: int, masked: bool, wind
     assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # all except the logits
 
 
-def test_nodes_without_names_are_told_apart(tmp_path: Path) -> None:
+def test_nodes_without_names_are_quantised(tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile="portable")
     for node in model.graph.node:
         node.name = ""
@@ -320,7 +314,7 @@ def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
-def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
+def test_tables_that_are_looked_up_are_quantised_by_column(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     stored = {
         "embedding": rng.standard_normal((100, 16)) * np.logspace(-3, 3, 16),
@@ -385,13 +379,13 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     ("dynamic", inputs(), "`inputs` are only for kind='static'"),
     ("static", [], "`inputs` must have at least one entry"),
 ])  # fmt: skip
-def test_wrong_arguments(kind: Any, given: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(kind: Any, given: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=r"`model` must be one file, got the folder '.*': quantise every"):
         quantize(tmp_path, tmp_path / "none.onnx")
 
@@ -429,20 +423,11 @@ def test_logging_stays_as_it_was(tmp_path: Path) -> None:
 def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
     """``Transpose`` without ``perm`` turns all axes around: such a table is cut as int8."""
     table = np.random.default_rng(0).standard_normal((2, 64, 16)).astype(np.float32)
-    nodes = [
-        helper.make_node("Slice", ["table", "first", "end", "axis"], ["rows"]),
-        helper.make_node("Transpose", ["rows"], ["turned"]),
-        helper.make_node("MatMul", ["x", "turned"], ["y"]),
-    ]
-    bounds = {"first": 3, "axis": 1}
-    graph = helper.make_graph(
-        nodes, "turned", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [16, "n", 5]),
-                          helper.make_tensor_value_info("end", TensorProto.INT64, [1])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [16, "n", 2])],
-        [numpy_helper.from_array(np.array([number]), name) for name, number in bounds.items()]
-        + [numpy_helper.from_array(table, "table")],
+    model = graph_of(
+        "turned (float[16,n,5] x, int64[1] end) => (float[16,n,2] y)"
+        " {rows = Slice(table, first, end, axis) turned = Transpose(rows) y = MatMul(x, turned)}",
+        18, first=np.array([3]), axis=np.array([1]), table=table,
     )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     path = quantize(model, tmp_path / "turned.onnx", "dynamic")
     session = opened(path)
     x = np.random.default_rng(1).standard_normal((16, 3, 5)).astype(np.float32)

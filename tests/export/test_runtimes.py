@@ -37,7 +37,7 @@ def portable() -> dict[str, Graph]:
 @pytest.mark.skipif(onnxruntime.__version__ != "1.31.1", reason="the page names 1.31.1")
 @pytest.mark.parametrize("opset", [25, 26, 27, 28])
 @pytest.mark.parametrize("profile", ["ort", "portable", "trt"])
-def test_opsets_that_the_page_names(profile: Any, opset: int) -> None:
+def test_each_opset_runs_where_the_page_says(profile: Any, opset: int) -> None:
     spec = BlockSpec(8, 2, Span.causal(9), causal=True)
     weights = init_weights(spec, seed=0)
     model = to_onnx(spec, weights, profile=profile, opset=opset, past=True)
@@ -56,7 +56,7 @@ def test_graphs_are_tried_as_the_table_says(runtime: str, portable: dict[str, Gr
         assert attempt(RUNTIMES[runtime], tmp_path / f"{name}.onnx") == ""
 
 
-def test_what_goes_wrong_is_told(portable: dict[str, Graph], tmp_path: Path) -> None:
+def test_a_wrong_or_broken_graph_is_reported(portable: dict[str, Graph], tmp_path: Path) -> None:
     portable["full"].save(tmp_path)
     graph, calls = tmp_path / "full.onnx", tmp_path / "full.npz"
     stored = dict(np.load(calls))
