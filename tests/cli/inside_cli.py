@@ -245,7 +245,9 @@ def test_every_option_of_a_panel_exists() -> None:
     (["validate"], "relskew validate --help"),
     (["nonsense"], "relskew --help"),
 ], ids=str)  # fmt: skip
-def test_what_is_missing_points_to_the_help(argv: list[str], help_of: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_argument_points_to_the_help(
+    argv: list[str], help_of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == 2
     assert capsys.readouterr().err.endswith(f"; see {help_of}\n")
 

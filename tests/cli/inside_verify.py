@@ -187,7 +187,7 @@ def test_a_wrong_graph_is_found(capsys: pytest.CaptureFixture[str], monkeypatch:
 # What is missing
 
 
-def test_missing_libraries_are_told_with_the_reason(
+def test_missing_libraries_are_listed_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -247,7 +247,7 @@ def test_peak_memory_is_that_of_the_call() -> None:
     assert none < 2**20
 
 
-def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peak_memory_is_none_where_no_system_counts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(_libraries, "STATUS", tmp_path / "none")
     monkeypatch.setattr(_libraries, "CLEAR_REFS", tmp_path / "no folder" / "none")

@@ -102,7 +102,9 @@ def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
     pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model defines the block", id="both"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
+def test_draw_with_wrong_options_fails_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
     assert part in error_of(capsys, "draw", *arguments)
 
 

@@ -30,7 +30,7 @@ def exported(*options: str) -> onnx.ModelProto:
     (["--causal", "--operator"], ["x"]),
     (["--chunk-size", "4", "--mask"], ["x", "mask"]),
 ], ids=["segments", "in place", "core", "bias", "values", "operator", "chunks"])  # fmt: skip
-def test_what_is_exported_validates(options: list[str], inputs: list[str]) -> None:
+def test_an_exported_model_validates_with_its_seed_alone(options: list[str], inputs: list[str]) -> None:
     model = exported("--length", "9", "--seed", "3", *options)
     assert [value.name for value in model.graph.input] == inputs
     assert bool(model.functions) == ("--operator" in options)

@@ -157,6 +157,6 @@ def test_weights_of_other_libraries_and_of_one_head() -> None:
     pytest.param(np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN", id="nan"),
     pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2", id="head"),
 ])  # fmt: skip
-def test_what_are_no_weights_is_named(weights: np.ndarray, heads: list[int] | None, message: str) -> None:
+def test_weights_of_another_shape_are_named(weights: np.ndarray, heads: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         draw_weights(weights, heads=heads)

@@ -73,7 +73,7 @@ def test_titles_name_what_was_asked() -> None:
     assert draw_call(1, 4, window=(2, 0), offset=3).title == "1 query, 4 keys, window=(2, 0), offset=3"
 
 
-def test_colours_tell_past_from_future() -> None:
+def test_past_and_future_have_different_colours() -> None:
     (panel,) = draw_call(3).panels
     tones = [[cell.tone for cell in row] for row in panel.cells]
     assert tones == [[0, 0.5, 1], [-0.5, 0, 0.5], [-1, -0.5, 0]]
@@ -112,7 +112,7 @@ def test_spans_stand_one_below_the_other_with_what_each_word_means() -> None:
     assert [note.partition(":")[0] for note in picture.notes[1:]] == ["error", "clip"]
 
 
-def test_what_is_no_span_is_named() -> None:
+def test_a_span_of_another_type_is_named() -> None:
     with pytest.raises(TypeError, match=r"`spans\[1\]` must be a Span, got"):
         draw_span(Span.full(2), 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`spans` must name at least one Span, got none"):

@@ -66,7 +66,7 @@ def test_a_mistyped_tune_is_refused(old: str, new: str, said: str) -> None:
         parse(TUNE.replace(old, new))
 
 
-def test_tokens_tell_held_from_struck_again() -> None:
+def test_held_and_repeated_notes_have_different_tokens() -> None:
     held, struck = encode([[(60, 2)]]), encode([[(60, 1), (60, 1)]])
     assert held == [NEW, 3 + 60 - LOWEST, HELD]
     assert struck == [NEW, 3 + 60 - LOWEST, 3 + 60 - LOWEST]
@@ -95,7 +95,7 @@ def merged(notes: Voice) -> Iterator[tuple[int | None, int]]:
     yield last
 
 
-def test_what_is_held_out_is_not_learned() -> None:
+def test_held_out_tunes_are_not_learned() -> None:
     music = melodies()
     assert len(music.held_out) == len(tunes()) // 5
     assert not {tuple(piece[0]) for piece in music.learned} & {tuple(piece[0]) for piece in music.held_out}

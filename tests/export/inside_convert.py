@@ -54,7 +54,7 @@ class Gives(nn.Module):
     (([ONE, (ONE, 2, ONE)],), {"y": {"b": ONE, "a": [ONE]}}, ["x_0", "x_1_0", "x_1_2", "y_b", "y_a_0"]),
     ((), {"shown": ONE, "kind": "all"}, ["shown"]),
 ])  # fmt: skip
-def test_names_of_arguments(args: Any, kwargs: Any, names: list[str]) -> None:
+def test_inputs_are_named_by_the_arguments_of_forward(args: Any, kwargs: Any, names: list[str]) -> None:
     flat = Flat(Gives(ONE), args, kwargs)
     assert flat.input_names == names
     assert len(flat.inputs()) == len(names)
@@ -67,7 +67,7 @@ def test_names_of_arguments(args: Any, kwargs: Any, names: list[str]) -> None:
     ([{"a": ONE}, None], ["output_0_a"]),
     (Pair(ONE, [ONE]), ["left", "right_0"]),
 ])  # fmt: skip
-def test_names_of_results(result: Any, names: list[str]) -> None:
+def test_outputs_are_named_by_the_keys_of_results(result: Any, names: list[str]) -> None:
     flat = Flat(Gives(result), (ONE,), {})
     assert len(flat(ONE)) == len(names)
     assert flat.output_names == names
@@ -108,7 +108,7 @@ class Fixed(nn.Module):
         return x.reshape(-1, 3) + y.reshape(-1, 3)
 
 
-def test_what_varies_and_what_an_export_leaves_as_it_was() -> None:
+def test_varying_finds_free_axes_and_changes_no_setting() -> None:
     model, log = Fixed().train(), logging.getLogger("torch.onnx._internal.exporter._registration")
     log.setLevel(logging.INFO)
     before = list(warnings.filters)
@@ -156,7 +156,7 @@ def test_the_inputs_of_a_check() -> None:
     assert [tuple(case[0].shape) for case in ones] == [(1,), (1,), (1,), (2,)]
 
 
-def test_names_that_are_given() -> None:
+def test_given_names_are_kept_or_refused() -> None:
     assert _names("input_names", None, ["x"]) == ["x"]
     assert _names("input_names", ("a", "b"), ["x", "y"]) == ["a", "b"]
     for wrong in ("ab", ["a"], ["a", "a"], ["a", "b", "c"]):
@@ -227,7 +227,7 @@ LOGITS, GROWN = torch.zeros(2, 3, 9), torch.zeros(2, 2, 3, 4)
     (LOGITS, [(GROWN, GROWN[:, :, :2])], ValueError, r"must hold tensors .* of 2 and 3 positions here"),
     (LOGITS, [(GROWN, 3)], ValueError, r"must hold tensors .* got int 3"),
 ], ids=range(13))  # fmt: skip
-def test_what_a_decoder_must_answer(
+def test_a_decoder_with_wrong_logits_or_caches_is_refused(
     logits: Any, past: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
@@ -235,7 +235,7 @@ def test_what_a_decoder_must_answer(
     assert not list(tmp_path.iterdir())
 
 
-def test_how_a_decoder_is_called(tmp_path: Path) -> None:
+def test_a_decoder_without_a_past_is_refused(tmp_path: Path) -> None:
     class Alone(Answers):
         def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
             return self.logits, self.past

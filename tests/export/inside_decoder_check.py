@@ -228,7 +228,7 @@ def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert not capfd.readouterr().err  # expected failures print nothing
 
 
-def test_what_lies_behind_a_cache_is_seen_where_a_graph_reads_it(tmp_path: Path) -> None:
+def test_a_graph_that_reads_behind_its_cache_differs(tmp_path: Path) -> None:
     model = small_decoder.in_place()
     model.graph.node[-1].output[0] = "right"
     for name in ("present.1.key", "present.1.key.filled"):

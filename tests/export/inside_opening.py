@@ -397,7 +397,7 @@ def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyP
     ("memory", "hard", "expected"),
     [(100, -1, (100, -1)), (100, 50, (50, 50)), (100, 200, (100, 200)), (None, -1, None)],
 )
-def test_memory_is_limited_where_it_can_be(
+def test_memory_is_limited_on_linux_alone(
     monkeypatch: pytest.MonkeyPatch, memory: int | None, hard: int, expected: tuple[int, int] | None
 ) -> None:
     resource = pytest.importorskip("resource")
@@ -446,7 +446,7 @@ def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_
         assert process.wait(30) == 1
 
 
-def test_what_a_model_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lines_that_a_model_prints_are_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only the validation writes to its parent; the rest goes to where errors go."""
     model, _, weights = exported(CAUSAL)
     path = save(model, tmp_path / "block.onnx")

@@ -131,7 +131,7 @@ def past_of(arrays: dict[str, Any], filled: int, room: int) -> tuple[dict[str, A
 
 
 @pytest.mark.parametrize("filled", [0, 1, 40, 49])
-def test_caches_grow(filled: int) -> None:
+def test_a_past_gives_the_outputs_of_the_whole(filled: int) -> None:
     arrays = call()
     expected = oracles.relative_attention(**arrays, span=SPAN, causal=True).out
     new, past = past_of(arrays, filled, filled)
@@ -229,7 +229,7 @@ def test_caches_in_int8_are_attention_to_the_rounded_rows(kind: str, filled: int
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("filled", [20, 49])
-def test_caches_in_int8_of_other_dtypes(dtype: str, filled: int) -> None:
+def test_caches_in_int8_of_other_dtypes_are_within_their_gates(dtype: str, filled: int) -> None:
     given, presents, whole = quantised({name: x.astype(dtype) for name, x in call().items()}, filled, filled)
     out, *made = run(given, ("out", *presents), **CAUSAL)
     expected = oracles.relative_attention(**whole, span=SPAN, causal=True).out[:, :, filled:]

@@ -257,7 +257,7 @@ def test_a_failed_save_raises_the_first_error_and_keeps_what_was_there(
     assert gone or ballast(path) == 0
 
 
-def test_what_others_remove_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_passes_where_others_remove_files_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of the model that is replaced, and what a save would have tidied up."""
     path = save(model(0), tmp_path / "block.onnx", external_threshold=0)
     next(tmp_path.glob("*.data")).unlink()

@@ -46,7 +46,7 @@ def test_no_other_graph_is_there() -> None:
 
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_and_shapes(name: str, opset: int) -> None:
+def test_translated_calls_have_the_numbers_and_shapes_of_the_call(name: str, opset: int) -> None:
     """For every size, from one translation; all recorded shapes are right."""
     case = CASES[name]
     with exporting(opset) as translate:
@@ -75,7 +75,7 @@ def check_shapes(traced: Traced, made: list[np.ndarray[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fixed_sizes_in_double(name: str) -> None:
+def test_fixed_sizes_in_double_have_the_numbers_of_the_call(name: str) -> None:
     case, (example, *_) = CASES[name], CASES[name].sizes
     with exporting(24) as translate:
         run = translate(case, DOUBLE, fixed=True).session(everything=False)
@@ -83,7 +83,7 @@ def test_fixed_sizes_in_double(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_half_precision(name: str) -> None:
+def test_half_precision_has_its_types_and_numbers(name: str) -> None:
     case, (example, *_) = CASES[name], CASES[name].sizes
     with exporting(23) as translate:
         traced = translate(case, HALF)
@@ -102,7 +102,9 @@ def test_half_precision(name: str) -> None:
 @given(
     strategies.rich_calls(), st.sampled_from([18, 23]), st.sampled_from([SINGLE, DOUBLE]), st.booleans(), st.booleans()
 )
-def test_random_calls(call: strategies.Call, opset: int, dtype: np.dtype[Any], fixed: bool, asks: bool) -> None:
+def test_random_calls_have_the_numbers_of_the_call(
+    call: strategies.Call, opset: int, dtype: np.dtype[Any], fixed: bool, asks: bool
+) -> None:
     arguments = {name: x for name, x in {**call.arrays, **call.options}.items() if name not in ("dropout", "seed")}
     case, sizes = Drawn(arguments, fixed=fixed, asks=asks), (0, 0, 0)
     with exporting(opset) as translate:
@@ -165,7 +167,9 @@ def call_of(operands: Operands, offset: Any, op: Any = None) -> TracedCall:
         (None, None, 0, False), ("n", None, 0, False), (None, "n", 0, False), ("n", "n", None, False),
     ],
 )  # fmt: skip
-def test_what_is_known_of_lengths(queries: Any, keys: Any, offset: int | None, aligned: bool) -> None:
+def test_lengths_are_aligned_only_where_symbols_say_so(
+    queries: Any, keys: Any, offset: int | None, aligned: bool
+) -> None:
     """``None``: nothing, not even a name, or an offset that is an input."""
     for leading in ((), (2,), (2, 3)):
         q, k, v = (tensor(name, *leading, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
@@ -205,7 +209,7 @@ def test_the_default_opset_makes_one_node_of_attention(monkeypatch: pytest.Monke
     assert asked == [("", 23)]
 
 
-def test_inputs_that_are_left_out() -> None:
+def test_an_input_that_is_left_out_is_none() -> None:
     g = TracedEmitter(operators(), SINGLE, "attention")
     x = g.adopt(tensor("x", 2), "x", (2,))
     g.node("Clip", [x, None, g.constant(1.0, SINGLE)], "clipped", [Value("y", (2,), SINGLE)])
@@ -229,7 +233,7 @@ def test_calls_of_a_graph_are_counted() -> None:
     (("q", "k", "v"), {"dropout": 0.5}, "`dropout` belongs to training: call `model.eval()` before the export"),
     (("q", "k", "v", "seed"), {"part": Part(key=1)}, "`seed` and `part` cannot be exported to ONNX"),
 ], ids=["dropout", "others"])  # fmt: skip
-def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) -> None:
+def test_dropout_and_parts_are_refused(arrays: Sequence[str], changes: dict[str, Any], words: str) -> None:
     operands = Operands(**{name: tensor(name, 2, 4, 5, 6) for name in arrays})
     graph = ir.Graph([x for x in operands if x is not None], [], nodes=[], opset_imports={"": 23})
     _, options = CASES["clip, values"].operands((2, 5, 7), SINGLE)
@@ -258,7 +262,7 @@ def test_heads_and_widths_are_numbers(axis: int, name: str) -> None:
     assert len(graph) == 0
 
 
-def test_opsets() -> None:
+def test_an_opset_out_of_range_is_refused() -> None:
     assert ATTENTION in torch_translation_table()
     for opset in (17, 25):
         with pytest.raises(ValueError, match=f"`opset` must be 18 … 24, got {opset}"):

@@ -20,11 +20,11 @@ FORMS = ["full", "full, grouped", "causal", "cache, mask", "cross", "clip, value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_on_cuda(form: Any, profile: Any, dtype: str) -> None:  # pragma: gpu only
+def test_validate_passes_on_cuda(form: Any, profile: Any, dtype: str) -> None:  # pragma: gpu only
     report = valid(*exported(form, profile=profile, dtype=dtype), providers=["cuda"], batches=(2,))
     assert any("use_tf32=0" in check.detail for check in report.checks if check.name == "placement")
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"past": True, "in_place": True}], ids=["chunks", "in place"])
-def test_options_on_cuda(options: dict[str, Any]) -> None:  # pragma: gpu only
+def test_validate_passes_chunks_and_caches_on_cuda(options: dict[str, Any]) -> None:  # pragma: gpu only
     valid(*exported("causal", **options), providers=["cuda"], batches=(2,))

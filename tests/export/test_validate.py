@@ -280,7 +280,7 @@ def test_a_model_runs_elsewhere_on_request() -> None:
     ("max_length", "-1", "ValueError: must be at least 1)"),
     ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
 ])  # fmt: skip
-def test_names_metadata_that_cannot_be_read(key: str, value: str, why: str) -> None:
+def test_metadata_that_cannot_be_read_are_named(key: str, value: str, why: str) -> None:
     model, _, weights = exported(CAUSAL)
     helper.set_model_props(model, {f"relskew.{key}": value})
     (check,) = validate(model, CAUSAL, weights, batches=(1,), lengths=[2]).failures

@@ -248,7 +248,7 @@ def test_a_decoder_of_bare_calls(tmp_path: Path) -> None:
         generate(path, [1, 2], 12)
 
 
-def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> None:
+def test_a_clipped_decoder_goes_on_past_its_table(tmp_path: Path) -> None:
     model = Bare(Span(5, 0, "clip")).double()
     path = decoder_to_onnx(model, tmp_path / "bare.onnx", external_threshold=0)
     assert [file.suffix for file in sorted(tmp_path.iterdir())] == [".onnx", ".data"]
@@ -333,7 +333,7 @@ class InPlaces(nn.Linear):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_what_a_model_computes_in_bfloat16_is_not_cast(dtype: Any) -> None:
+def test_products_in_bfloat16_inside_a_model_are_refused(dtype: Any) -> None:
     model, x = InPlaces(3, 2), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"no MatMul on CPUs: its weights have another .* dtype= .* check=False"):
         torch_to_onnx(model, x, dtype=dtype)

@@ -76,7 +76,7 @@ def test_output_and_gradients(case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("keeps", [0, 2**40], ids=["computed anew", "kept"])
 @pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_what_the_kernels_do_not_know_takes_the_portable_code(
+def test_calls_that_no_kernel_serves_take_the_portable_code(
     case: Case, keeps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "KEPT", keeps)

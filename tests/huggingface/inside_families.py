@@ -234,7 +234,7 @@ def test_a_decoder_has_no_window() -> None:
     assert [part.window for part in replace_attention(both)] == [None, (3, 0)]
 
 
-def test_what_has_no_relative_positions_stays() -> None:
+def test_attention_without_relative_positions_stays() -> None:
     rotary = conformer("Wav2Vec2ConformerSelfAttention")
     rotary.position_embeddings_type = "rotary"
     with pytest.raises(ValueError, match=r"got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt.* Supported are Beit"):

@@ -99,7 +99,7 @@ def test_what_varies(name: str, window: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("name", ["mpnet", "vitdet", "a table of its own", "granite"])
 @torch.no_grad()
-def test_compiled(name: str) -> None:
+def test_compiled_drop_ins_give_the_same_numbers(name: str) -> None:
     """torch.compile traces them."""
     make, call = STAND_INS[name]
     ours = replace_attention(make()).eval()

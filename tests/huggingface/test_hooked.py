@@ -101,7 +101,7 @@ def test_hooks_of_torch_stay_and_can_be_removed() -> None:
 
 @pytest.mark.parametrize("name", ["umt5", "wavlm"])
 @torch.no_grad()
-def test_compiled_modules(name: str) -> None:
+def test_compiled_modules_give_the_same_numbers_with_each_window(name: str) -> None:
     """By ``module.compile()``, with a window that is set later too."""
     make, call = STAND_INS[name]
     torch.manual_seed(0)

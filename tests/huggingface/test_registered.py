@@ -72,7 +72,7 @@ def test_alibi(registered: dict[str, Any], case: str) -> None:
     assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
-def test_numbers_and_a_softcap(registered: dict[str, Any]) -> None:
+def test_learned_numbers_with_a_softcap_are_the_formula(registered: dict[str, Any]) -> None:
     """One step of a growing cache, longer than the bias, whose module has a position."""
     numbers = torch.randn(H, 3, dtype=torch.float64)
     q, k, v = heads(1, 1), heads(2, M), heads(3, M)
@@ -174,7 +174,7 @@ def test_nothing_of_a_traced_call_stays(registered: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_sinks(registered: dict[str, Any], bias: bool) -> None:
+def test_sinks_are_the_formula_with_a_bias_and_without(registered: dict[str, Any], bias: bool) -> None:
     numbers, sinks = torch.randn(H, 2 * M - 1, dtype=torch.float64), torch.randn(H, dtype=torch.float64)
     q, k, v = heads(1, M), heads(2, M), heads(3, M)
     register_attention("ours", rel_bias=numbers if bias else None, span=Span.full(M) if bias else None)
@@ -187,7 +187,9 @@ def test_sinks(registered: dict[str, Any], bias: bool) -> None:
         assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
-def test_refusals(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_names_unknown_arguments_and_no_transformers_are_refused(
+    registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="`name` must not be one of transformers' own, got 'sdpa'"):
         register_attention("sdpa")
     name = register_attention(register_attention("ours"))
@@ -254,7 +256,7 @@ def test_rotary_positions_stay_in_a_model_without_the_interface(registered: dict
     assert rotary._forward_hooks
 
 
-def test_what_has_no_rotary_embeddings_is_refused() -> None:
+def test_a_model_without_rotary_embeddings_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^`model` must be one of transformers with modules of rotary embeddings"):
         replace_rotary(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got"):

@@ -156,7 +156,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", LOCAL)
 @torch.no_grad()
-def test_memory_is_linear(name: str) -> None:
+def test_memory_of_a_window_is_linear_in_the_length(name: str) -> None:
     """Masks of transformers, which have a number for each pair, included."""
     family = FAMILIES[name]
     largest = []
@@ -191,7 +191,7 @@ def test_a_copy_and_a_pickle(name: str) -> None:
     *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
 ])  # fmt: skip
 @torch.no_grad()
-def test_onnx(name: str, window: tuple[int, int], tmp_path: Path) -> None:
+def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int, int], tmp_path: Path) -> None:
     """Any batch and any length, as torch gives it; an example may be shorter than a block."""
     family = FAMILIES[name]
     ours = local(family, window).float()

@@ -36,7 +36,7 @@ STEPS = 40
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_greedy_tokens(name: str, tmp_path: Path) -> None:
+def test_generate_gives_the_greedy_tokens_of_the_model(name: str, tmp_path: Path) -> None:
     model: Any = MODELS[name]().float()
     for x in model.parameters():  # so that the tokens differ
         torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(x.numel()))
@@ -78,7 +78,7 @@ def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
     (XLNET, "`model` must fill a DynamicCache .* got XLNetLMHeadModel, which leaves"),
     (FAMILIES["T5 sdpa"].make, "`model` must be a decoder, got the encoder–decoder T5For"),
 ])  # fmt: skip
-def test_what_is_no_such_decoder(make: Any, said: str, tmp_path: Path) -> None:
+def test_models_without_a_dynamic_cache_are_refused(make: Any, said: str, tmp_path: Path) -> None:
     model = make()
     with pytest.raises(TypeError, match=said):
         decoder_to_onnx(model, tmp_path / "decoder.onnx")

@@ -32,7 +32,7 @@ STEPS = 40
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in MODELS]
 )
 @torch.no_grad()
-def test_greedy_tokens(name: str, tmp_path: Path) -> None:
+def test_generate_gives_the_greedy_tokens_of_the_model(name: str, tmp_path: Path) -> None:
     model: Any = MODELS[name]().float()
     folder = encoder_decoder_to_onnx(replace_attention(model), tmp_path / "made")
     mask = torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0]])

@@ -17,7 +17,7 @@ GENERATING = {name: family for name, family in FAMILIES.items() if family.genera
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)
 @torch.no_grad()
-def test_generation(family: Family, options: dict[str, Any]) -> None:
+def test_generate_gives_the_originals_logits_in_every_cache(family: Family, options: dict[str, Any]) -> None:
     theirs = family.make()
     if options.get("cache_implementation") and type(theirs).__name__.startswith(("Inkling", "Falcon", "ProphetNet")):
         pytest.skip("its own bias does not fit its cache of a fixed size")

@@ -38,7 +38,7 @@ def replaced(name: str) -> Any:
 
 @pytest.mark.parametrize("name", families())
 @torch.no_grad()
-def test_compile(name: str) -> None:
+def test_compiled_families_give_the_same_numbers(name: str) -> None:
     """Traced in one graph, with the shapes of the operators' results: what the backends of torch start from."""
     torch.compiler.reset()
     model = replaced(name)
@@ -51,7 +51,7 @@ def test_compile(name: str) -> None:
 
 @pytest.mark.parametrize("name", families())
 @torch.no_grad()
-def test_onnx(name: str, tmp_path: Path) -> None:
+def test_exported_families_give_the_same_numbers(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
     family, model = FAMILIES[name], replaced(name)
     short, long = (7, 15) if name in SHORT else (family.lengths[-2], family.lengths[-1])

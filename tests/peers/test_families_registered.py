@@ -135,7 +135,7 @@ PRESENT = {
 @pytest.mark.parametrize("mask", ["", "2d", "bool", "float64"])
 @pytest.mark.parametrize("cache", ["", "Dynamic", "Static"])
 @torch.no_grad()
-def test_caches_and_masks(cache: str, mask: str) -> None:
+def test_a_text_in_pieces_has_its_logits_with_every_cache_and_mask(cache: str, mask: str) -> None:
     """What a query sees is the same in one pass over the text, whatever carries its position from call to call."""
     ids = tokens(LENGTH)["input_ids"]
     for build in (model, hybrid)[: 2 if mask in ("", "2d") else 1]:
@@ -235,7 +235,9 @@ def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("build", [model, hybrid])
 @torch.no_grad()
-def test_generation(options: dict[str, Any], padded: bool, build: Callable[[], Any]) -> None:
+def test_generate_gives_the_tokens_of_a_dense_bias(
+    options: dict[str, Any], padded: bool, build: Callable[[], Any]
+) -> None:
     theirs = build()
     name = register_attention("test_generation", rel_bias=NUMBERS)
     given = padded_on_the_left(8) if padded else {"input_ids": tokens(8)["input_ids"]}
@@ -573,7 +575,7 @@ def test_dropout_in_training() -> None:
     assert (one - two).norm() > 1e-2 * one.norm()
 
 
-def test_refusals() -> None:
+def test_wrong_biases_and_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="`rel_bias` must be"):
         register_attention(rel_bias="rotary")
     with pytest.raises(TypeError, match=r"`rel_bias` must be 'alibi', a torch\.Tensor, callable or None, got"):

@@ -48,7 +48,7 @@ def test_every_row_has_a_line_a_name_or_a_link() -> None:
     assert all(len(row) == 3 and ("`" in row[1] or "](" in row[2]) for row in ROWS)
 
 
-def test_the_names_beside_the_lines_are_public() -> None:
+def test_the_names_next_to_the_lines_are_public() -> None:
     theirs = {"relative_key", "relative_key_query", "nn.TransformerEncoderLayer", "query − key"}
     beside = {name for row in ROWS for cell in (row[0], row[2]) for name in re.findall(r"`([^`]+)`", cell)} - theirs
     assert len(beside) > 10

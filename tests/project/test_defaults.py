@@ -89,7 +89,7 @@ def test_dtypes_and_devices_are_named() -> None:
     ("xp.arange(n, dtype=d)", True),
     ("self.xp.arange(n)", True),
 ])  # fmt: skip
-def test_what_is_refused(source: str, refused: bool) -> None:
+def test_a_creation_without_dtype_or_device_is_found(source: str, refused: bool) -> None:
     assert bool(unnamed(source, "a.py")) == refused
 
 

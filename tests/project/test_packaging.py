@@ -302,7 +302,7 @@ def left_out(path: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [written_as_text, left_out])
-def test_links_that_were_not_unpacked_are_told(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+def test_links_that_were_not_unpacked_are_named(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
     copy_to(tmp_path, link)
     for module in ("relskew_core", "relskew_core.backends", "relskew_core.export"):
         # Without the finder of an editable install, which locates backends/.

@@ -155,7 +155,7 @@ def test_the_home_page_begins_with_where_to_start_and_lists_pages_by_what_is_on_
         assert f">{name}</a>" in home.partition("<article")[0], name
 
 
-def test_every_picture_is_there_and_told(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_picture_exists_and_has_a_text(site: Path, pages: dict[Path, Page]) -> None:
     assert sum(len(page.images) for page in pages.values()) > 8
     for path, page in pages.items():
         for image in page.images:

@@ -11,7 +11,7 @@ TRACED = "layers/inside_kept.py::test_nothing_of_a_traced_call_is_kept"
 LIVES = "huggingface/test_lives.py::test_a_step_changes_no_result"
 SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_processes"
 FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
-KINDS = "huggingface/inside_families.py::test_what_has_no_relative_positions_stays"
+KINDS = "huggingface/inside_families.py::test_attention_without_relative_positions_stays"
 WINDOWS = "huggingface/inside_families.py::test_a_window_hides"
 
 TABLE = {

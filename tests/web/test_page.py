@@ -110,7 +110,7 @@ def test_chance_draws_as_it_should(browser: Chromium) -> None:
     assert counts == [1, 0, 2000, 1000]
 
 
-def test_it_draws_what_it_makes(browser: Chromium, tmp_path: Path) -> None:
+def test_the_page_draws_the_notes_it_generates(browser: Chromium, tmp_path: Path) -> None:
     until(browser, "Ready on WebAssembly.")
     browser.run("document.getElementById('count').value = 24; document.getElementById('make').click()")
     assert until(browser, "a second").startswith("24 tokens on WebAssembly, ")
@@ -134,7 +134,7 @@ def test_it_draws_what_it_makes(browser: Chromium, tmp_path: Path) -> None:
     assert browser.errors == []
 
 
-def test_a_missing_provider_is_told(browser: Chromium) -> None:
+def test_a_missing_provider_is_named(browser: Chromium) -> None:
     until(browser, "WebAssembly")
     browser.run("choice = document.getElementById('provider'); choice.value = 'webgpu'")
     browser.run("choice.dispatchEvent(new Event('change'))")
