@@ -387,7 +387,7 @@ def test_heads_that_lie_side_by_side_give_the_same_numbers(dtype: str) -> None:
 @pytest.mark.parametrize("name", ["segments", "positions"])
 @pytest.mark.parametrize("dv", [8, 16])
 @dtypes
-def test_what_labels_hide_may_be_anything(n: int, name: str, dv: int, dtype: str) -> None:
+def test_keys_that_labels_hide_change_nothing(n: int, name: str, dv: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v, d_out = (rng.standard_normal((2, 2, *s)).astype(dtype) for s in ((n, 8), (600, 8), (600, dv), (n, dv)))
     table, values, of_keys_too = (rng.standard_normal((9, width)).astype(dtype) for width in (8, dv, 8))
@@ -454,7 +454,7 @@ def arguments_of(q: Any, k: Any, v: Any) -> list[Any]:
     return [*call[:3], *arrays, np.empty_like(q), None, None, *_compiled.ONE_THREAD]
 
 
-def test_other_threads_go_on_while_they_work() -> None:
+def test_other_threads_run_during_a_call() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 3000, 64)).astype(np.float32) for _ in range(3))
     counted, done = [0], threading.Event()
@@ -717,7 +717,7 @@ def test_numbers_that_are_none_of_a_call_are_refused(
 @pytest.mark.parametrize(("changed", "why"),
                          [({2: (1, 2)}, "expected 36 numbers, got 2"), ({2: [1, 2]}, "tuple"), ({5: 7}, "bytes-like"),
                           ({-2: "0"}, "int"), ({-1: -1}, "must not be negative")])  # fmt: skip
-def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
+def test_kernels_refuse_arguments_that_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     args = arguments_of(q, q, q)
     for index, value in changed.items():
@@ -741,7 +741,7 @@ def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) ->
         ("positions", 90, 1200, True),
     ],
 )
-def test_integers_that_are_far_apart_are_for_others(
+def test_calls_with_integers_far_apart_go_to_the_portable_code(
     library: Any, name: str, far: int, left: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
@@ -790,7 +790,7 @@ def test_a_level_that_is_not_there_is_named() -> None:
         kernels.use("x86-64-v9")
 
 
-def test_which_processors_they_are_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_availability_names_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     what, name = "every floating dtype on CPUs", kernels.__name__
     assert (LEVELS[-1] if LEVELS[1:] else "any") in availability()
     for level, whom in (("x86-64-v3", "x86-64-v3"), ("base", f"any {platform.machine()}")):

@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("span", [Span.clipped(4), Span(4, 4, "zero")], ids=str)
-def test_many_blocks(kind: Any, span: Span) -> None:
+def test_attention_in_many_blocks_equals_the_whole(kind: Any, span: Span) -> None:
     """Uneven blocks along every axis that is cut, groups of heads, tables in blocks of their own."""
     given = OPTIONS[kind]
     rest: dict[str, Any] = {name: x for name, x in given.items() if name in NO_ARRAYS}
@@ -89,7 +89,7 @@ def test_no_task_needs_more_than_two_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [(2**11, 2**11)] * 2
 
 
-def test_what_dask_has_no_blocks_for() -> None:
+def test_options_that_blocks_do_not_support_are_refused() -> None:
     q, k, v = (blocks(name, ARRAYS[name]) for name in "qkv")
     with pytest.raises(ValueError, match=r"dask's does not take .*`block_size`"):
         relative_attention(q, k, v, block_size=4, offset=0, impl="native")

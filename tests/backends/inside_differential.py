@@ -99,7 +99,7 @@ def attend_without_numbers(*arrays: Any, **options: Any) -> Any:
                          [("relative_attention", attend_wrongly, "out is wrong by"),
                           ("relative_attention", attend_without_numbers, "lse has another shape or another infinity"),
                           ("relative_attention_vjp", pull_back_wrongly, "the gradient of k is wrong by")])  # fmt: skip
-def test_what_is_wrong_is_told(
+def test_wrong_results_are_reported(
     name: str, function: Any, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(differential, name, function)
@@ -115,7 +115,7 @@ def test_without_kernels_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
         differential.main(["3"])
 
 
-def test_a_processor_that_nobody_emulates_is_refused() -> None:
+def test_an_unknown_processor_is_refused() -> None:
     ended = subprocess.run([ROOT / ".ci" / "emulated", "vax"], capture_output=True, text=True)
     assert ended.returncode == 2
     assert "vax is none of aarch64" in ended.stderr

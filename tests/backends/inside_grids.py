@@ -201,7 +201,7 @@ def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
     assert oracles.relative_error(found[0], expected) < 1e-12
 
 
-def test_more_axes_than_the_kernels_know_are_for_others() -> None:
+def test_grids_of_more_axes_than_the_kernels_have_go_to_the_portable_code() -> None:
     from array_api_compat import numpy as xp
 
     x, table = np.ones((1, 32, 4)), np.ones((3, 4))

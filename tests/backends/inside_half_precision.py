@@ -132,7 +132,7 @@ def test_results_are_rounded_to_the_nearest(dtype: str) -> None:
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("low", [3, 4, 7])
 @dtypes
-def test_what_nobody_sees_may_be_anything(dtype: str, low: int) -> None:
+def test_entries_that_no_query_sees_change_nothing(dtype: str, low: int) -> None:
     rng = np.random.default_rng(0)
     q, k, v, table, d_out = (
         rounded(rng.standard_normal(shape), dtype)

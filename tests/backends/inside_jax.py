@@ -105,7 +105,7 @@ EVERY_OPTION = (
 
 @pytest.mark.parametrize("more_chunks", [False, True], ids=["", "others"])
 @pytest.mark.parametrize("case", [case for case in dense.CASES if case.name in EVERY_OPTION], ids=str)
-def test_it_equals_the_portable_code(case: dense.Case, more_chunks: bool) -> None:
+def test_every_option_in_loops_equals_the_portable_code(case: dense.Case, more_chunks: bool) -> None:
     chunk_size = (1, 100)[EVERY_OPTION.index(case.name) % 2] if more_chunks else 3
     options: dict[str, Any] = {**case.call(), "chunk_size": chunk_size}
 
@@ -374,7 +374,7 @@ def test_other_labels_and_offsets_are_compiled_once() -> None:
     ({"block_size": 2}, slice(0, 6), slice(5, 9)),
 ], ids=["causal", "window", "blocks"])  # fmt: skip
 @pytest.mark.parametrize("way", [{"chunk_size": 4}, {"softcap": 3.0}], ids=["a loop", "one chunk"])
-def test_what_nobody_sees_gets_no_gradient_and_gives_none(
+def test_entries_that_no_query_sees_have_no_gradient_and_change_nothing(
     options: dict[str, Any], seen: slice, rows: slice, way: dict[str, Any]
 ) -> None:
     case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")

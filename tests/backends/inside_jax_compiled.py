@@ -111,7 +111,7 @@ def test_results_and_gradients_equal_those_of_the_portable_code(case: dense.Case
 
 @pytest.mark.parametrize("given", ["", "out lse d_lse", "lse", "out"], ids="given {}".format)
 @pytest.mark.parametrize("way", ["jit", "eager"])
-def test_the_function_of_gradients_has_them_too(given: str, way: str) -> None:
+def test_relative_attention_vjp_equals_the_portable_code(given: str, way: str) -> None:
     case = dense.Case("pulled", n=9, m=11, d=8, span=Span(5, 6, "clip"), tables="rel_k rel_v rel_bias", mask="boolean",
                       kv_heads=1, options={"softcap": 4.0, "offset": 2})  # fmt: skip
     arrays, options = case.arrays(), case.call()
@@ -360,7 +360,7 @@ def test_eager_results_are_as_committed_as_what_they_are_made_of(committed: bool
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_whoever_looks_for_nan_finds_it(n: int) -> None:
+def test_debug_nans_raises_for_nan(n: int) -> None:
     q = jnp.full((1, 1, n, 8), jnp.nan, jnp.float32)
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         attention(q, q, q)
@@ -392,7 +392,7 @@ def test_what_is_lowered_for_elsewhere_calls_no_kernels(n: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["symbol", "segments", "traced offset"])
-def test_what_they_do_not_know_is_not_for_them(what: str) -> None:
+def test_calls_that_kernels_do_not_support_go_elsewhere(what: str) -> None:
     (batch,) = jax.export.symbolic_shape("batch") if what == "symbol" else (2,)
     x = jax.ShapeDtypeStruct((batch, 2, 9, 8), jnp.float32)
     labels = jax.ShapeDtypeStruct((9,), jnp.int32)
@@ -554,7 +554,7 @@ def test_split_arrays_stay_with_the_loops_but_in_shard_map() -> None:
 
 
 @pytest.mark.parametrize("why", ["not compiled", "refused by XLA"])
-def test_without_them_everything_is_as_it_was(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_calls_without_kernels_run_the_loops(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise jax.errors.JaxRuntimeError("the handler's API version is incompatible with the framework's")
 

@@ -242,7 +242,7 @@ MAPPED: list[tuple[tuple[str, ...], str | None]] = [
 
 @pytest.mark.parametrize(("mapped", "masked"), MAPPED, ids=lambda x: "+".join(x) if isinstance(x, tuple) else x)
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_vmap(mapped: tuple[str, ...], masked: str | None, axis: int) -> None:
+def test_vmap_over_each_array_equals_a_loop(mapped: tuple[str, ...], masked: str | None, axis: int) -> None:
     case = dense.Case(
         "mapped", n=4, m=5, tables="rel_k rel_v rel_bias", rel_q_width=2, mask=masked, mask_shape=(2, 1, 5)
     )

@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.parametrize(("tests", "measured"), [("triton_kernels.py", False), ("triton_host.py", True)])
-def test_interpreted(tests: str, measured: bool) -> None:
+def test_kernels_in_the_interpreter_equal_the_formula(tests: str, measured: bool) -> None:
     """In a separate process, because importing triton decides whether kernels are interpreted.
 
     Coverage, which doubles the interpreter's time, is measured of what drives the kernels.

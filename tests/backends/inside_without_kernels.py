@@ -69,7 +69,7 @@ def test_modules_warn_of_the_line_that_calls_them() -> None:
     assert [each.filename for each in caught] == [__file__]
 
 
-def test_who_wants_none_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_portable_call_and_a_pure_installation_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warnings_of(np, *LONG, impl="portable") == []
     monkeypatch.setenv("RELSKEW_PURE", "1")
     assert warnings_of(np, *LONG) == []
@@ -86,7 +86,7 @@ def test_no_warning_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch)
         compiled(torch.ones(1, 32, 4))
 
 
-def test_whoever_has_kernels_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_with_kernels_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compiled, "kernels", object())
     q = np.ones((1, 1024, 256), np.float32)
     availability.warn_of_long_calls(Operands(q, q, q))

@@ -39,7 +39,7 @@ def attend(*given: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3)], ids=str)
-def test_it_keeps_the_dtype_and_its_gate(dtype: str, gate: float) -> None:
+def test_native_results_keep_their_dtype_and_precision(dtype: str, gate: float) -> None:
     given = [x.astype(dtype) for x in arrays(300)]
     clip: dict[str, Any] = {"span": Span(20, 0, "clip"), "return_lse": True}
     tables = {"rel_k": given.pop()[:, :21], "rel_v": given[1][:, :21], "rel_bias": given[0][:, :21, 0]}

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
 
 @needs_kernels
 @pytest.mark.parametrize("name", CASES)
-def test_both_passes(name: str) -> None:
+def test_both_passes_count_their_products(name: str) -> None:
     options, pairs, of_logits, of_values = CASES[name]
     logits, values = pairs * D + of_logits, pairs * WIDE + of_values
     assert counted(options) == (2 * (logits + values), 2 * (3 * logits + 2 * values))
@@ -55,7 +55,7 @@ def test_a_call_without_positions_counts_as_torch_s() -> None:
     assert counted(WHOLE) == (forward, sdpa_backward_flop_count((2, 4, N, WIDE), *shapes))
 
 
-def test_a_backward_pass_alone() -> None:
+def test_a_backward_pass_alone_counts_its_products() -> None:
     q = Q.clone().requires_grad_()
     out = relative_attention(q, K, V, **WHOLE)
     with FlopCounterMode(display=False) as counter:

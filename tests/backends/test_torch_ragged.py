@@ -60,7 +60,7 @@ def test_ragged_batches_are_what_the_portable_code_makes_of_them(options: dict[s
 
 @pytest.mark.parametrize("given", [(), ("out", "lse", "d_lse")], ids=["alone", "with the forward's results"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-def test_so_are_their_explicit_gradients(options: dict[str, Any], given: tuple[str, ...]) -> None:
+def test_gradients_of_ragged_batches_equal_the_portable_code(options: dict[str, Any], given: tuple[str, ...]) -> None:
     tensors = {name: x.detach() for name, x in arrays().items()}
     call: dict[str, Any] = {**tensors, "span": Span.clipped(4), "offset": torch.tensor(OFFSETS), **options}
     out, lse = relative_attention(**call, return_lse=True)
@@ -72,7 +72,7 @@ def test_so_are_their_explicit_gradients(options: dict[str, Any], given: tuple[s
 
 
 @pytest.mark.parametrize(("lead", "of_mask"), [((), (3,)), ((2, 3), (2, 1))], ids=str)
-def test_two_axes_before_the_heads(lead: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
+def test_ragged_batches_of_two_axes_equal_the_portable_code(lead: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
     offsets = torch.tensor(OFFSETS).reshape(2, 3)
     mask = torch.linspace(-1, 1, math.prod(of_mask) * KEYS, dtype=torch.float64).reshape(*of_mask, 1, 1, KEYS)
     segments = torch.arange(LENGTH) // 4, (torch.arange(math.prod(lead) * KEYS) // 5 % 4).reshape(*lead, KEYS)
@@ -93,7 +93,7 @@ def test_two_axes_before_the_heads(lead: tuple[int, ...], of_mask: tuple[int, ..
         torch.testing.assert_close(getattr(vjps[0], name), getattr(vjps[1], name), rtol=0, atol=1e-11)
 
 
-def test_half_precision_and_autocast() -> None:
+def test_ragged_batches_of_half_precision_equal_the_portable_code() -> None:
     half: dict[str, Any] = {name: x.detach().to(torch.bfloat16) for name, x in arrays().items()}
     options: dict[str, Any] = {"span": Span.clipped(4), "offset": OFFSETS, "causal": True}
     found, expected = (relative_attention(**half, **options, impl=impl) for impl in (NATIVE, "portable"))

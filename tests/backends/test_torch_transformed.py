@@ -232,7 +232,7 @@ WAYS: dict[str, Callable[[Function, Tensor], Tensor]] = {
 @every_length
 @every_function
 @pytest.mark.parametrize("labelled", [False, True], ids=["plain", "labelled"])
-def test_it_is_the_same_in_every_way(
+def test_transforms_and_modes_of_torch_change_no_result(
     way: Callable[[Function, Tensor], Tensor], function: Function, n: int, labelled: bool
 ) -> None:
     given = drawn(n)

@@ -133,7 +133,9 @@ EVERYTHING = COMMON | {"blocks_before", "by_value", "dropout", "softcap", *Opera
 
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING - {"q", "k", "v"}))
-def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_refuses_each_array_and_option_that_it_does_not_support(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every array and every option that says something; one that does not is no reason."""
     operands = Operands(X, X, X, *([X] * (len(Operands._fields) - 3)))
     everything, said = EVERYTHING, name.partition("_")[2] if name in LABELS else name

@@ -33,7 +33,9 @@ def options(pattern: Visibility, span: Span) -> Options:
 @given(
     n=LENGTHS, m=LENGTHS, offset=OFFSETS, pattern=PATTERNS, span=SPANS, start=st.integers(0, 5), by_value=st.booleans()
 )
-def test_chunks(n: int, m: int, offset: int, pattern: dict[str, Any], span: Span, start: int, by_value: bool) -> None:
+def test_chunks_have_the_columns_that_are_read(
+    n: int, m: int, offset: int, pattern: dict[str, Any], span: Span, start: int, by_value: bool
+) -> None:
     """As many columns as are read, and no more."""
     whole = replace(visibility(n + 5, m, 0 if by_value else offset, pattern), by_value=by_value)
     chunk = Chunk.of(options(whole, span), start, start + n)
@@ -57,7 +59,7 @@ def test_chunks(n: int, m: int, offset: int, pattern: dict[str, Any], span: Span
 
 
 @given(n=LENGTHS, keys=st.integers(1, 3 * SMALLEST), start=st.integers(0, 5), offset=OFFSETS)
-def test_blocks_of_keys(n: int, keys: int, start: int, offset: int) -> None:
+def test_blocks_of_keys_cover_each_key_once(n: int, keys: int, start: int, offset: int) -> None:
     """Each one key at least, and one column before those of their pairs for the skew."""
     whole = options(Visibility(n + 5, keys, offset), Span(2, 1, "clip"))
     chunk = Chunk.of(whole, start, start + n)

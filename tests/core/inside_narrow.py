@@ -87,7 +87,7 @@ def test_the_higher_bits_are_left_out_by_hand(monkeypatch: pytest.MonkeyPatch) -
     assert found.tolist() == [(number + 2**31) % 2**32 - 2**31 for number in numbers]
 
 
-def test_offsets_that_nobody_knows_are_ragged() -> None:
+def test_traced_offsets_are_ragged() -> None:
     class Traced:
         """A number that a tracer has: no integer."""
 

@@ -24,7 +24,7 @@ def attended(x: list[Any], part: Part, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_queries_and_keys(step: int, offset: int, chunk_size: int | None) -> None:
+def test_parts_of_queries_and_keys_drop_what_the_whole_drops(step: int, offset: int, chunk_size: int | None) -> None:
     """Neighbours, or every so many-th."""
     whole: Any = relative_attention(Q, K, V, **DROPPED, offset=offset, impl="portable")
     starts = range(0, 12, 4) if step == 1 else range(step)
@@ -39,7 +39,7 @@ def test_queries_and_keys(step: int, offset: int, chunk_size: int | None) -> Non
         np.testing.assert_allclose(out, whole[..., own, :], rtol=0, atol=1e-13)
 
 
-def test_heads() -> None:
+def test_parts_of_heads_drop_what_the_whole_drops() -> None:
     whole: Any = relative_attention(Q, K, V, **DROPPED, impl="portable")
     for own in (slice(0, 2), slice(2, 3), slice(3, 4)):
         out, _ = attended([each[..., own, :, :] for each in (Q, K, V)], Part(head=own.start, heads=4))

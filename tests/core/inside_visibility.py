@@ -173,7 +173,7 @@ def test_positions_of_a_batch_of_two_axes() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
-def test_nobody_to_see_or_to_be_seen(lengths: tuple[int, int]) -> None:
+def test_no_queries_or_no_keys_have_no_positions(lengths: tuple[int, int]) -> None:
     assert pattern_of(*lengths, [2, 3], {}).positions() is None
     assert pattern_of(*lengths, 2, {}).positions() is None
 
@@ -225,7 +225,7 @@ def test_documents_reach_over_all_keys_of_a_querys_own(n: int, m: int, items: tu
             assert end == max([span[1] + 1 for span in ranges[start:stop] if span is not None], default=0)
 
 
-def test_labels_that_are_not_known_say_nothing() -> None:
+def test_labels_whose_values_are_not_there_are_not_read() -> None:
     assert Documents.of((np.zeros((0,), np.int64), np.arange(3))) is None  # no queries
 
     class Hidden:

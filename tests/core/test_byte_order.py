@@ -33,7 +33,7 @@ def assert_same(found: Any, expected: NDArray[Any], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
-def test_calls(case: dense.Case, dtype: str) -> None:
+def test_calls_in_the_other_byte_order_give_the_same(case: dense.Case, dtype: str) -> None:
     given = {**case.arrays(dtype), **case.call()}
     other = {name: swapped(x) for name, x in given.items()}
     for found, expected in zip(
@@ -53,7 +53,7 @@ def test_calls(case: dense.Case, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("rel_scale", [False, True], ids=["scale", "both"])
-def test_learned_scales(rel_scale: bool, dtype: str) -> None:
+def test_learned_scales_in_the_other_byte_order_give_the_same(rel_scale: bool, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 4, 5, 3)).astype(dtype)
     arrays = {"rel_k": rng.standard_normal((9, 3)), "key_table": rng.standard_normal((9, 3)), "scale": np.ones(4) / 2}
@@ -78,7 +78,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_blocks_with_a_cache(spec: BlockSpec, dtype: str) -> None:
+def test_blocks_with_a_cache_in_the_other_byte_order_give_the_same(spec: BlockSpec, dtype: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 8)).astype(dtype)
     past = tuple(rng.standard_normal((2, 2, 2, 3, 4)).astype(dtype))
@@ -90,7 +90,7 @@ def test_blocks_with_a_cache(spec: BlockSpec, dtype: str) -> None:
         assert_same(one, other, dtype)
 
 
-def test_biases(dtype: str) -> None:
+def test_biases_like_an_array_in_the_other_byte_order_are_the_same(dtype: str) -> None:
     like = np.ones(1, dtype)
     np.testing.assert_array_equal(
         proximal_bias(Span.full(9), like=swapped(like)), proximal_bias(Span.full(9), like=like)

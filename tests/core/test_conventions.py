@@ -57,7 +57,7 @@ VALUES = {name: value for name, value in vars(conventions).items() if isinstance
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("heads", [(), (2,)], ids=["shared", "by head"])
-def test_rows_are_theirs(library: Library, rows: Rows, heads: tuple[int, ...]) -> None:
+def test_loaded_rows_are_those_that_a_convention_draws(library: Library, rows: Rows, heads: tuple[int, ...]) -> None:
     theirs = np.random.default_rng(0).standard_normal((*heads, rows.rows, 3))
     convention = VALUES[rows.name]
     ours, span = convention.load(library.asarray(theirs, "float32"), left=rows.left)

@@ -80,20 +80,20 @@ def check(function: Callable[..., Any], shapes: dict[str, tuple[int, ...]], dtyp
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_attention(dtype: torch.dtype, impl: str, name: str) -> None:
+def test_attention_that_sees_nothing_has_gradients_of_zeros(dtype: torch.dtype, impl: str, name: str) -> None:
     shapes, options = ATTENTION[name]
     check(relskew.relative_attention, shapes, dtype, impl=impl, **options)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_functions(name: str) -> None:
+def test_other_functions_that_see_nothing_have_gradients_of_zeros(name: str) -> None:
     function, shapes, options = OTHERS[name]
     check(function, shapes, torch.float64, **options)
 
 
 @pytest.mark.parametrize("name", IDLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_arrays_with_nothing_to_count_for(dtype: torch.dtype, name: str) -> None:
+def test_arrays_without_effect_have_gradients_of_zeros(dtype: torch.dtype, name: str) -> None:
     function, idle, options = IDLE[name]
     given = {each: torch.randn(2, 4, 3, dtype=dtype) for each in "qkv"}
     given |= {each: x.to(dtype) for each, x in options.items() if isinstance(x, Tensor)}
@@ -106,7 +106,7 @@ def test_arrays_with_nothing_to_count_for(dtype: torch.dtype, name: str) -> None
             assert not gradient.any()
 
 
-def test_values_that_are_not_finite_are_no_part_of_it() -> None:
+def test_nan_that_no_query_sees_gives_zeros() -> None:
     q = torch.full((1, 1, 4, 3), torch.nan, requires_grad=True)
     out = relskew.relative_attention(q, q, q, impl="portable", **UNSEEN)
     assert isinstance(out, Tensor)
@@ -117,7 +117,7 @@ def test_values_that_are_not_finite_are_no_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 3, 8)], ids=str)
-def test_modules(shape: tuple[int, ...]) -> None:
+def test_modules_of_empty_batches_have_gradients(shape: tuple[int, ...]) -> None:
     spec = BlockSpec(8, 2, Span.clipped(2), rel_values=True, rel_bias=True, sinks=True)
     module, x = RelativeMultiheadAttention(spec), torch.randn(shape, requires_grad=True)
     module(x).sum().backward()

@@ -93,7 +93,7 @@ class Drawn:
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("how", ["positions", "offsets", "offset"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_far_away_is_far_away(row: Library, how: str, impl: Any) -> None:
+def test_attention_at_far_positions_equals_the_loops(row: Library, how: str, impl: Any) -> None:
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
     first = 2 * (impl == "auto")
@@ -192,7 +192,7 @@ def test_positions_and_offsets_that_cannot_be_counted_from_are_refused(make: Any
 
 
 @NARROW
-def test_jax_looks_at_unsigned_positions_while_it_may() -> None:
+def test_jax_refuses_unsigned_positions_whose_values_are_too_large() -> None:
     jnp = pytest.importorskip("jax.numpy")
     jax = pytest.importorskip("jax")
     q, table = jnp.ones((1, 2, 2)), jnp.asarray([[0.0], [1.0], [5.0]])
@@ -210,7 +210,7 @@ def test_jax_looks_at_unsigned_positions_while_it_may() -> None:
 
 
 @NARROW
-def test_jax_refuses_by_name_what_32_bits_cannot_tell_apart() -> None:
+def test_jax_refuses_offsets_that_32_bits_cannot_count() -> None:
     jnp = pytest.importorskip("jax.numpy")
     q = jnp.ones((1, 1, 2, 2))
     with pytest.raises(ValueError, match=r"`offset` must be less than 2\*\*29 .*window.*got list"):

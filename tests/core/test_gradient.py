@@ -63,7 +63,7 @@ def test_every_option_has_the_gradients_of_the_dense_formula(row: Library, case:
 
 
 @pytest.mark.parametrize("case", [case for case in dense.CASES if " mask of shape " not in case.name][::3], ids=str)
-def test_jax_has_them_too(case: dense.Case) -> None:
+def test_gradients_of_jax_equal_the_dense_formula(case: dense.Case) -> None:
     pytest.importorskip("jax")
     check(gradients_on(JAX, case.d_out(), case.arrays(), case.call()),
           dense.vjp(case.d_out(), case.arrays(), case.call()))  # fmt: skip
@@ -93,7 +93,7 @@ def test_tables_by_head_in_a_program_of_jax(beyond: Any) -> None:
 
 
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
-def test_the_native_path_has_them_too(case: dense.Case) -> None:
+def test_native_gradients_equal_the_dense_formula(case: dense.Case) -> None:
     impl = "native"
     try:
         gradients_on(NUMPY, case.d_out(), case.arrays(), case.call(), impl=impl)
@@ -116,7 +116,9 @@ def test_the_forwards_results_may_be_given(case: dense.Case, given: tuple[str, .
 
 @settings(max_examples=120, deadline=None)
 @given(call=strategies.calls(), way=st.sampled_from(strategies.WAYS), seed=strategies.seeds, out=st.booleans())
-def test_any_call_at_all(call: strategies.Call, way: strategies.Way, seed: int, out: bool) -> None:
+def test_gradients_of_random_calls_equal_the_dense_formula(
+    call: strategies.Call, way: strategies.Way, seed: int, out: bool
+) -> None:
     library = next(row for row in LIBRARIES if row.name == way.row)
     arrays = call.arrays
     d_out = np.random.default_rng(seed).standard_normal((*arrays["q"].shape[:-1], arrays["v"].shape[-1]))
@@ -174,7 +176,7 @@ def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str,
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_log_sum_exps_have_gradients_too(impl: Any, chunk_size: int | None) -> None:
+def test_gradients_of_log_sum_exps_equal_the_oracle(impl: Any, chunk_size: int | None) -> None:
     case = dense.Case("lse", n=5, tables="rel_k rel_v rel_bias key_table", by_head="sinks", mask="additive")
     given: dict[str, Any] = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays().items()}
     out, lse = oracles.attention(**given)
@@ -224,7 +226,7 @@ def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> None:
+def test_empty_results_have_the_dtype_and_device_of_their_arrays(dtype: str) -> None:
     row = of_name("array-api-strict, second device")
     for n, m, options in ((0, 3, {}), (3, 0, {}), (3, 3, {"offset": -9, "causal": True}), (20, 3, {"window": (2, 2)})):
         case = dense.Case("none", n=n, m=m, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table")

@@ -57,7 +57,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_logits_are_the_formula(library: Library, name: str) -> None:
+def test_logits_of_a_grid_equal_the_formula(library: Library, name: str) -> None:
     q_grid, k_grid, offset, *spans = GRIDS[name]
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 3, q_grid[0] * q_grid[1], 4))

@@ -217,7 +217,7 @@ def test_memory_grows_with_the_rows_that_are_seen() -> None:
     assert peak < 32 * 2**20 < 96**4 * 4 / 8
 
 
-def test_refused() -> None:
+def test_grids_that_do_not_fit_are_refused() -> None:
     q = np.ones((6, 4))
     grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3)}
     with pytest.raises(ValueError, match=r"^`neighborhood` must be None with `window`, got tuple"):

@@ -43,7 +43,7 @@ def plain(case: Case) -> dict[str, Any]:
 
 @every_case
 @pytest.mark.parametrize("library", libraries.LIBRARIES, ids=str)
-def test_every_library(library: libraries.Library, case: Case) -> None:
+def test_a_key_table_equals_the_oracle_in_every_library(library: libraries.Library, case: Case) -> None:
     if (reason := library.missing()) is not None:
         pytest.skip(reason)
     if library.traced and case is not CASES[2]:
@@ -60,7 +60,7 @@ def test_every_library(library: libraries.Library, case: Case) -> None:
 
 
 @every_case
-def test_gradients(case: Case) -> None:
+def test_gradients_of_a_key_table_equal_the_dense_formula(case: Case) -> None:
     gradients = relative_attention_vjp(case.d_out(), **case.arrays(), **case.call())
     for name, expected in dense.vjp(case.d_out(), case.arrays(), plain(case)).items():
         np.testing.assert_allclose(getattr(gradients, name), expected, rtol=0, atol=1e-11, err_msg=name)
@@ -68,7 +68,7 @@ def test_gradients(case: Case) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(call=strategies.calls(), seed=strategies.seeds)
-def test_any_call(call: strategies.Call, seed: int) -> None:
+def test_a_key_table_equals_its_logits_as_a_mask(call: strategies.Call, seed: int) -> None:
     """A table for the keys, drawn on top of any call, is the same as its logits as a mask."""
     arrays, options = dict(call.arrays), dict(call.options)
     q, k = arrays["q"], arrays["k"]
@@ -97,7 +97,9 @@ def test_any_call(call: strategies.Call, seed: int) -> None:
     beyond=st.sampled_from(["clip", "zero"]), left=st.integers(0, 3), right=st.integers(0, 3),
 )  # fmt: skip
 @example(n=1, m=1, offset=0, causal=True, by_head=False, beyond="clip", left=2, right=0)  # a single row of the table
-def test_logits(n: int, m: int, offset: int, causal: bool, by_head: bool, beyond: Any, left: int, right: int) -> None:
+def test_logits_of_keys_equal_the_loops(
+    n: int, m: int, offset: int, causal: bool, by_head: bool, beyond: Any, left: int, right: int
+) -> None:
     rng, span = np.random.default_rng(0), Span(left, right, beyond)
     k = rng.standard_normal((3, 2, m, 4))
     table = rng.standard_normal((*((2,) if by_head else ()), span.rows, 4))
@@ -124,7 +126,7 @@ def test_a_causal_table_is_long_enough_for_causal_logits_of_keys() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (20, 4)}, {"offset": -25}, {"offset": 40}], ids=str
 )
-def test_torch_meets_the_tables_ends_once_for_all_keys_beyond_them(span: Span, options: dict[str, Any]) -> None:
+def test_keys_beyond_the_ends_of_a_table_give_the_same_natively(span: Span, options: dict[str, Any]) -> None:
     case = Case("far", n=50, m=60, span=span, heads=4, kv_heads=2, tables="rel_k key_table", own_tables=False)
     results = []
     for impl in (NATIVE, "portable"):
@@ -136,7 +138,7 @@ def test_torch_meets_the_tables_ends_once_for_all_keys_beyond_them(span: Span, o
     torch.testing.assert_close(*results, rtol=0, atol=1e-11)
 
 
-def test_what_nobody_sees_may_be_anything() -> None:
+def test_rows_of_a_key_table_that_no_query_sees_change_nothing() -> None:
     case = Case("poison", n=20, m=40, span=Span.full(60), tables="key_table", options={"causal": True, "offset": 3})
     arrays = case.arrays()
     expected = relative_attention(**arrays, **case.call())

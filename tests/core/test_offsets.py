@@ -34,7 +34,7 @@ def furthest(dtype: str) -> int:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_for_all(library: Library, name: str) -> None:
+def test_one_offset_of_any_integer_dtype_is_its_number(library: Library, name: str) -> None:
     if library.traced:
         pytest.skip("what is traced has no value")
     function, arrays, options = CALLS[name]
@@ -47,7 +47,7 @@ def test_one_for_all(library: Library, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_for_each_item(library: Library, name: str) -> None:
+def test_offsets_by_item_of_any_integer_dtype_are_their_numbers(library: Library, name: str) -> None:
     function, arrays, options = CALLS[name]
     given = {key: library.asarray(x, library.dtypes[0]) for key, x in arrays.items()}
     for dtype in dtypes(library):
@@ -60,7 +60,7 @@ def test_one_for_each_item(library: Library, name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("offset", [np.uint8(3), [np.uint8(3), np.uint8(1)]], ids=["one", "items"])
-def test_numbers_of_numpy(name: str, offset: Any) -> None:
+def test_offsets_as_scalars_of_numpy_are_their_numbers(name: str, offset: Any) -> None:
     function, arrays, options = CALLS[name]
     plain = [int(each) for each in offset] if isinstance(offset, list) else int(offset)
     expected = function(**arrays, span=SPAN, offset=plain, **options)
@@ -68,7 +68,7 @@ def test_numbers_of_numpy(name: str, offset: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["logits", "logits of keys"])
-def test_where_jax_has_32_bits_only(name: str) -> None:
+def test_offsets_of_jax_with_32_bits_are_their_numbers(name: str) -> None:
     jax = pytest.importorskip("jax")
     function, arrays, options = CALLS[name]
     with jax.enable_x64(False):

@@ -46,7 +46,7 @@ def test_weights_are_those_of_attention(case: dense.Case) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 1e-6), ("float64", 1e-13)])
-def test_values_of_strangers_may_be_anything(dtype: str, gate: float) -> None:
+def test_values_of_other_segments_change_nothing(dtype: str, gate: float) -> None:
     segments = np.repeat([0, 1], 20)
     q, k, v, table = (x.astype(dtype) for x in (Q, K, V, TABLE))
     expected = relative_attention(q, k, v, table, segments=segments)
@@ -190,7 +190,7 @@ def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> N
         np.testing.assert_array_equal(row.to_numpy(some)[:, 0, :, 0], [[1, 2, 3], [0, 0, 0]])
 
 
-def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
+def test_weights_of_no_query_or_key_stay_on_the_device_of_their_arrays() -> None:
     row = libraries.of_name("array-api-strict, second device")
     for n, m, window in ((0, 3, None), (12, 3, (2, 2))):
         for dtype in ("float32", "float64"):
@@ -213,7 +213,7 @@ def test_small_integers_never_wrap(kind: Any) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_table_need_not_reach_what_nobody_sees() -> None:
+def test_a_table_need_not_reach_what_no_query_sees() -> None:
     late, short = np.arange(40) % 2 * 50, Span(78, 0)  # the future
     gradients = relative_attention_vjp(Q, Q, K, V, TABLE, short, positions=(late, late), causal=True, softcap=5.0)
     assert all(np.isfinite(x).all() for x in gradients if x is not None)
@@ -261,7 +261,7 @@ def test_a_seed_drops_the_same_in_every_way() -> None:
     assert torch.equal(dropped(seed=3 + 2**31), expected)
 
 
-def test_it_goes_by_positions_not_by_steps() -> None:
+def test_dropout_goes_by_positions_and_not_by_steps() -> None:
     whole = relative_attention(Q, K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1)
     step = relative_attention(Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=30)
     np.testing.assert_allclose(whole[:, :, 30:], step, rtol=0, atol=1e-13)
@@ -297,7 +297,7 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
 
 
 @pytest.mark.parametrize("dropout", [1e-9, 0.999])
-def test_rates_at_the_ends(dropout: float) -> None:
+def test_dropout_near_0_and_1_keeps_its_share(dropout: float) -> None:
     kept = (dropped(dropout=dropout) > 0).double()
     assert kept.mean().item() == pytest.approx(1 - dropout, abs=2e-3)
 

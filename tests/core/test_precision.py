@@ -48,7 +48,7 @@ def drawn(dtype: str, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
-def test_attention(case: dense.Case, dtype: str) -> None:
+def test_attention_sums_in_single_precision(case: dense.Case, dtype: str) -> None:
     arrays, options = case.arrays(dtype), case.call()
     out, lse = relskew.relative_attention(**arrays, **options, return_lse=True, impl="portable")
     assert (out.dtype, lse.dtype) == (dtype, SINGLE)
@@ -58,14 +58,14 @@ def test_attention(case: dense.Case, dtype: str) -> None:
     assert relskew.attention_weights(**looked).dtype == dtype
 
 
-def test_weights_that_see_nothing(dtype: str) -> None:
+def test_weights_that_see_nothing_keep_their_dtype(dtype: str) -> None:
     q, k = drawn(dtype, 2, 4, 3), drawn(dtype, 2, 5, 3)
     assert relskew.attention_weights(q, k, offset=-2, causal=True, chunk_size=2).dtype == dtype
     assert relskew.attention_weights(q[:, :0], k).dtype == dtype
 
 
 @pytest.mark.parametrize("offset", [0, [1, 2]], ids=["together", "ragged"])
-def test_products_with_a_table(dtype: str, offset: Any) -> None:
+def test_products_with_a_table_keep_their_dtype(dtype: str, offset: Any) -> None:
     options: dict[str, Any] = {"offset": offset}
     x, table, span = drawn(dtype, 2, 3, 4, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
     assert relskew.relative_logits(x, table, span, n_keys=6, **options).dtype == dtype
@@ -78,13 +78,13 @@ def test_products_with_a_table(dtype: str, offset: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_products_with_a_table_looked_up(dtype: str, side: Any) -> None:
+def test_products_with_a_table_at_positions_keep_their_dtype(dtype: str, side: Any) -> None:
     x, table, places = drawn(dtype, 2, 4, 5), drawn(dtype, 7, 5), np.asarray([3, 1, 1, 0])
     logits = relskew.relative_logits(x, table, Span(4, 2, "clip"), positions=(places, places), side=side)
     assert logits.dtype == dtype
 
 
-def test_grids(dtype: str) -> None:
+def test_grids_keep_their_dtype(dtype: str) -> None:
     q, table, span = drawn(dtype, 2, 6, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
     grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "span_h": span, "span_w": span}
     assert relskew.relative_logits_2d(q, table, table, **grids).dtype == dtype
@@ -94,5 +94,5 @@ def test_grids(dtype: str) -> None:
         assert out.dtype == dtype
 
 
-def test_resized_tables(dtype: str) -> None:
+def test_resized_tables_keep_their_dtype(dtype: str) -> None:
     assert relskew.resize_table(drawn(dtype, 5, 3), 7).dtype == dtype

@@ -254,7 +254,7 @@ def test_keys_that_a_query_may_not_see_do_not_reach_it(way: Way, call: Call, poi
 
 @every_way
 @given(call=calls(all_tables=True), poison=POISONS)
-def test_keys_and_values_that_nobody_sees_may_be_anything(way: Way, call: Call, poison: float) -> None:
+def test_keys_and_values_that_no_query_sees_change_nothing(way: Way, call: Call, poison: float) -> None:
     unseen = ~call.pattern().any(axis=0)
     k, v = call.arrays["k"].copy(), call.arrays["v"].copy()
     k[..., unseen, :] = v[..., unseen, :] = poison
@@ -263,7 +263,7 @@ def test_keys_and_values_that_nobody_sees_may_be_anything(way: Way, call: Call, 
 
 @every_way
 @given(call=calls(all_tables=True), poison=POISONS)
-def test_table_rows_that_nobody_sees_may_be_anything(way: Way, call: Call, poison: float) -> None:
+def test_table_rows_that_no_query_sees_change_nothing(way: Way, call: Call, poison: float) -> None:
     unseen = [row for row in range(call.options["span"].rows) if row not in call.seen_rows()]
     spoilt = {name: call.arrays[name].copy() for name in ("rel_k", "rel_v", "rel_bias") if name in call.arrays}
     for name, table in spoilt.items():
@@ -277,7 +277,7 @@ def test_table_rows_that_nobody_sees_may_be_anything(way: Way, call: Call, poiso
 
 @every_way
 @given(call=calls(all_tables=True) | calls(all_tables=True, masked=False))
-def test_a_query_concerns_nobody_else(way: Way, call: Call) -> None:
+def test_a_query_of_nan_changes_no_other_query(way: Way, call: Call) -> None:
     """Where one query's row ends in a skewed view, its neighbour's begins: neither may read the other."""
     clean = call.on(way)
     for i in range(call.n):

@@ -45,7 +45,7 @@ def item(arrays: dict[str, Any], index: int) -> dict[str, Any]:
        pattern=st.sampled_from(sorted(PATTERNS)), beyond=st.sampled_from(["clip", "zero", "error"]),
        left=st.integers(0, 4), right=st.integers(0, 4), shared=st.booleans(), masked=st.booleans(),
        chunk_size=st.sampled_from([None, 1, 2]))  # fmt: skip
-def test_as_alone(
+def test_items_of_a_ragged_batch_equal_calls_of_each(
     offsets: list[int], n: int, m: int, pattern: str, beyond: Any, left: int, right: int, shared: bool, masked: bool,
     chunk_size: int | None,
 ) -> None:  # fmt: skip
@@ -73,7 +73,7 @@ def test_as_alone(
 
 @everywhere
 @pytest.mark.parametrize("pattern", ["causal", "blocks"])
-def test_every_library(library: libraries.Library, pattern: str) -> None:
+def test_ragged_batches_equal_the_oracle_in_every_library(library: libraries.Library, pattern: str) -> None:
     if (reason := library.missing()) is not None:
         pytest.skip(reason)
     span, dtype = Span(4, 2, "clip"), library.dtypes[0]
@@ -103,7 +103,7 @@ def test_gradients_stay_on_the_device_of_their_arrays() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("known", [True, False], ids=["ints", "array"])
-def test_logits_and_values(causal: bool, known: bool) -> None:
+def test_ragged_logits_and_values_equal_those_of_each_item(causal: bool, known: bool) -> None:
     span = Span(3, 2, "clip")
     arrays = inputs(span=span)
     offset = OFFSETS if known else np.asarray(OFFSETS)
@@ -118,7 +118,7 @@ def test_logits_and_values(causal: bool, known: bool) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "blocks"])
-def test_what_nobody_sees_may_be_anything(pattern: str) -> None:
+def test_rows_that_no_item_sees_change_nothing(pattern: str) -> None:
     """Rows of the tables that no item looks at are NaN."""
     span, options = Span(12, 12), PATTERNS[pattern]
     arrays = inputs(span=span)
@@ -179,13 +179,13 @@ def test_a_table_that_is_too_short_for_values_that_nobody_knows_gives_nan() -> N
     (np.zeros(5), TypeError, "`offset` must be of integers"),
     (torch.zeros(5, dtype=torch.int64), TypeError, "`offset` must be of the array library of `q`"),
 ])  # fmt: skip
-def test_refused(offset: Any, error: type[Exception], message: str) -> None:
+def test_offsets_that_do_not_fit_are_refused(offset: Any, error: type[Exception], message: str) -> None:
     arrays = inputs(span=Span(3, 3, "zero"))
     with pytest.raises(error, match=message):
         relative_attention(**arrays, span=Span(3, 3, "zero"), offset=offset)
 
 
-def test_the_native_paths_say_so() -> None:
+def test_native_paths_refuse_blocks_past_the_keys() -> None:
     arrays, span = inputs(span=Span.clipped(2)), Span.clipped(2)
     with pytest.raises(ValueError, match=r"no native path .* `block_size` with no `offset` past the keys"):
         relative_attention(**arrays, span=span, offset=[7, 0, 0, 0, 0], block_size=4, impl="native")

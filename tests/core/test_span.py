@@ -9,7 +9,7 @@ from relskew_core import Span, relative_attention
 
 
 @pytest.mark.parametrize("beyond", ["error", "clip", "zero"])
-def test_short_names_say_what_lies_beyond(beyond: Any) -> None:
+def test_short_names_of_spans_take_what_lies_beyond(beyond: Any) -> None:
     assert Span.causal(3, beyond) == Span(2, 0, beyond)
     assert Span.causal(3, beyond=beyond) == Span(2, 0, beyond)
     assert Span.full(3, beyond=beyond) == Span(2, 2, beyond)

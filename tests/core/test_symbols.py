@@ -58,7 +58,9 @@ def same(function: Callable[..., Any], *lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @spans
 @lengths
-def test_biases(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+def test_biases_of_symbolic_lengths_equal_those_of_numbers(
+    queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
+) -> None:
     bias = drawn(2, 11)
     for offset in (0, 3):
         same(
@@ -90,7 +92,9 @@ def test_views_of_windows_are_for_lengths_that_are_known(
 @pytest.mark.parametrize("causal", [False, True])
 @spans
 @lengths
-def test_logits(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+def test_logits_of_symbolic_lengths_equal_those_of_numbers(
+    queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
+) -> None:
     options: dict[str, Any] = {"table": drawn(2, 11, 3), "span": span, "offset": 2, "causal": causal}
     of_queries, of_keys = drawn(2, queries[0], 3), drawn(2, keys[0], 3)
     same(lambda _, m: relative_logits(of_queries, n_keys=m, **options), queries, keys)
@@ -102,20 +106,22 @@ def test_logits(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, cau
 @pytest.mark.parametrize("causal", [False, True])
 @spans
 @lengths
-def test_values(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+def test_values_of_symbolic_lengths_equal_those_of_numbers(
+    queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
+) -> None:
     table, weights = drawn(11, 3), drawn(2, queries[0], keys[0])
     same(lambda *_: relative_values(weights, table, span, offset=1, causal=causal), queries, keys)
 
 
 @lengths
-def test_layouts(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+def test_layouts_of_symbolic_lengths_equal_those_of_numbers(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
     absolute, relative = drawn(2, queries[0], keys[0]), drawn(2, queries[0], queries[0] + keys[0] - 1)
     same(lambda *_: unskew(absolute), queries, keys)
     same(lambda *_: skew(relative), queries, keys)
 
 
 @lengths
-def test_weights(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+def test_weights_of_symbolic_lengths_equal_those_of_numbers(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
     q, k, table, sinks = drawn(2, 4, queries[0], 3), drawn(2, 2, keys[0], 3), drawn(11, 3), drawn(4)
     same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), offset=0, sinks=sinks), queries, keys)
     same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True, offset=0), queries, keys)
@@ -138,7 +144,7 @@ HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
 @pytest.mark.parametrize(("q_grid", "k_grid"), [
     ((HEIGHT, (2,)), ((3,), (2,))), (((2,), WIDTH), ((3,), (2,))), (((2,), (3,)), (HEIGHT, WIDTH)),
 ], ids=["height", "width", "keys"])  # fmt: skip
-def test_grids(q_grid: Any, k_grid: Any) -> None:
+def test_grids_of_symbolic_sizes_equal_those_of_numbers(q_grid: Any, k_grid: Any) -> None:
     q, k = (drawn(2, height[0] * width[0], 3) for height, width in (q_grid, k_grid))
     table_h, table_w, span = drawn(11, 3), drawn(2, 11, 3), Span(6, 4, "clip")
     same(lambda *sizes: relative_attention_2d(q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2],

@@ -96,14 +96,14 @@ def call(function: Callable[..., Any], data: dict[str, Any], dtype: torch.dtype,
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_attention(setting: Callable[[], Any], dtype: str, impl: Any) -> None:
+def test_torchs_defaults_change_no_attention(setting: Callable[[], Any], dtype: str, impl: Any) -> None:
     for case in [each for each in dense.CASES if each.name in ATTENTION] + LONG:
         results = call(relskew.relative_attention, case.arrays(), DTYPES[dtype], **case.call(), impl=impl)
         check(results, setting, case.name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_other_function(setting: Callable[[], Any], dtype: str) -> None:
+def test_torchs_defaults_change_no_other_function(setting: Callable[[], Any], dtype: str) -> None:
     grid: dict[str, Any] = {"q_grid": (3, 2), "k_grid": (3, 2)}
     sequences = dict.fromkeys("qkv", (2, 6, 4))
     tables = {"table_h": (5, 4), "table_w": (3, 4)}
@@ -132,7 +132,7 @@ def trained(module: nn.Module, *given: Tensor, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_module(setting: Callable[[], Any], dtype: str) -> None:
+def test_torchs_defaults_change_no_module(setting: Callable[[], Any], dtype: str) -> None:
     """Masks, caches of every kind and dropout too."""
 
     padding = torch.from_numpy(np.arange(9) > np.asarray([[8], [5]]))
@@ -148,7 +148,7 @@ def test_no_module(setting: Callable[[], Any], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_cache(setting: Callable[[], Any], dtype: str) -> None:
+def test_torchs_defaults_change_no_cache(setting: Callable[[], Any], dtype: str) -> None:
     module = made(SPECS["causal"]).to(DTYPES[dtype])
     (x,) = inputs(SPECS["causal"], dtype=DTYPES[dtype])
 
@@ -164,7 +164,7 @@ def test_no_cache(setting: Callable[[], Any], dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [vits, t5])
-def test_no_drop_in(setting: Callable[[], Any], kind: Any, dtype: str) -> None:
+def test_torchs_defaults_change_no_drop_in(setting: Callable[[], Any], kind: Any, dtype: str) -> None:
     theirs = kind().to(DTYPES[dtype])
     (x,) = (each[..., :E] for each in inputs(SPECS["causal"], dtype=DTYPES[dtype]))
 

@@ -243,7 +243,7 @@ def test_an_unknown_argument_is_answered_with_the_name_here(name: str) -> None:
                 function(q=Q, k=K, v=V, **given)
 
 
-def test_what_nobody_can_have_meant_is_named_alone() -> None:
+def test_an_unknown_argument_like_no_other_is_named_alone() -> None:
     with pytest.raises(TypeError, match=r"^relative_attention\(\) has no argument `xyz`$"):
         relative_attention(Q, K, V, xyz=1)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"^toeplitz\(\) has no argument `is_causal`: it is called `causal` here$"):

@@ -116,7 +116,7 @@ REFUSED = "must be an array of numbers alone, .* because results would lose|`see
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_refused_by_name(case: str, kind: str) -> None:
+def test_arrays_with_units_masks_or_labels_are_refused_by_name(case: str, kind: str) -> None:
     function, arrays = CASES[case]
     function(**arrays)
     for name, x in arrays.items():
@@ -139,7 +139,7 @@ def test_arrays_in_files_are_arrays(case: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_report_says_so_of_weights() -> None:
+def test_validate_reports_weights_with_units() -> None:
     model = export.to_onnx(SPEC, WEIGHTS)
     report = export.validate(model, SPEC, {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].view(Quantity)})
     assert not report.ok

@@ -22,7 +22,7 @@ def test_the_example_trains_the_same_model() -> None:
     assert lines[1][1] == lines[1][2]  # the losses
 
 
-def test_the_arithmetic() -> None:
+def test_the_costs_of_layouts_are_computed_right() -> None:
     """By hand: 2 GPUs, 16 k positions, 32 heads of width 128."""
     split = Split(2**14, 2, 1, "shared")
     pairs = 2**13 * 2**13  # of one GPU, over both rounds

@@ -17,7 +17,7 @@ from relskew_core.distributed.jax import ring_attention
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_ring() -> None:
+def test_a_ring_of_devices_equals_the_whole() -> None:
     """Output, log-sum-exp, every gradient, and the messages."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
     command = [sys.executable, "-m", "split.jax_calls", "Explicit"]

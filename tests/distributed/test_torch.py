@@ -36,7 +36,7 @@ def run(what: str, processes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_a_split_sequence(processes: int) -> None:
+def test_a_split_sequence_equals_the_whole(processes: int) -> None:
     """Calls of every kind, gradients, traffic, half precision, models, DTensors."""
     assert run("everything", processes) == ["171 calls agree"] * processes
 

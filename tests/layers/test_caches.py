@@ -43,7 +43,7 @@ def fed(module: Any, x: Tensor, cut: Sequence[int], cache: Any, **more: Any) -> 
 @every_cut
 @pytest.mark.parametrize("length", [None, 9, 12])
 @pytest.mark.parametrize("name", DECODERS)
-def test_whatever_was_cached_counts(name: str, length: int | None, cut: Sequence[int]) -> None:
+def test_pieces_with_a_cache_equal_the_whole(name: str, length: int | None, cut: Sequence[int]) -> None:
     module = made(DECODERS[name])
     (x,) = inputs(module.spec)
     empty = module.empty_cache(2, length=length)
@@ -234,6 +234,8 @@ def test_caches_that_do_not_fit_are_refused(room: dict[str, Any]) -> None:
     ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
     ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
 ], ids=str)  # fmt: skip
-def test_refusals(name: str, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_empty_cache_refuses_arguments_that_do_not_fit(
+    name: str, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         made(SPECS[name]).empty_cache(**{"batch": 2, **arguments})

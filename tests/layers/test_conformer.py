@@ -45,7 +45,7 @@ def by_formula(module: Any, given: Any, seen: Any) -> Any:
 
 
 @pytest.mark.parametrize("length", [1, 3, 11, 30])
-def test_the_formula(length: int) -> None:
+def test_a_conformers_attention_equals_the_formula(length: int) -> None:
     """Without chunks, with them, and in a window."""
     steps = torch.arange(length)
     relative, blocks = steps - steps[:, None], steps // SIZE
@@ -59,13 +59,13 @@ def test_the_formula(length: int) -> None:
         torch.testing.assert_close(module(x(length)), by_formula(module, x(length), seen))
 
 
-def test_no_positions() -> None:
+def test_an_input_of_no_positions_gives_none() -> None:
     assert drawn(BlockSpec(E, H, Span.full(40)))(x(0)).shape == (2, 0, E)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 @torch.no_grad()
-def test_chunk_by_chunk(together: int) -> None:
+def test_a_stream_in_chunks_equals_the_whole(together: int) -> None:
     """One chunk at a time or several, the stream is the whole; the cache keeps its size."""
     module, given = drawn(STREAM), x(24)
     past: Any = module.empty_cache(2)
@@ -104,7 +104,7 @@ def test_the_last_chunk_may_be_padded() -> None:
         module(given[:, :3], past=past)
 
 
-def test_training() -> None:
+def test_dropout_and_gradients_reach_all_parameters() -> None:
     module = drawn(STREAM, dropout=0.5).train()
     torch.manual_seed(0)
     one, two = module(x(12)), module(x(12))
@@ -131,7 +131,7 @@ def test_causal_ones_have_the_caches_of_others() -> None:
 
 
 @pytest.mark.parametrize("names", ["espnet", "parakeet"])
-def test_weights(names: str) -> None:
+def test_weights_of_espnet_and_parakeet_load(names: str) -> None:
     module = drawn(STREAM)
     theirs = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
     theirs |= {"pos_proj": "linear_pos", "u": "pos_bias_u", "w": "pos_bias_v"}
@@ -150,7 +150,7 @@ def test_weights(names: str) -> None:
         conventions.load_conformer({key: x for key, x in state.items() if "bias" not in key}, num_heads=H, prefix="a.")
 
 
-def test_speechbrain() -> None:
+def test_weights_of_speechbrain_load() -> None:
     """Projections packed by head, one bias of four, the scale of all heads, and sines of distances."""
     module = drawn(STREAM, direction="both")
     assert repr(module).count("direction='both'") == 1
@@ -178,7 +178,7 @@ def test_speechbrain() -> None:
 
 
 @pytest.mark.parametrize("unlike", ["rel_values", "rel_bias", "sinks", "cross"])
-def test_refusals(unlike: str) -> None:
+def test_specs_and_caches_that_do_not_fit_are_refused(unlike: str) -> None:
     options: dict[str, Any] = {unlike: True}
     with pytest.raises(ValueError, match="`spec` must have `rel_keys` alone"):
         ConformerAttention(BlockSpec(E, H, Span.full(4), **options))
@@ -202,7 +202,7 @@ class Step(torch.nn.Module):
 
 @pytest.mark.no_cover
 @torch.no_grad()
-def test_onnx(tmp_path: Path) -> None:
+def test_a_step_of_a_stream_exports_for_any_batch(tmp_path: Path) -> None:
     """A graph of one chunk and its cache, for any batch."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -223,7 +223,7 @@ def test_onnx(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(chunks, 1), module(given), rtol=1e-4, atol=1e-5)
 
 
-def test_it_is_attention_with_a_projected_table() -> None:
+def test_a_conformer_equals_attention_with_a_projected_table() -> None:
     """The call that a table of projected sinusoids needs, of a longer span too."""
     module = drawn(BlockSpec(E, H, Span.full(40)))
     q, k, v = (

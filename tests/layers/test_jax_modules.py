@@ -40,7 +40,7 @@ block = partial(jax.jit, static_argnames="spec")(attention_block)
 
 @each
 @every_spec
-def test_it_is_the_block(framework: Framework, spec: BlockSpec) -> None:
+def test_the_module_equals_the_block(framework: Framework, spec: BlockSpec) -> None:
     x, *memory = inputs(spec)
     weights = {key: jnp.asarray(x) for key, x in mapping(spec).items()}
     expected = block(jnp.asarray(x), weights, spec, memory=jnp.asarray(memory[0]) if memory else None)
@@ -49,7 +49,7 @@ def test_it_is_the_block(framework: Framework, spec: BlockSpec) -> None:
 
 @each
 @pytest.mark.parametrize("name", ["bidirectional", "alibi, causal, grouped", "t5", "no positions"])
-def test_its_weights_are_those_of_torch(framework: Framework, name: str) -> None:
+def test_attention_weights_equal_those_of_torch(framework: Framework, name: str) -> None:
     spec = SPECS[name]
     (x,) = inputs(spec)
     theirs = TorchAttention(spec, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_its_weights_are_those_of_torch(framework: Framework, name: str) -> None
 
 
 @pytest.mark.parametrize(("framework", "name"), [(FLAX, "stream"), (EQUINOX, "cross")], ids=["flax", "equinox"])
-def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
+def test_gradients_equal_those_of_the_block(framework: Framework, name: str) -> None:
     spec = SPECS[name]
     x, *memory = inputs(spec)
 
@@ -314,7 +314,7 @@ def test_a_sliding_cache_hides_its_room_and_padding() -> None:
 
 @each
 @pytest.mark.parametrize("length", [None, 9])
-def test_whatever_was_cached_counts(framework: Framework, length: int | None) -> None:
+def test_pieces_with_a_cache_equal_the_whole(framework: Framework, length: int | None) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
     empty = module.empty_cache(2, length=length)
     y, cache = fed(module, x, (5, 4), empty)
@@ -390,7 +390,7 @@ def test_caches_that_do_not_fit_are_refused(framework: Framework, room: dict[str
 
 
 @each
-def test_other_refusals(framework: Framework) -> None:
+def test_arguments_that_do_not_fit_are_refused(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
     for name in ("bidirectional", "cross"):
         with pytest.raises(ValueError, match=r"a cache needs `spec.causal`, and no `spec.cross`"):

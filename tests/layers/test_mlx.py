@@ -35,7 +35,7 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 @every_spec
-def test_it_is_the_formula_and_so_are_its_gradients(spec: BlockSpec) -> None:
+def test_the_module_and_its_gradients_equal_the_formula(spec: BlockSpec) -> None:
     theirs, module = pair(spec)
     given = inputs(spec)
     expected = dense_module(theirs, *given)
@@ -100,7 +100,7 @@ def test_it_is_initialised_as_init_weights_does() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("cut", [(9,), (4, 1, 1, 3)], ids=str)
 @pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_whatever_was_cached_counts(room: dict[str, Any], cut: tuple[int, ...], compiled: bool) -> None:
+def test_pieces_with_a_cache_equal_the_whole(room: dict[str, Any], cut: tuple[int, ...], compiled: bool) -> None:
     theirs, module = pair(SPECS["causal"])
     (x,) = inputs(CAUSAL)
 

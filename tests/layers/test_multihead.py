@@ -234,7 +234,7 @@ def taken_over(model: Any, *, random: bool = False) -> Any:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"norm_first": True}, {"bias": False}], ids=str)
-def test_an_encoder(options: dict[str, Any], training: bool) -> None:
+def test_torchs_encoder_runs_with_replaced_attention(options: dict[str, Any], training: bool) -> None:
     """In eval and without gradients torch makes nested tensors of padded batches, and would leave out our tables."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, **{"batch_first": True, **options}, **F64)
     theirs = nn.TransformerEncoder(layer, 2).train(training)
@@ -257,7 +257,7 @@ def test_an_encoder(options: dict[str, Any], training: bool) -> None:
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
-def test_a_decoder(batch_first: bool, training: bool) -> None:
+def test_torchs_decoder_runs_with_replaced_attention(batch_first: bool, training: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, **F64)
     theirs = nn.TransformerDecoder(layer, 2).train(training)

@@ -46,7 +46,7 @@ def test_the_state_dict_is_a_weights_mapping(spec: BlockSpec) -> None:
 
 
 @every_spec
-def test_it_computes_the_formula_and_its_gradients(spec: BlockSpec) -> None:
+def test_the_module_and_its_gradients_equal_the_formula(spec: BlockSpec) -> None:
     module = made(spec)
     check_gradients(module, module, partial(dense_module, module), 1e-10)
 
@@ -418,7 +418,7 @@ def test_autocast(dropout: float) -> None:
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_are_whole_and_their_own(again: Callable[[Any], Any]) -> None:
+def test_copies_share_no_parameters(again: Callable[[Any], Any]) -> None:
     module = made(SPECS["grouped, wide heads"], dropout=0.2).eval()
     (x,) = inputs(module.spec)
     other = again(module)
@@ -462,7 +462,7 @@ def test_parametrizations_take_part() -> None:
     torch.testing.assert_close(module(x), doubled(x), rtol=0, atol=1e-12)
 
 
-def test_what_it_shows_of_itself() -> None:
+def test_repr_shows_what_differs_from_the_defaults() -> None:
     """What differs from the default; and what a spec shows makes it."""
     for spec in SPECS.values():
         assert eval(repr(spec), {"BlockSpec": BlockSpec, "Span": Span}) == spec
@@ -486,7 +486,9 @@ def test_what_it_shows_of_itself() -> None:
     ((SPECS["causal"], -0.1), ValueError, "`dropout` must be at least 0"),
     ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
 ], ids=["spec", "all dropped", "negative", "text"])  # fmt: skip
-def test_refusals(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
     spec, *dropout = arguments
     with pytest.raises(error, match=message):
         RelativeMultiheadAttention(spec, **dict(zip(["dropout"], dropout, strict=False)))
