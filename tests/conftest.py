@@ -127,9 +127,7 @@ def benchmarks_do_not_pause() -> Iterator[None]:
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     """Every row of the matrix of array libraries in turn."""
     row: Library = request.param
-    reason = row.missing()
-    if reason is not None:
-        pytest.skip(reason)
+    row.needed()
     if row.compiled:
         # Coverage more than doubles the time of their tracers, and NumPy runs the same lines.
         request.node.add_marker("no_cover")

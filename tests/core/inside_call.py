@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import dense
-from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core import BlockSpec, Span, backends, init_weights, relative_attention, relative_attention_vjp
 from relskew_core._array.checks import check_int
+from relskew_core._block import weights as module
 from relskew_core._kernel.call import (
     BY_HEAD,
     CHECKS,
@@ -169,3 +170,11 @@ class _Module:
 
     def serve(self, function: str, call: Any) -> Any:
         return self.path
+
+
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BlockSpec(12, 3, Span(3, 2))
+    whole = init_weights(spec, seed=2)
+    monkeypatch.setattr(module, "PIECE", 16)
+    for key, weight in init_weights(spec, seed=2).items():
+        np.testing.assert_array_equal(weight, whole[key])

@@ -94,8 +94,7 @@ class Drawn:
 @pytest.mark.parametrize("how", ["positions", "offsets", "offset"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_attention_at_far_positions_equals_the_loops(row: Library, how: str, impl: Any) -> None:
-    if (reason := row.missing()) is not None:
-        pytest.skip(reason)
+    row.needed()
     first = 2 * (impl == "auto")
     for seed in range(first, first + 2) if row.compiled else range(60):
         call = Drawn(seed, 32 if row.module == "jax" else 64)
@@ -134,8 +133,7 @@ MANY = [sys.maxsize, 2**31 - 1, 2**62 - 1, 2**62, 2**62 + 1, 2**70]
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name != "torch.compile"], ids=str)
 def test_very_many_blocks_are_all_of_the_past(row: Library, impl: Any) -> None:
-    if (reason := row.missing()) is not None:
-        pytest.skip(reason)
+    row.needed()
     rng = np.random.default_rng(1)
     given = {name: row.asarray(rng.standard_normal((1, 2, 40, 4)), "float32") for name in ("q", "k", "v")}
     every: list[dict[str, Any]] = [{}, {"offset": [0]}, {"causal": True}]

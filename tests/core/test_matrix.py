@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import by_pairs
 import dense
 import oracles
 import relskew_core as relskew
 from libraries import GATES, LIBRARIES, Library, device_of
 from oracles import Floats
-from relskew_core import BlockSpec, Span
+from relskew_core import BlockSpec, Span, relative_attention
 
 BATCH, HEADS, DIM, VALUE_DIM = 2, 4, 4, 3
 
@@ -255,3 +256,24 @@ def test_the_same_initial_weights_in_every_library(library: Library) -> None:
     for key, weight in weights.items():
         assert isinstance(weight, library.array_type())
         assert np.array_equal(library.to_numpy(weight), expected[key])
+
+
+MASKS = ("mask of shape (2, 1, 7)", "mask of shape (1, 2, 7, 1)")
+SAMPLE = [
+    case
+    for case in dense.CASES
+    if len(case.lead) == 1 and case.heads is not None and "dropout" not in case.options
+    if " mask of" not in case.name or case.name.endswith(MASKS)
+]
+"""Every kind of call but those of which a seed drops weights, which no paper says."""
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_both_formulas_and_the_library_agree(case: dense.Case) -> None:
+    arrays, options = case.arrays(), case.call()
+    expected = by_pairs.attention(**arrays, **options)
+    own = oracles.relative_attention(**arrays, **options)
+    found = relative_attention(**arrays, **options, return_lse=True, impl="portable")
+    for name, x, y, z in zip(("out", "lse"), expected, own, found, strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-12, atol=1e-12, err_msg=f"{name} of the oracle")
+        np.testing.assert_allclose(z, x, rtol=1e-12, atol=1e-12, err_msg=f"{name} of the library")

@@ -91,6 +91,11 @@ class Library:
             return "array-api-strict has devices of its own with NumPy 2 alone"
         return _no_cuda(self.module) if self.gpu else None
 
+    def needed(self) -> None:
+        """Skip the test where the row cannot be tested."""
+        if (reason := self.missing()) is not None:
+            pytest.skip(reason)
+
     def asarray(self, data: ArrayLike, dtype: str | None = None) -> Array:
         """Make an array of the library."""
         return self.from_numpy(np.asarray(data), dtype)
@@ -231,8 +236,7 @@ def table() -> str:
 def of_name(name: str) -> Library:
     """Return a row of the matrix, or skip the test with the reason why it cannot be tested."""
     row = next(row for row in LIBRARIES if row.name == name)
-    if (reason := row.missing()) is not None:
-        pytest.skip(reason)
+    row.needed()
     return row
 
 
