@@ -7,71 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.layers.torch import RelativeMultiheadAttention
+from relskew_core import relative_attention
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
-from torch_exports import SIZES, VARY, agrees, assert_same, export, of, operators, random, session
-
-
-class Layer(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.attention = RelativeMultiheadAttention(BlockSpec(16, 4, **options))
-        self.across = RelativeMultiheadAttention(
-            BlockSpec(16, 4, Span.clipped(3), cross=True, num_kv_heads=2, rel_values=True)
-        )
-        self.feed = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        x = x + self.across(x, memory)
-        result: Tensor = x + self.feed(x)
-        return result
-
-
-class Model(nn.Module):
-    """Embedding, an encoder, two layers with cross attention, the logits of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(50, 16)
-        self.encoder = RelativeMultiheadAttention(BlockSpec(16, 4, Span.full(24), shared_table=True))
-        self.layers = nn.ModuleList(
-            [Layer(span=Span.causal(24), causal=True), Layer(span=Span(4, 0), causal=True, window=(4, None))]
-        )
-
-    def forward(self, tokens: Tensor, source: Tensor) -> Tensor:
-        memory = self.encoder(self.embedding(source))
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, memory)
-        return x @ self.embedding.weight.T
-
-
-def tokens(batch: int, *lengths: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randint(0, 50, (batch, length), generator=generator) for length in lengths)
-
-
-@pytest.mark.no_cover
-def test_a_model_with_cross_attention_runs_to_the_ends_of_its_tables() -> None:
-    model, opset = Model(), 23
-    vary = {"tokens": {0: VARY, 1: VARY}, "source": {0: VARY, 1: VARY}}
-    program = export(model, tokens(2, 7, 5), vary, opset)
-    assert operators(program).count("Attention") == 3  # relative values are separate nodes
-    assert {"": opset} == dict(program.model.opset_imports)
-    ours = [node.name.split("/") for node in program.model.graph if node.name.startswith("relskew/compute/")]
-    assert {path[2] for path in ours} == {f"attention_{number}" for number in range(1, 6)}
-    run = session(program)
-    for batch, queries, keys in ((1, 1, 1), (2, 7, 5), (3, 1, 9), (1, 24, 1), (2, 3, 24), (1, 24, 24)):
-        assert_same(run(*tokens(batch, queries, keys)), model, *tokens(batch, queries, keys))
-    for queries, keys in ((25, 1), (1, 25)):  # at the ends of the tables
-        with pytest.raises(Exception, match="Reshape"):
-            run(*tokens(1, queries, keys))
+from torch_exports import SIZES, VARY, agrees, assert_same, export, of, random, session
 
 
 def flat(results: Iterable[Any]) -> tuple[Any, ...]:

@@ -19,42 +19,6 @@ from relskew_core.huggingface import replace_attention
 Tensor = torch.Tensor
 
 
-def hooked(attention: Any, seen: list[str]) -> None:
-    """Put a hook around ``forward``, as accelerate does."""
-
-    def new_forward(module: Any, *given: Any, **named: Any) -> Any:
-        seen.append(module._hf_hook)
-        return module._old_forward(*given, **named)
-
-    attention._old_forward, attention._hf_hook = attention.forward, "a hook"
-    attention.forward = functools.update_wrapper(functools.partial(new_forward, attention), attention.forward)
-
-
-@pytest.mark.parametrize("name", STAND_INS)
-@torch.no_grad()
-def test_hooks_of_accelerate_stay(name: str) -> None:
-    """The new ``forward`` runs under them, in copies too, and stays when they are removed."""
-    make, call = STAND_INS[name]
-    torch.manual_seed(0)
-    model = make().eval()
-    want = call(replace_attention(copy.deepcopy(model)))
-    seen: list[str] = []
-    for attention in attentions(model):
-        hooked(attention, seen)
-    ours: Any = replace_attention(model)
-    for again in (copy.deepcopy(ours), ours):
-        assert torch.equal(call(again), want)
-        assert seen
-        seen.clear()
-    for part in ours.modules():
-        if hasattr(part, "_hf_hook"):  # what `remove_hook_from_module` does
-            part.forward = part._old_forward
-            del part._hf_hook, part._old_forward
-    assert torch.equal(call(ours), want)
-    assert not seen
-    assert torch.equal(call(replace_attention(ours)), want)
-
-
 @pytest.mark.parametrize("hook", [None, "a hook"])
 @pytest.mark.parametrize("name", STAND_INS)
 def test_another_forward_is_refused(name: str, hook: str | None) -> None:

@@ -1,14 +1,12 @@
 """The registered attention, with a stand-in for transformers' interface; tests/peers has whole models."""
 
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracles
 from relskew_core import Span, alibi_bias
@@ -72,46 +70,6 @@ def test_alibi(registered: dict[str, Any], case: str) -> None:
     assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
-def test_learned_numbers_with_a_softcap_are_the_formula(registered: dict[str, Any]) -> None:
-    """One step of a growing cache, longer than the bias, whose module has a position."""
-    numbers = torch.randn(H, 3, dtype=torch.float64)
-    q, k, v = heads(1, 1), heads(2, M), heads(3, M)
-    module = SimpleNamespace(numbers=numbers)
-    expected = oracles.relative_attention(
-        q.numpy(), k.numpy(), v.numpy(), None, Span(2, 0, "clip"), rel_bias=numbers.numpy(), offset=M - 1, softcap=2.0,
-        causal=True,
-    ).out  # fmt: skip
-    of_module: Callable[[Any], torch.Tensor] = lambda layer: layer.numbers  # noqa: E731
-    for rel_bias in (numbers, of_module):
-        register_attention("ours", rel_bias=rel_bias)
-        got, _ = registered["attention"]["ours"](module, q, k, v, None, softcap=2.0)
-        assert oracles.relative_error(got.transpose(1, 2).numpy(), expected) < 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_a_mask_shows_where_queries_are(registered: dict[str, Any], dtype: torch.dtype) -> None:
-    """A copy loses what was stored with it; the room behind the last key is hidden, and padding too."""
-    numbers = torch.randn(H, 3, dtype=torch.float64)
-    q, k, v = heads(1, N), heads(2, M + 4), heads(3, M + 4)
-    register_attention("ours", rel_bias=numbers)
-    attend, module = registered["attention"]["ours"], SimpleNamespace(is_causal=True)
-    want = oracles.relative_attention(
-        q.numpy(), k[..., :M, :].numpy(), v[..., :M, :].numpy(), None, Span(2, 0, "clip"), rel_bias=numbers.numpy(),
-        offset=M - N, causal=True,
-    ).out  # fmt: skip
-    seen = registered["masks"]["ours"](q_length=N, kv_length=M + 4, q_offset=M - N, kv_offset=0)
-    for shown in (seen, seen.clone(), torch.cat([seen, seen & (torch.arange(M + 4) < M - 1)])[:, :, :, :]):
-        mask = shown if dtype == torch.bool else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -1e4)
-        got, _ = attend(module, *(x.expand(len(mask), -1, -1, -1) for x in (q, k, v)), mask)
-        assert oracles.relative_error(got[:1].transpose(1, 2).numpy(), want) < 1e-12
-    together = seen | (torch.arange(M + 4) < M)
-    for unclear in (together.clone(), seen & (torch.arange(M + 4) < M - 1)):
-        with pytest.raises(ValueError, match="`attention_mask` must show which 3 of 9 keys are those of the queries"):
-            attend(module, q, k, v, unclear)
-    hidden, _ = attend(module, q, k, v, torch.zeros_like(seen))
-    assert not hidden.any()
-
-
 @pytest.mark.no_cover
 def test_a_compiled_call_checks_where_queries_are(registered: dict[str, Any]) -> None:
     register_attention("ours", rel_bias=torch.randn(H, 3, dtype=torch.float64))
@@ -159,32 +117,6 @@ def test_keys_of_another_text_have_no_bias(registered: dict[str, Any]) -> None:
         ValueError, match="`attention_mask` must be a mask where 3 queries attend to 5 keys and the fut"
     ):
         differs(torch.nn.Module, is_causal=False)
-
-
-def test_nothing_of_a_traced_call_stays(registered: dict[str, Any]) -> None:
-    attend, module = registered["attention"][register_attention("ours")], SimpleNamespace(is_causal=True)
-    with FakeTensorMode():
-        attend(module, *(torch.zeros(1, H, M, D, dtype=torch.float64) for _ in range(3)), None)
-    q, k, v = heads(1, M), heads(2, M), heads(3, M)
-    got, _ = attend(module, q, k, v, None)
-    want = oracles.relative_attention(
-        q.numpy(), k.numpy(), v.numpy(), None, Span.full(M), rel_bias=bias_of(M), causal=True
-    ).out
-    assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_sinks_are_the_formula_with_a_bias_and_without(registered: dict[str, Any], bias: bool) -> None:
-    numbers, sinks = torch.randn(H, 2 * M - 1, dtype=torch.float64), torch.randn(H, dtype=torch.float64)
-    q, k, v = heads(1, M), heads(2, M), heads(3, M)
-    register_attention("ours", rel_bias=numbers if bias else None, span=Span.full(M) if bias else None)
-    for causal in (False, True):
-        got, _ = registered["attention"]["ours"](SimpleNamespace(is_causal=causal), q, k, v, None, s_aux=sinks)
-        want = oracles.relative_attention(
-            q.numpy(), k.numpy(), v.numpy(), None, Span.full(M), causal=causal, sinks=sinks.numpy(),
-            rel_bias=numbers.numpy() if bias else None,
-        ).out  # fmt: skip
-        assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
 
 
 def test_taken_names_unknown_arguments_and_no_transformers_are_refused(
