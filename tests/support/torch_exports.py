@@ -36,10 +36,6 @@ def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
     return run
 
 
-def operators(program: Any) -> list[str]:
-    return [node.op_type for node in program.model.graph]
-
-
 def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: Tensor, gate: float = 2e-6) -> None:
     with torch.no_grad():
         expected = model(*inputs)

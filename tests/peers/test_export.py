@@ -10,23 +10,10 @@ from peers.common import check, peer
 from peers.test_drop_in import t5, tokens
 
 from onnx_sessions import grown, opened
-from relskew_core import relative_attention
-from relskew_core._kernel.call import Operands
 from relskew_core.export import torch_to_onnx
-from relskew_core.export._nodes.functions import all_graphs
 from relskew_core.huggingface import register_attention, replace_attention
 
 HEADS = 12
-
-
-@pytest.fixture(autouse=True)
-def operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the drop-ins call the operator, as in an export with our translations."""
-
-    def attention(operands: Operands, **options: Any) -> Any:
-        return relative_attention(**{name: x for name, x in operands._asdict().items() if x is not None}, **options)
-
-    monkeypatch.setattr("relskew_core.huggingface._attend.exported", attention)
 
 
 def test_t5_in_one_call(tmp_path: Path) -> None:
@@ -40,8 +27,7 @@ def test_t5_in_one_call(tmp_path: Path) -> None:
 
     graph = torch_to_onnx(ours, {**arguments(2, 7, 6), "use_cache": False}, tmp_path / "t5.onnx").graph
     assert [value.name for value in graph.output] == ["logits", "encoder_last_hidden_state"]
-    nodes = [node.name for part in all_graphs(graph) for node in part.node]
-    assert "decoder.block.0.layer.1.EncDecAttention/short/attention" in nodes
+    assert 'name: "decoder.block.0.layer.1.EncDecAttention/short/attention"' in str(graph)  # in a branch
     session = opened(tmp_path / "t5.onnx")
     for shape in [(1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
         given = arguments(*shape)
