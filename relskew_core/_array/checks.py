@@ -61,7 +61,6 @@ def has_shape(x: Any, *shapes: tuple[Any, ...]) -> bool:
 
 
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
-    """Return ``value`` as an ``int``; booleans, floats and arrays with axes are refused."""
     # `operator.index` would turn a size that torch traces into a constant.
     symbolic = type(value) is int or type(value).__name__ == "SymInt"
     if isinstance(value, bool) or (not symbolic and "bool" in str(getattr(value, "dtype", ""))):
@@ -91,7 +90,6 @@ def check_known_sizes(name: str, array: Any) -> None:
 
 
 def check_offset(name: str, value: Any) -> int:
-    """Return ``value`` as an ``int`` from which positions can still be counted in 64 bits."""
     offset = check_int(name, value)
     if not -(2**61) <= offset <= 2**61:
         raise ValueError(f"`{name}` must be an int of at most 2**61 either way, got {offset}")
@@ -131,7 +129,6 @@ def is_array(value: Any) -> bool:
 
 
 def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
-    """Return ``value`` as ``(left, right)`` with ``None`` for unbounded sides, or ``None``."""
     if value is None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != 2:

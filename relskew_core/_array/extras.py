@@ -10,7 +10,6 @@ RELEASED = False
 
 
 def install_line(*extras: str) -> str:
-    """Return the command that installs extras, in quotes that every shell takes."""
     return f'pip install "{"relskew-core" if RELEASED else "."}[{",".join(extras)}]"'
 
 
@@ -25,7 +24,6 @@ def where_to_run() -> str:
 
 
 def to_install(extra: str) -> str:
-    """Return the end of an error: the command, and where to run it."""
     return install_line(extra) + where_to_run()
 
 
@@ -61,26 +59,6 @@ def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> 
     """Warn at the line of the user's code that calls what is deprecated.
 
     ``tests/project/test_deprecations.py`` reads the versions, so write them out.
-
-    Parameters
-    ----------
-    what : str
-        The function or argument as a user writes it.
-    since, removed_in : str
-        The version that warns first, and the one in which it is gone.
-    instead : str
-        What to use.
-
-    Examples
-    --------
-    >>> def old():
-    ...     warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
-    >>> import warnings
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     old()
-    >>> print(caught[0].message)
-    `old` is deprecated since relskew-core 0.3 and will be removed in 0.5: use `new`
     """
     message = f"{what} is deprecated since relskew-core {since} and will be removed in {removed_in}: use {instead}"
     warn_caller(message, DeprecationWarning)

@@ -85,7 +85,6 @@ def check_plain(name: str, x: Any, *, converted: bool = False) -> Any:
 
 
 def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
-    """Refuse an ``array`` from a different library or device than ``first``."""
     if _namespace(name, array) is not xp:
         library = type(first).__module__.partition(".")[0]
         known, make = LIBRARIES.get(library, (library, None))

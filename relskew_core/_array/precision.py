@@ -57,7 +57,6 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
 
 
 def floating(dtype: Any, *, xp: Namespace) -> Any:
-    """Return a dtype, which must be floating, or the library's default floating one for ``None``."""
     # torch 2.8 exports no constant that nothing uses
     made = xp.empty(0, dtype=dtype, device="meta") if xp.__name__.endswith("torch") else xp.asarray(0.0, dtype=dtype)
     if not is_floating(made, xp=xp):
@@ -114,8 +113,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def casts(function: F) -> F:
-    """Let a function cast its arrays as :func:`autocast` does, and compute without the region."""
-
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(enumerate(args)) | kwargs

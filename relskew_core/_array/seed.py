@@ -14,7 +14,6 @@ BITS = 2**31 - 1
 
 
 def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
-    """Return a seed as an array of shape (1,) of the call's library."""
     if not is_array(seed) or _is_numpy_int(seed):
         return xp.full((1,), check_int("seed", seed, minimum=0) & BITS, dtype=xp.int32, device=device(q))
     if _is_key(seed):
@@ -44,7 +43,6 @@ def _is_numpy_int(seed: Any) -> bool:
 
 
 def _is_key(seed: Any) -> bool:
-    """Whether a value is a key of JAX, of the new or the old kind."""
     jax = sys.modules.get("jax")
     # torch does not compile this check for tensors
     if jax is None or is_torch(seed) or not isinstance(seed, jax.Array):

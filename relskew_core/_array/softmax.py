@@ -98,7 +98,6 @@ def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
 
 
 def of_rank(x: Array, rank: int) -> Array:
-    """Return an array with at least ``rank`` axes; new ones come first."""
     return x if x.ndim >= rank else x[(*(None,) * (rank - x.ndim), ...)]
 
 
@@ -216,7 +215,6 @@ def within(index: Array, width: int, *, xp: Namespace) -> Array:
 
 
 def _places(index: Array, width: int, *, xp: Namespace) -> Array:
-    """Return the indices of columns among all columns of all items and queries, flat."""
     *lead, _, n, _ = index.shape
     first = xp.arange(math.prod(lead) * n, dtype=index.dtype, device=device(index)) * width
     return xp.reshape(index + xp.reshape(first, (*lead, 1, n, 1)), (-1,))

@@ -87,13 +87,7 @@ def attention_block(
         return relative_attention(q, k, v, mask=mask, **seen, **with_bias(tables, spec, q, k, seen, xp=xp))
 
     y, present = apply_block(
-        x,
-        spec,
-        partial(_linear, weights, xp=xp),
-        memory=memory,
-        cache=cache,
-        attend=attend,
-        xp=xp,
+        x, spec, partial(_linear, weights, xp=xp), memory=memory, cache=cache, attend=attend, xp=xp
     )
     return y if present is None else (y, present)
 
@@ -195,7 +189,7 @@ Past = TypeVar("Past", bound=tuple[Any, ...])
 
 
 class Seen(TypedDict, total=False):
-    """The options of a module's call, for type checkers: the modules of all frameworks have them."""
+    """The options that the calls of modules have in all frameworks."""
 
     mask: Array | None
     key_padding_mask: Array | None

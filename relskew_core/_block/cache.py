@@ -18,8 +18,6 @@ PAST = ("past[0]", "past[1]")
 
 
 class Cache(Protocol):
-    """The keys and values that precede new ones."""
-
     def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]: ...
 
 
@@ -47,7 +45,7 @@ class Growing(NamedTuple):
         return k, v, Growing(k, v), {"offset": length}
 
 
-def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
+def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, dict[str, Any]]:
     """Append new keys and values to the last ones, given with their number, and drop as many old ones."""
     check_filled(cache, k, v, xp=xp)
     keep, n = cache.keys.shape[-2], k.shape[-2]
@@ -58,8 +56,10 @@ def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array
     length = cache.length + n
     # array-api-compat 1.15 has no `minimum` of a tensor and a number
     length = xp.where(length < keep, length, keep)
-    present = type(cache)(k[..., n:, :], v[..., n:, :], length)
-    return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
+    kept = (x[..., n:, :] for x in (k, v))
+    if is_torch(k):  # a view would keep the whole prompt, and its strides would differ at the next step
+        kept = (x.contiguous() for x in kept)
+    return k, v, type(cache)(*kept, length), {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
 
 
 class SlidingCache(NamedTuple):
@@ -101,7 +101,6 @@ class SlidingCache(NamedTuple):
 
 
 def check_cached(name: str, value: Any, length: int, new: Array) -> None:
-    """Refuse cached keys or values of ``length`` positions that the new ones cannot follow."""
     *lead, heads, _, width = new.shape
     check_plain(name, value)
     if tuple(getattr(value, "shape", ())) != (*lead, heads, length, width):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, Unpack, overload
 
 from relskew_core._array.checks import check_choice, check_int, check_real, describe, explains
 from relskew_core._array.namespace import check_plain, is_floating
 from relskew_core._array.precision import autocast, cast
 from relskew_core._array.typing import IMPLS, Array, Impl, Namespace
 from relskew_core._block.block import (
+    Seen,
     X,
     apply_block,
     check_inputs,
@@ -20,7 +21,7 @@ from relskew_core._block.block import (
     weights_alone,
     without_keys,
 )
-from relskew_core._block.cache import PAST, Cache, Growing, check_room
+from relskew_core._block.cache import PAST, Growing, check_room
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._block.weights import with_bias
 from relskew_core._functions.attention import relative_attention
@@ -55,7 +56,8 @@ CALL = """Project, attend with relative positions, project back.
 Parameters
 ----------
 x : array, shape (..., Lq, E)
-    Input of the queries, and of the keys and values unless ``spec.cross``.
+    Input of the queries, and of the keys and values unless ``spec.cross``. Torch's nested tensors are attended to item
+    by item.
 memory : array, shape (..., Lk, E), optional
     Input of the keys and values; required if ``spec.cross``, and an error otherwise.
 past : cache, optional
@@ -78,28 +80,69 @@ present : cache
 """The docstring of the call of a module."""
 
 
+def _written_out(function: F) -> F:
+    """Let the signature of a function name the options of :class:`Seen` that it takes as ``**seen``."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    kind: Any = inspect.Parameter.KEYWORD_ONLY
+    seen = (inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in Seen.__annotations__.items())
+    function.__signature__ = signature.replace(parameters=[*own, *seen])  # type: ignore[attr-defined]
+    return function
+
+
 def called(own: str = "") -> Callable[[F], F]:
     """Document a module's call, with the arguments that only its framework has, and let it explain wrong ones."""
 
     def decorate(function: F) -> F:
         more = inspect.cleandoc(own)
         function.__doc__ = CALL.format(own=f"\n{more}" if more else "")
-        return explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")(function)
+        hint = (
+            "a module is called as module(x), and module(x, memory) where `spec.cross`; MultiheadAttention takes "
+            "queries, keys and values"
+        )
+        return explains(hint=hint)(_written_out(function))
 
     return decorate
 
 
-class CalledBlock(Generic[Fixed, Sliding]):
-    """The call of a block's module, in every framework: its caches, its options, and the weights of its attention."""
+class Attends:
+    """A module that attends with its tables and options, in every framework."""
 
     xp: ClassVar[Namespace]
+    spec: BlockSpec
+    settings: Settings
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        function: Callable[..., Any] | None = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        unfilled: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden."""
+        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=self.xp)
+        for hidden in (padding, unfilled):
+            mask = without_keys(hidden, mask, q, k, xp=self.xp)
+        _, impl, chunk_size = self.settings
+        given = {**self.with_bias(q, k, options), **options}
+        function = relative_attention if function is None else function
+        return function(q, k, v, mask=mask, impl=impl, chunk_size=chunk_size, **given)
+
+    def with_bias(self, q: Array, k: Array, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tables of a call, its bias, and their span."""
+        raise NotImplementedError
+
+
+class CalledBlock(Attends, Generic[Fixed, Sliding]):
+    """The call of a block's module, in every framework: its caches, and the weights of its attention."""
+
     caches: ClassVar[tuple[type[Any], type[Any]]]
     """The fixed and the sliding cache."""
-
-    spec: BlockSpec
-
-    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        raise NotImplementedError
 
     @overload
     def empty_cache(
@@ -114,12 +157,7 @@ class CalledBlock(Generic[Fixed, Sliding]):
         self, batch: int | tuple[int, ...], *, length: None = None, keep: int, dtype: Any = None
     ) -> Sliding: ...
     def empty_cache(
-        self,
-        batch: int | tuple[int, ...],
-        *,
-        length: int | None = None,
-        keep: int | None = None,
-        dtype: Any = None,
+        self, batch: int | tuple[int, ...], *, length: int | None = None, keep: int | None = None, dtype: Any = None
     ) -> Any:
         """Return the ``past`` of a first call: no keys and no values.
 
@@ -171,18 +209,8 @@ class CalledBlock(Generic[Fixed, Sliding]):
         return (sliding if length is None else fixed)(keys, values, none)
 
     @explains
-    def attention_weights(
-        self,
-        x: X,
-        memory: Array | None = None,
-        *,
-        past: Any = None,
-        mask: Array | None = None,
-        key_padding_mask: Array | None = None,
-        offset: int | Sequence[int] | Array | None = None,
-        segments: Array | tuple[Array, Array] | None = None,
-        positions: tuple[Array, Array] | None = None,
-    ) -> X:
+    @_written_out
+    def attention_weights(self, x: X, memory: Array | None = None, *, past: Any = None, **seen: Unpack[Seen]) -> X:
         """Return the weights of the module's attention, for pictures and inspection: without dropout.
 
         Parameters
@@ -197,21 +225,16 @@ class CalledBlock(Generic[Fixed, Sliding]):
             ones.
         """
         check_inputs(x, memory, self.spec)
-        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
-        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
-        found: X = attend(q, k, v, function=weights_alone, **seen)
+        past, attend = self._attention(past, seen)
+        q, k, v, visible, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
+        found: X = attend(q, k, v, function=weights_alone, **visible)
         return found
 
-    def _attention(
-        self, past: Any, mask: Any, key_padding_mask: Any, offset: Any, segments: Any, positions: Any, **more: Any
-    ) -> tuple[Any, Callable[..., Any]]:
-        """Return the cache of a call, and a function that attends with its options."""
-        options = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments, **more}
-        for name, value in (("offset", offset), ("positions", positions)):
-            if value is not None:
-                if past is not None:
-                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(value)}")
-                options[name] = value
+    def _attention(self, past: Any, given: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+        options = {name: value for name, value in given.items() if value is not None}
+        for name in ("offset", "positions"):
+            if past is not None and name in options:
+                raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
         if past is not None and not hasattr(past, "length"):  # a pair, which grows
             past = Growing.of(past, self.spec)
             past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
@@ -222,7 +245,6 @@ class CalledBlock(Generic[Fixed, Sliding]):
         return past, attend
 
     def _room(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array, Array]:
-        """Return the keys and values of an empty cache, and their number, zero."""
         raise NotImplementedError
 
     def _project(self, name: str, x: Array) -> Array:
@@ -232,7 +254,6 @@ class CalledBlock(Generic[Fixed, Sliding]):
 class ModuleBlock(CalledBlock[Fixed, Sliding]):
     """The modules of flax, equinox and MLX: their weights, and their attention."""
 
-    settings: Settings
     k_proj: Any
 
     @classmethod
@@ -289,40 +310,16 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
         keys, values = (self.xp.zeros(shape, dtype=dtype) for _ in range(2))
         return keys, values, self.xp.zeros((), dtype=self.xp.int32)
 
-    def _call(
-        self,
-        x: Array,
-        memory: Array | None,
-        key: Array | None,
-        *,
-        past: Any,
-        **given: Any,
-    ) -> Array | tuple[Array, Cache]:
+    def _call(self, x: Array, memory: Array | None, past: Any, key: Array | None, seen: Mapping[str, Any]) -> Any:
         check_inputs(x, memory, self.spec)
         dropped = {} if key is None else {"dropout": self.settings.dropout, "seed": key}
-        past, attend = self._attention(past, **given, **dropped)
+        past, attend = self._attention(past, {**seen, **dropped})
         y, present = apply_block(x, self.spec, self._project, memory=memory, cache=past, attend=attend, xp=self.xp)
         return y if present is None else (y, present)
 
-    def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        function: Callable[..., Array] = relative_attention,
-        mask: Array | None = None,
-        key_padding_mask: Array | None = None,
-        unfilled: Array | None = None,
-        **options: Any,
-    ) -> Array:
-        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden."""
-        xp, settings = self.xp, self.settings
-        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
-        mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
-        own = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
-        tables = with_bias(own, self.spec, q, k, options, xp=xp)
-        return function(q, k, v, mask=mask, impl=settings.impl, chunk_size=settings.chunk_size, **tables, **options)
+    def with_bias(self, q: Array, k: Array, options: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name: cast(table, q.dtype, xp=self.xp) for name, table in self._tables().items()}
+        return with_bias(own, self.spec, q, k, options, xp=self.xp)
 
     @classmethod
     def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
@@ -336,7 +333,6 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
         return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
 
     def _like(self) -> Array:
-        """Return any weight, which has the module's dtype."""
         for table in self._tables().values():
             return table
         weight = getattr(self.k_proj, "kernel", None)

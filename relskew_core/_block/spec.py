@@ -22,7 +22,6 @@ ENDLESS = 2**31
 
 
 def check_blocks(spec: Any, put: Put) -> None:
-    """Refuse blocks together with arguments that they exclude."""
     size, before = spec.block_size, spec.blocks_before
     if before is not None:
         put("blocks_before", check_int("blocks_before", before, minimum=0))
@@ -40,7 +39,6 @@ def check_blocks(spec: Any, put: Put) -> None:
 
 
 def check_future(spec: Any) -> None:
-    """Refuse tables that end at the query if it sees its future, for which they have no rows."""
     span, window = spec.span, spec.window
     if span.left > span.right == 0 and not (spec.causal or spec.cross) and (window is None or window[1] is None):
         raise ValueError(
@@ -51,7 +49,6 @@ def check_future(spec: Any) -> None:
 
 
 def check_bias(spec: Any, put: Put) -> None:
-    """Refuse an unknown bias, and sizes of T5's bias that are given without it or missing with it."""
     kind = spec.rel_bias
     # An array compares each of its entries, if it allows comparisons with strings.
     if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in ("alibi", "t5"))):

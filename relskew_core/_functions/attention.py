@@ -22,6 +22,7 @@ class _Forward(Arguments):
     return_lse: bool = False
 
 
+# Its arguments, such as `q`, are declared as the fields of `Arguments` in relskew_core/_kernel/call.py.
 @takes(_Forward, prepared.first)
 def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows linearly with the length.

@@ -87,7 +87,6 @@ def toeplitz(
 def check_span(
     name: str, rows: int, span: Span | None, *, causal: bool = False, n_keys: int | None = None, span_name: str = "span"
 ) -> Span:
-    """Return the span of ``rows`` rows, refusing one of a different size."""
     if span is None:
         return default_span(name, rows, causal=causal, n_keys=n_keys, span_name=span_name)
     if not isinstance(span, Span):

@@ -286,7 +286,6 @@ def _placed(xp: Any, like: Array | None, dtype: Any) -> tuple[Namespace, Any, An
 
 
 def check_endless(span: Span) -> None:
-    """Refuse a span whose positions beyond its ends would not follow the formula."""
     if span.beyond != "error":
         further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"
         raise ValueError(

@@ -120,11 +120,7 @@ def relative_logits(
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
     if positions is not None:
-        for name, unused in (
-            ("n_keys", n_keys),
-            ("n_queries", n_queries),
-            ("offset", offset),
-        ):
+        for name, unused in (("n_keys", n_keys), ("n_queries", n_queries), ("offset", offset)):
             if unused is not None:
                 raise ValueError(f"`{name}` follows from `positions` and must be left out, got {describe(unused)}")
         return _logits_by_value(q, table, span, positions, causal=causal, side=side, xp=xp)

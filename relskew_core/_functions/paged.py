@@ -127,39 +127,34 @@ def paged_attention(
     }  # fmt: skip
     if isinstance(table, list) and isinstance(counts, list):
         _check_pages(table, counts, k_pages)
-        out, lse = _by_item(q, rel_q, k_pages, v_pages, table, counts, options, xp=xp)
+        out, lse = _by_item(q, rel_q, (k_pages, v_pages), table, counts, options, xp=xp)
     else:
         laid, ends = (
             xp.asarray(x, dtype=integer(xp), device=device(q)) if isinstance(x, (list, tuple)) else x
             for x in (page_table, lengths)
         )
-        out, lse = _at_once(q, rel_q, k_pages, v_pages, laid, ends, options, xp=xp)
+        out, lse = _at_once(q, rel_q, (k_pages, v_pages), laid, ends, options, xp=xp)
     return (out, lse) if check_bool("return_lse", return_lse) else out
 
 
+Pools = tuple[Array, Array]
+
+
 def _by_item(
-    q: Array,
-    rel_q: Array | None,
-    k_pages: Array,
-    v_pages: Array,
-    table: list[list[int]],
-    counts: list[int],
-    options: dict[str, Any],
-    *,
-    xp: Namespace,
+    q: Array, rel_q: Any, pools: Pools, table: list[list[int]], counts: list[int], options: Any, *, xp: Namespace
 ) -> tuple[Array, Array]:
     """Attend item by item: only an item's pages are concatenated, from the first visible one on."""
-    size, n, left = k_pages.shape[1], q.shape[-2], (options["window"] or (None, None))[0]
+    size, n, left = pools[0].shape[1], q.shape[-2], (options["window"] or (None, None))[0]
     parts = []
     for item, (pages, count) in enumerate(zip(table, counts, strict=True)):
         first = 0 if left is None else max(0, (count - n - left) // size)
         own = pages[first : -(-count // size)]
-        k, v = (_of_pages(x, own, count - first * size, xp=xp) for x in (k_pages, v_pages))
+        k, v = (_of_pages(x, own, count - first * size, xp=xp) for x in pools)
         given = {**options, "rel_q": None if rel_q is None else rel_q[item, ...]}
         parts.append(relative_attention(q[item, ...], k, v, offset=count - n - first * size, **given))
     if not parts:
         shape = q.shape[:-1]
-        return nothing((*shape, v_pages.shape[-1]), (q,), xp=xp), nothing(shape, (q,), xp=xp)
+        return nothing((*shape, pools[1].shape[-1]), (q,), xp=xp), nothing(shape, (q,), xp=xp)
     out, lse = (xp.stack([part[which] for part in parts], axis=0) for which in (0, 1))
     return out, lse
 
@@ -175,24 +170,16 @@ def _of_pages(x: Array, pages: list[int], count: int, *, xp: Namespace) -> Array
 
 
 def _at_once(
-    q: Array,
-    rel_q: Array | None,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    lengths: Array,
-    options: dict[str, Any],
-    *,
-    xp: Namespace,
+    q: Array, rel_q: Any, pools: Pools, page_table: Array, lengths: Array, options: Any, *, xp: Namespace
 ) -> tuple[Array, Array]:
     """Attend to the gathered pages of all items; entries after an item's last key are hidden, and zero."""
     rows, each = page_table.shape
     table, counts = (xp.astype(x, integer(xp)) for x in (page_table, lengths))
-    places = xp.reshape(within(table, k_pages.shape[0], xp=xp), (-1,))
-    total = each * k_pages.shape[1]
+    places = xp.reshape(within(table, pools[0].shape[0], xp=xp), (-1,))
+    total = each * pools[0].shape[1]
     there = integers(0, total, device=device(q), xp=xp) < counts[:, None]
     gathered = []
-    for x in (k_pages, v_pages):
+    for x in pools:
         own = xp.reshape(xp.take(x, places, axis=0), (rows, total, *x.shape[2:]))
         gathered.append(xp.permute_dims(xp.where(there[:, :, None, None], own, 0.0), (0, 2, 1, 3)))
     mask = None if options["causal"] else there[:, None, None, :]

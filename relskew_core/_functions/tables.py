@@ -95,7 +95,6 @@ def sinusoidal_table(
 
 
 def sinusoid_rates(dim: int, *, base: float) -> list[float]:
-    """Return the rates at which the angles of each pair of columns grow with the distance."""
     return [base ** (-2 * index / dim) for index in range(dim // 2)]
 
 

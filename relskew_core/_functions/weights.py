@@ -105,7 +105,6 @@ def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array
 
 
 def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
-    """Return the weights of a chunk's queries, zeros for keys that it does not see."""
     xp, options, n_keys = call.xp, call.options, call.options.visibility.n_keys
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start, n_keys)

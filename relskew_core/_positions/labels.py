@@ -84,7 +84,9 @@ def known_items(x: Array) -> list[list[int]] | None:
 def consecutive_offsets(positions: Pair) -> list[int] | None:
     """Return each item's offset if all queries and keys are consecutive, ``None`` if not or if unknown."""
     queries, keys = (known_items(x) for x in positions)
-    if queries is None or keys is None or not all(map(_consecutive, chain(queries, keys))):
+    if queries is None or keys is None:
+        return None
+    if any(row and row != list(range(row[0], row[0] + len(row))) for row in chain(queries, keys)):
         return None
     return [(query[0] if query else 0) - (key[0] if key else 0) for query, key in _by_item(queries, keys)]
 
@@ -93,10 +95,6 @@ def _by_item(queries: list[list[int]], keys: list[list[int]]) -> list[tuple[list
     """Return the integers of each item's queries and keys; shared ones are returned with every item."""
     count = len(keys) if len(queries) == 1 else len(queries)
     return list(zip(*(rows * count if len(rows) == 1 else rows for rows in (queries, keys)), strict=True))
-
-
-def _consecutive(row: list[int]) -> bool:
-    return not row or row == list(range(row[0], row[0] + len(row)))
 
 
 def check_reach_of(name: str, span: Span, visibility: Visibility, positions: Pair) -> None:

@@ -53,7 +53,6 @@ class RaggedVisibility(Visibility):
         return (1 - self.n_queries, self.n_keys - 1) if self.n_queries and self.n_keys else None
 
     def check_reach(self, name: str, span: Span, *, span_name: str = "span") -> None:
-        """Refuse a table that is too short for an item whose offset is known."""
         for pattern in self.each():
             pattern.check_reach(name, span, span_name=span_name)
 
@@ -64,7 +63,6 @@ class RaggedVisibility(Visibility):
         return self.sees(queries, integers(first, end, device=device, xp=xp), xp=xp)
 
     def some_query_sees_nothing(self) -> bool:
-        """Whether a query's range of keys may be empty."""
         return True
 
     def occurs(self, positions: Array, *, xp: Namespace) -> Array:

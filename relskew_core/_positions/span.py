@@ -98,7 +98,6 @@ class Span:
 
 
 def check_span_given(span: Any) -> None:
-    """Refuse a value that is not a span, for functions without a default."""
     if not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span{span_hint(span)}, got {describe(span)}")
 

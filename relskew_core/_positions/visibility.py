@@ -133,12 +133,10 @@ class Visibility:
         return low, high
 
     def check_reach(self, name: str, span: Span, *, span_name: str = "span") -> None:
-        """Refuse a table too short for the visible relative positions when ``span.beyond`` is ``"error"``."""
         if span.beyond == "error" and not self.by_value and (positions := self.positions()) is not None:
             self.refuse_unreached(name, span, *positions, span_name=span_name)
 
     def refuse_unreached(self, name: str, span: Span, low: int, high: int, *, span_name: str = "span") -> None:
-        """Refuse a table too short for the relative positions ``low … high``."""
         if not (holds(low >= -span.left) and holds(high <= span.right)):
             ahead = high > span.right == 0 and span_name == "span"  # an axis of a grid is never causal
             raise ValueError(

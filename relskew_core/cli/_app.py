@@ -40,7 +40,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 
 def run(argv: list[str]) -> int:
-    """Run the command line: every failure becomes one line on stderr."""
     command = typer.main.get_command(app)
     if isinstance(sys.stdout, io.TextIOWrapper):  # "…" and "−" do not exist in every encoding
         sys.stdout.reconfigure(errors="replace")
@@ -81,8 +80,7 @@ def _help_of(command: Any, argv: list[str]) -> str:
 
 @app.callback(invoke_without_command=True)
 def about(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Print the help, or the version."""
     if version:
@@ -98,13 +96,13 @@ def about(
 @app.command(cls=Command, epilog="Example: relskew info --json")
 def info(as_json: Json = False) -> int:
     """Show versions, array libraries, devices, native paths and ONNX runtimes."""
-    from relskew_core.cli import _info
+    from relskew_core.cli import _libraries
 
-    facts = _info.gather()
+    facts = _libraries.gather()
     if as_json:
         _print_json(facts)
     else:
-        _info.show(facts, output())
+        _libraries.show_facts(facts, output())
     return 0
 
 
@@ -120,7 +118,7 @@ def verify(
     from relskew_core.cli import _verify
 
     what = _verify.plan(tuple(library or ()), tuple(dtype or ()), tuple(case or ()), every=every)
-    with progress("verify", len(what.steps)) as advance:
+    with progress("verify") as advance:
         found = _verify.verify(what, advance)
     if as_json:
         _print_json(found.to_dict())
@@ -228,19 +226,11 @@ def validate(
     from relskew_core.export import validate as validate_model
 
     runtimes: Any = tuple(runtime or ("onnxruntime",))
-    with progress(f"validate {path.name}", None) as advance:
+    with progress(f"validate {path.name}") as advance:
         report = validate_model(
-            path,
-            spec,
-            arrays,
-            providers=providers,
-            runtimes=runtimes,
-            lengths=length,
-            batches=batch,
-            atol=atol,
-            tolerance=tolerance,
-            progress=advance,
-        )
+            path, spec, arrays, providers=providers, runtimes=runtimes, lengths=length, batches=batch, atol=atol,
+            tolerance=tolerance, progress=advance,
+        )  # fmt: skip
     if as_json:
         print(report.to_json())
     else:

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,33 +30,13 @@ def output() -> Console:
 
 
 @contextmanager
-def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that announces the step that begins; silent unless stderr is a terminal.
-
-    ``total`` may be unknown.
-    """
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that announces the step that begins; silent unless stderr is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda step: None
         return
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn(title),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[step]}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(title, total=total, step="")
-        begun = 0
-
-        def advance(step: str) -> None:
-            nonlocal begun
-            bar.update(task, completed=begun, step=step)
-            begun += 1
-
-        yield advance
+    with Console(stderr=True).status(title) as status:
+        yield lambda step: status.update(f"{title}: {step}")
 
 
 Rows = Sequence[tuple[Sequence[str | Text], bool]]
@@ -117,7 +96,6 @@ class CliError(Exception):
 
 
 def need(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional ``module``, or raise an error with its purpose and the ``extra`` that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

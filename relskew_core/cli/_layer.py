@@ -38,7 +38,6 @@ def block_of(
 
 
 def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tuple[Any, str]:
-    """Read an input (length, width) from a file, or draw a random one; return it and its source."""
     if path is None:
         return np.random.default_rng(0).standard_normal((length, spec.embed_dim)), "random, seed 0"
     with reading(f"--{name}", path, ".npy"):

@@ -1,21 +1,30 @@
-"""The array libraries and ONNX runtimes of this machine, with the operations that verify needs."""
+"""``relskew info``: array libraries and ONNX runtimes of this machine, with the operations that ``verify`` needs."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import platform
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from relskew_core import __version__, backends
 from relskew_core._array.extras import to_install
+from relskew_core.backends._compiled.availability import availability
 from relskew_core.cli._console import reason
 
 
@@ -182,22 +191,21 @@ PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
 }
 
 
-def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Missing]]:
-    """Return the installed array libraries, or the named ones, and the missing ones with the reason."""
-    found: list[ArrayLibrary] = []
-    missing: list[Missing] = []
-    for name, probe in PROBES.items():
-        if only and name not in only:
-            continue
-        try:
-            for one in probe():
-                if isinstance(one, Missing):
-                    missing.append(one)
-                else:
-                    found.append(one)
-        except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
-            missing.append(Missing(name, why_not(name, error)))
-    return found, missing
+def probed(probes: Mapping[str, Callable[[], Iterator[Any]]], only: Sequence[str]) -> tuple[list[Any], list[Missing]]:
+    """Return what the probes find, or the named ones, and the missing ones with the reason."""
+    found: list[Any] = []
+    for name, probe in probes.items():
+        if not only or name in only:
+            try:
+                found += probe()
+            except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
+                found.append(Missing(name, why_not(name, error)))
+    missing = [one for one in found if isinstance(one, Missing)]
+    return [one for one in found if not isinstance(one, Missing)], missing
+
+
+def libraries(only: Sequence[str] = ()) -> tuple[list[ArrayLibrary], list[Missing]]:
+    return probed(PROBES, only)
 
 
 def why_not(name: str, error: Exception) -> str:
@@ -313,20 +321,84 @@ RUNTIME_PROBES: dict[str, Callable[[], Iterator[Runtime]]] = {
 }
 
 
-def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
-    wanted = {name: probe for name, probe in RUNTIME_PROBES.items() if not only or name in only}
-    if not wanted:
-        return [], []
+def runtimes(only: Sequence[str] = ()) -> tuple[list[Runtime], list[Missing]]:
+    """Return the installed ONNX runtimes, or the named ones, and the missing ones with the reason."""
+    wanted = [name for name in RUNTIME_PROBES if not only or name in only]
     try:
-        importlib.import_module("relskew_core.export")
+        importlib.import_module("relskew_core.export" if wanted else "relskew_core")
     except ImportError as error:
-        reason = f"the export needs {error.name}: {to_install('onnx')}"
-        return [], [Missing(name, reason) for name in wanted]
-    found: list[Runtime] = []
-    missing: list[Missing] = []
-    for name, probe in wanted.items():
-        try:
-            found += probe()
-        except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
-            missing.append(Missing(name, why_not(name, error)))
-    return found, missing
+        return [], [Missing(name, f"the export needs {error.name}: {to_install('onnx')}") for name in wanted]
+    return probed(RUNTIME_PROBES, wanted) if wanted else ([], [])
+
+
+PACKAGES = ("array-api-compat", "onnx", "safetensors", "matplotlib")
+
+
+def gather() -> dict[str, Any]:
+    found, missing = libraries()
+    graphs, missing_graphs = runtimes()
+    implementations: dict[str, list[str]] = backends.available()
+    return {
+        "relskew": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "libraries": [
+            {
+                "name": one.name,
+                "version": one.version,
+                "device": one.device,
+                "dtypes": list(one.dtypes),
+                "implementations": implementations.get(one.name.partition(" ")[0].replace("-", "_"), []),
+            }
+            for one in found
+        ],
+        "kernels": availability(),
+        "runtimes": [
+            {"name": one.name, "version": one.version, "device": one.device, "profile": one.profile} for one in graphs
+        ],
+        "providers": _providers(),
+        "missing": [{"name": one.name, "reason": one.reason} for one in (*missing, *missing_graphs)],
+    }
+
+
+def show_facts(facts: dict[str, Any], console: Console) -> None:
+    machine = f"  Python {facts['python']}  {facts['platform']}"
+    console.print(Text.assemble((f"relskew {facts['relskew']}", "bold"), machine))
+    console.print("  ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()))
+    table = Table(
+        "library", "version", "device", "dtypes", "implementations", title="Array libraries", title_justify="left"
+    )
+    for one in facts["libraries"]:
+        names = ", ".join(one["implementations"])
+        table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
+    console.print(table)
+    console.print(f"compiled kernels: {facts['kernels']}", style="dim", soft_wrap=True)
+    table = Table("runtime", "version", "device", "profile", title="ONNX runtimes", title_justify="left")
+    for one in facts["runtimes"]:
+        table.add_row(one["name"], one["version"], one["device"], one["profile"])
+    console.print(table)
+    if facts["providers"]:
+        console.print(f"onnxruntime offers {', '.join(facts['providers'])}", style="dim")
+    show_missing([Missing(**one) for one in facts["missing"]], console)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _providers() -> list[str]:
+    ort = sys.modules.get("onnxruntime")  # imported by its probe if possible
+    return [] if ort is None else list(ort.get_available_providers())
+
+
+def show_missing(missing: list[Missing], console: Console) -> None:
+    if missing:
+        grid = Table.grid(padding=(0, 2))
+        for one in missing:
+            grid.add_row(Text("missing", style="yellow"), one.name, one.reason)
+        console.print(grid)

@@ -160,11 +160,11 @@ class BlockOptions(CallOptions):
             make = BlockSpec.alibi if self.alibi else BlockSpec.t5
             return make(self.embed_dim, self.num_heads, **sizes, **given)
         tables = {name: getattr(self, name) for name in ("rel_values", "shared_table", "rel_bias")}
-        span = choose_span(self, table_rows(weights))
+        shape = tuple(getattr((weights or {}).get("rel_k"), "shape", ()))
+        span = choose_span(self, int(shape[-2]) if len(shape) > 1 else None)
         return BlockSpec(self.embed_dim, self.num_heads, span, rel_keys=not self.no_rel_keys, **tables, **given)
 
     def _refuse_tables(self) -> None:
-        """Refuse options of tables for a bias without an end, which has no table."""
         kind = "--alibi" if self.alibi else "--t5"
         both = ("t5",) if self.alibi else ()
         for name in (*both, "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys"):
@@ -178,7 +178,9 @@ def choose_span(options: CallOptions, rows: int | None) -> Span:
     if span is not None:
         return span
     if rows is not None:
-        return _span_of_rows(rows, causal=options.causal)
+        if rows % 2 == 0 and not options.causal:
+            raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric")
+        return Span.causal(rows) if options.causal else Span.full((rows + 1) // 2)
     if options.block_size is not None:
         before = 1 if options.blocks_before is None else options.blocks_before
         return Span((before + 1) * options.block_size - 1, 0 if options.causal else options.block_size - 1)
@@ -187,20 +189,6 @@ def choose_span(options: CallOptions, rows: int | None) -> Span:
     if left is not None and right is not None:
         return Span(left, right)
     raise CliError("--length N (the longest input) or --clip K (where distances are clipped) must be given")
-
-
-def _span_of_rows(rows: int, *, causal: bool) -> Span:
-    if causal:
-        return Span.causal(rows)
-    if rows % 2 == 0:
-        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric")
-    return Span.full((rows + 1) // 2)
-
-
-def table_rows(weights: Mapping[str, Any] | None) -> int | None:
-    table = None if weights is None else weights.get("rel_k")
-    shape: tuple[int, ...] = () if table is None else tuple(table.shape)
-    return int(shape[-2]) if len(shape) > 1 else None
 
 
 def _beyond(text: str | None) -> Beyond:

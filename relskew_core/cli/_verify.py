@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from relskew_core import BlockSpec, Span, __version__, attention_block, init_weights
@@ -27,6 +26,7 @@ from relskew_core.cli._libraries import (
     libraries,
     measure,
     runtimes,
+    show_missing,
 )
 
 BATCH, QUERIES, MEMORY = 2, 128, 160
@@ -124,8 +124,6 @@ FEW = ("causal", "clip+values")  # together they use all kernels
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one library, dtype and case: its error against float64, its time and its memory."""
-
     library: str
     version: str
     device: str
@@ -165,11 +163,7 @@ class VerifyPlan:
 
 
 def plan(
-    only: tuple[str, ...] = (),
-    dtypes: tuple[str, ...] = (),
-    case_names: tuple[str, ...] = (),
-    *,
-    every: bool = False,
+    only: tuple[str, ...] = (), dtypes: tuple[str, ...] = (), case_names: tuple[str, ...] = (), *, every: bool = False
 ) -> VerifyPlan:
     """Find the libraries and runtimes, or the named ones, and choose the cases.
 
@@ -300,14 +294,6 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
         console.print(Text.assemble(("not ok ", "bold red"), f"{len(failures)} of {total} failed"))
     else:
         console.print(Text.assemble(("not ok ", "bold red"), "there was nothing to verify"))
-
-
-def show_missing(missing: list[Missing], console: Console) -> None:
-    if missing:
-        grid = Table.grid(padding=(0, 2))
-        for one in missing:
-            grid.add_row(Text("missing", style="yellow"), one.name, one.reason)
-        console.print(grid)
 
 
 def _line(rows: list[Finding]) -> list[str | Text]:

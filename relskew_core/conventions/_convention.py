@@ -125,7 +125,6 @@ class Convention:
 
 
 def load_named(convention: Convention, name: str, table: Array, *, left: int | None = None) -> tuple[Array, Span]:
-    """Load a table that messages call ``name``."""
     rows = _count_rows(name, table)
     span = _span(convention, name, table, rows, left)
     ascending = convention._turned(table)
@@ -135,7 +134,6 @@ def load_named(convention: Convention, name: str, table: Array, *, left: int | N
 
 
 def check_rows(name: str, table: Array, span: Span) -> None:
-    """Refuse a table without exactly one row for every relative position of ``span``."""
     rows = _count_rows(name, table)
     check_span_given(span)
     if rows != span.rows:
@@ -170,7 +168,6 @@ def _span(convention: Convention, name: str, table: Array, rows: int, left: int 
 
 
 def _misfit(reach: Reach, span: Span) -> str | None:
-    """Return the condition that ``span`` violates."""
     if reach == "past" and span.right:
         return "end at 0"
     if reach == "odd" and span.left != span.right:

@@ -16,17 +16,7 @@ class State:
     """The part of a state dict that belongs to one attention.
 
     Sizes have names: the first array that has one says how large it is, and the others must agree.
-
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        A whole state dict.
-    prefix : str
-        What the attention's keys begin with.
-    *marks : str
-        Names of which every such attention has one, and nothing else has any.
-    sizes : int
-        Known before anything is read, as ``H=num_heads``.
+    Of the names ``marks``, every such attention has one, and nothing else has any.
     """
 
     def __init__(self, arrays: Any, prefix: str, *marks: str, **sizes: int) -> None:
@@ -112,7 +102,6 @@ class State:
         return ValueError(f"`state` must have {names} under {self.prefix!r}; its keys there are {there}")
 
     def _keys_under(self, place: str) -> str:
-        """List the keys that begin with ``place``, or all if none does."""
         return _listed([key for key in map(str, self.arrays) if key.startswith(place)] or map(str, self.arrays))
 
     def _sizes_of(self, array: Array, axes: list[str]) -> dict[str, int] | None:
@@ -164,7 +153,6 @@ def read_biases(state: State, names: Mapping[str, str]) -> Weights:
 
 
 def as_block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:
-    """Return the spec of the weights, and the weights in its order."""
     state.finish()
     spec = BlockSpec(
         state.sizes["E"], state.sizes["H"], span, head_dim=state.sizes["D"],

@@ -73,7 +73,6 @@ def _row_panel(span: Span, longest: int) -> Panel:
 
 
 def _signed(number: int) -> str:
-    """Return a whole number with a minus sign as wide as its digits."""
     return str(number).replace("-", "−")
 
 
@@ -217,5 +216,4 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
 
 
 def _short(value: float) -> str:
-    """Return a weight in three characters, and nothing for zero."""
     return "" if value == 0 else "1" if value > 0.995 else f"{value:.2f}".removeprefix("0")

@@ -100,7 +100,6 @@ class Panel:
 
 
 def check_cells(cells: int, what: str) -> None:
-    """Refuse a picture that is too large to look at, before it takes all memory."""
     if cells > MOST:
         raise ValueError(f"{what} must make at most {MOST} cells, got {cells}")
 
@@ -210,7 +209,6 @@ class Picture:
             return file.getvalue()
 
     def _figure(self, colours: dict[str, str]) -> Any:
-        """Return matplotlib's figure: the title, rows of panels with cells of one size, the notes."""
         from matplotlib.figure import Figure
 
         margin = 0.09 * max(len(name) for panel in self.panels for name in panel.rows) + 0.1
@@ -247,7 +245,6 @@ class Picture:
 
 
 def _draw(axes: Any, panel: Panel, side: float, colours: dict[str, str]) -> None:
-    """Draw the cells of a panel, with their text and names where there is room."""
     from matplotlib.colors import to_rgb
 
     m, n = len(panel.columns), len(panel.cells)

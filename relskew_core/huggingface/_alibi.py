@@ -6,20 +6,20 @@ Only the masks determine which keys a query sees: they may be bidirectional, or 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, cache_given, length, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, length, split
 
 
 class _AlibiAttention(DropIn):
     """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and an additive mask."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Maybe, scale: float) -> Tensor:
         if torch.compiler.is_exporting() or q.shape[-2] == 1:
             mask = bias if mask is None else bias + mask
         # without a matrix of all heads: an extra feature holds the exact bias, which half precision would round
@@ -42,11 +42,10 @@ class MptRelativeAttention(_AlibiAttention):
         hidden_states: Tensor,
         position_bias: Tensor,
         cache: Any = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Maybe = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself and to the cache; the mask is True at hidden keys."""
-        refuse_weights(kwargs.get("output_attentions"))
         cache = cache_given(cache, kwargs)
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
@@ -84,13 +83,12 @@ class BloomRelativeAttention(_AlibiAttention):
         hidden_states: Tensor,
         residual: Tensor,
         alibi: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Maybe,
         layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        refuse_weights(output_attentions)
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2)
         q, k, v = heads.unbind(-2)
         if layer_past is not None:
@@ -109,25 +107,21 @@ class FalconRelativeAttention(DropIn):
     replaces = ("FalconAttention",)
     projections = ("", "", "", "dense")
     drops = "attention_dropout"
-    reads = "query_key_value inv_norm_factor layer_idx _split_heads config.alibi"
+    reads = "query_key_value inv_norm_factor layer_idx _split_heads"
     key_masks = ("FalconModel",)
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.config.alibi)
+    wants: ClassVar[dict[str, Any]] = {"config.alibi": True}
 
     def forward(
         self,
         hidden_states: Tensor,
         alibi: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        attention_mask: Maybe = None,
+        position_ids: Maybe = None,
         layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        refuse_weights(output_attentions)
         q, k, v = (x.transpose(1, 2) for x in self.kind._split_heads(self, self.query_key_value(hidden_states)))
         past = 0
         if layer_past is not None:

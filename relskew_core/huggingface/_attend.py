@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -87,6 +88,11 @@ def _keys_of(encoder: Any, *given: Any, **options: Any) -> KeyMask:
     return KeyMask(type(encoder)._get_output_attention_mask(encoder, *given, **options))
 
 
+Maybe = Tensor | None
+"""Most arguments of the originals."""
+
+WEIGHTS = "output_attentions"
+
 AROUND = ("Parametrized", "FSDP", "Replicate")
 """How the names of the classes begin that torch makes around the class of a module."""
 
@@ -114,6 +120,7 @@ class DropIn(Whole):
     heads: ClassVar[str] = "num_heads"
     drops: ClassVar[str] = "dropout"
     reads: ClassVar[str] = ""  # everything else that ``forward`` always reads
+    wants: ClassVar[dict[str, Any]] = {}  # what these attributes must be; True is anything that counts as true
     local: ClassVar[bool] = False  # whether `replace_attention` accepts a window for it
     masks: ClassVar[tuple[str, ...]] = ()  # the modules that make a mask of all pairs for it
     key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that pass it a mask of keys alone
@@ -123,6 +130,8 @@ class DropIn(Whole):
     def __init_subclass__(cls) -> None:
         for name in vars(cls).get("replaces", ()):
             DropIn.known.setdefault(name, []).append(cls)
+        if "forward" in vars(cls):
+            cls.forward = _refusing(cls.forward)
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -162,6 +171,10 @@ class DropIn(Whole):
             for path in (*cls.projections, cls.heads, cls.drops, *cls.reads.split()):
                 if path and not hasattr(cls, path):
                     attribute(original, path)
+            for path, wanted in cls.wants.items():
+                found = attribute(original, path)
+                if (bool(found) if isinstance(wanted, bool) else found) != wanted:
+                    return False
         except AttributeError:
             return False
         accepted = inspect.signature(cls.forward).parameters.values()
@@ -173,7 +186,6 @@ class DropIn(Whole):
         return True
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads of queries of ``x``, and of keys and values of ``source``, which is ``x`` by default."""
         source = x if source is None else source
         heads = attribute(self, self.heads)
         q, k, v = (getattr(self, name) for name in self.projections[:3])
@@ -198,6 +210,19 @@ class DropIn(Whole):
 def t5_rows(span: Span, count: int, x: Tensor) -> Tensor:
     """Return T5's bucket of each position of a span, at whose ends the positions beyond share one, next to an input."""
     return buckets(span.left, span.right, count, span.left, span.right > 0, x.device)
+
+
+def _refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a ``forward`` refuse to return weights, which are never materialised."""
+    names = list(inspect.signature(forward).parameters)
+    place = names.index(WEIGHTS) - 1 if WEIGHTS in names else sys.maxsize
+
+    @functools.wraps(forward)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        refuse_weights(given[place] if len(given) > place else named.get(WEIGHTS))
+        return forward(self, *given, **named)
+
+    return call
 
 
 def check_forward(original: Any, name: str, drop_in: type[DropIn]) -> None:
@@ -225,7 +250,6 @@ def demanded(x: inspect.Parameter) -> bool:
 
 
 def attribute(module: Any, path: str) -> Any:
-    """Return an attribute of a module, or of one of its attributes: ``"config.num_heads"``."""
     for name in path.split("."):
         module = getattr(module, name)
     return module
@@ -272,8 +296,6 @@ def _is_banded(
 
 
 def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) -> Tensor:
-    """Attend with a separate table for each item, ``(batch, H, R, D)``, item by item."""
-
     def item(x: Any, b: int) -> Any:
         if not isinstance(x, Tensor) or x.ndim < 4:
             return x

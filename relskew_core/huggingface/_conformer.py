@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, cache_given, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, split
 
 
 class _ConformerAttention(DropIn):
@@ -18,10 +18,13 @@ class _ConformerAttention(DropIn):
 
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
     reads = "linear_pos pos_bias_u pos_bias_v"
+    positions = "position_embeddings"
     local = True
 
-    def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None, past: Any = None) -> Tensor:
-        if rows.shape[0] > 1 and rows.stride(0) == 0:  # the same for all items
+    def _attend(self, hidden_states: Tensor, rows: Maybe, mask: Maybe, past: Any = None) -> Tensor:
+        if rows is None:
+            raise ValueError(f"`{self.positions}` must be given for relative positions, got None")
+        if not self.training or rows.stride(0) == 0:  # only dropout makes the rows of the items differ
             rows = rows[:1]
         q, k, v = self.project(hidden_states)
         options: dict[str, Any] = {}
@@ -46,12 +49,9 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
     replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention", "SeamlessM4TConformerSelfAttention")
-    reads = f"{_ConformerAttention.reads} position_embeddings_type"
+    wants: ClassVar[dict[str, Any]] = {"position_embeddings_type": "relative"}
+    positions = "relative_position_embeddings"
     masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder", "SeamlessM4TConformerEncoder")
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.position_embeddings_type == "relative")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend, and to all keys equally where a window has padding alone, as the original does with a banded mask.
@@ -71,13 +71,10 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        relative_position_embeddings: Tensor | None = None,
+        attention_mask: Maybe = None,
+        relative_position_embeddings: Maybe = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
-        if relative_position_embeddings is None:
-            raise ValueError("`relative_position_embeddings` must be given for relative positions, got None")
         return self._attend(hidden_states, relative_position_embeddings, attention_mask), None
 
 
@@ -85,17 +82,15 @@ class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
     """``FastSpeech2ConformerAttention``, whose mask is 0 at padding, ``(batch, 1, length)``."""
 
     replaces = ("FastSpeech2ConformerAttention",)
+    positions = "pos_emb"
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        pos_emb: Tensor | None = None,
+        attention_mask: Maybe = None,
+        pos_emb: Maybe = None,
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, None]:
-        refuse_weights(output_attentions)
-        if pos_emb is None:
-            raise ValueError("`pos_emb` must be given for relative positions, got None")
         mask = None if attention_mask is None else attention_mask.ne(0).unsqueeze(1)
         return self._attend(hidden_states, pos_emb, mask), None
 
@@ -108,8 +103,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
     heads = ""
     drops = "attention_dropout"
 
-    def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads of equal width; there may be fewer heads of keys and values."""
+    def project(self, x: Tensor, source: Maybe = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for y in (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
@@ -117,17 +111,8 @@ class ParakeetRelativeAttention(_ConformerAttention):
         return q, k, v
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, position_embeddings: Maybe = None, attention_mask: Maybe = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
-        if position_embeddings is None:
-            raise ValueError("`position_embeddings` must be given for relative positions, got None")
-        if not self.training:  # only dropout makes the rows of the items differ
-            position_embeddings = position_embeddings[:1]
         mask = attention_mask if self.window else additive(attention_mask, hidden_states.dtype)
         return self._attend(hidden_states, position_embeddings, mask), None
 
@@ -142,16 +127,11 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        position_embeddings: Maybe = None,
+        attention_mask: Maybe = None,
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
-        if position_embeddings is None:
-            raise ValueError("`position_embeddings` must be given for relative positions, got None")
-        if not self.training:
-            position_embeddings = position_embeddings[:1]
         cache = cache_given(cache, kwargs)
         return self._attend(hidden_states, position_embeddings, attention_mask, cache), None
 
@@ -186,11 +166,9 @@ class Gemma3nRelativeAttention(DropIn):
 
 @dataclass(frozen=True)
 class PositionBias:
-    """The placeholder of a bias matrix, to which the model adds a mask."""
-
     numbers: Tensor  # (heads, rows)
     span: Span
-    mask: Tensor | None = None
+    mask: Maybe = None
 
     def __radd__(self, mask: Tensor) -> PositionBias:
         return replace(self, mask=mask)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.buckets import deberta_buckets
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, join, split, t5_rows
 from relskew_core.layers.torch._attention import kept
 
 
@@ -25,11 +25,8 @@ class DebertaV2RelativeAttention(DropIn):
     replaces = ("DisentangledSelfAttention",)
     projections = ("query_proj", "key_proj", "value_proj", "")
     heads = "num_attention_heads"
-    reads = "relative_attention pos_att_type max_relative_positions position_buckets pos_dropout share_att_key"
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.relative_attention and original.pos_att_type)
+    reads = "max_relative_positions position_buckets pos_dropout share_att_key"
+    wants: ClassVar[dict[str, Any]] = {"relative_attention": True, "pos_att_type": True}
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
@@ -40,17 +37,16 @@ class DebertaV2RelativeAttention(DropIn):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Maybe,
         output_attentions: bool = False,
-        query_states: Tensor | None = None,
-        relative_pos: Tensor | None = None,
-        rel_embeddings: Tensor | None = None,
+        query_states: Maybe = None,
+        relative_pos: Maybe = None,
+        rel_embeddings: Maybe = None,
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)``, or from ``query_states`` at the same positions, to it.
 
         ``relative_pos`` is not read: places follow each other.
         """
-        refuse_weights(output_attentions)
         q, k, v = self._heads(hidden_states, query_states)
         rows, span = self._rows(k)
         table = self.pos_dropout(rel_embeddings)[: 2 * self.size]
@@ -77,7 +73,7 @@ class DebertaV2RelativeAttention(DropIn):
             else (original.max_relative_positions, None)
         )
 
-    def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, query_states: Maybe) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.project(x if query_states is None else query_states, x)
         return q, k, v
 
@@ -99,17 +95,14 @@ class DebertaRelativeAttention(DebertaV2RelativeAttention):
 
     replaces = ("DisentangledSelfAttention",)
     projections = ("", "", "", "")
-    reads = "relative_attention pos_att_type max_relative_positions pos_dropout in_proj q_bias v_bias talking_head"
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and not original.talking_head
+    reads = "max_relative_positions pos_dropout in_proj q_bias v_bias"
+    wants: ClassVar[dict[str, Any]] = {**DebertaV2RelativeAttention.wants, "talking_head": False}
 
     @staticmethod
     def _reach(original: Any) -> tuple[int, int | None]:
         return original.max_relative_positions, None
 
-    def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, query_states: Maybe) -> tuple[Tensor, Tensor, Tensor]:
         if query_states is not None:
             raise ValueError("`query_states` must be None: DeBERTa version 1 supports self-attention only")
         q, k, v = split(self.in_proj(x), self.num_attention_heads).chunk(3, dim=-1)
@@ -137,13 +130,11 @@ class WavLMRelativeAttention(DropIn):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        attention_mask: Maybe = None,
+        position_bias: Maybe = None,
         index: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Tensor]:
-        """Attend from ``(batch, length, width)`` to itself; the mask is 1 at visible keys, ``(batch, length)``."""
-        refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
         bias = position_bias
         if bias is None:
@@ -155,7 +146,6 @@ class WavLMRelativeAttention(DropIn):
         return self.finish(self.attend(q, k, v, **options)), None, bias
 
     def _gate(self, hidden_states: Tensor) -> Tensor:
-        """Return a number for each head and query, ``(batch, heads, length, 1)``."""
         parts = self.gru_rel_pos_linear(split(hidden_states, self.num_heads)).unflatten(-1, (2, 4)).sum(-1)
         a, b = torch.sigmoid(parts).chunk(2, dim=-1)
         gate: Tensor = a * (b * self.gru_rel_pos_const - 1.0) + 2.0

@@ -12,7 +12,7 @@ from torch.nn.functional import dropout, interpolate, normalize, pad
 
 from relskew_core._functions.grid import relative_logits_2d
 from relskew_core._functions.grid_attention import relative_attention_2d
-from relskew_core.huggingface._attend import DropIn, join, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, Maybe, join, split
 
 COSINES = "relative_coords_table logit_scale window_size"
 """The attributes of version 2."""
@@ -25,10 +25,7 @@ class SwinRelativeAttention(DropIn):
     heads = "num_attention_heads"
     drops = "attention_dropout"
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
+    def forward(self, hidden_states: Tensor, attention_mask: Maybe = None, **kwargs: Any) -> tuple[Tensor, None]:
         mask = _of_windows(self.relative_position_bias()[0], attention_mask, hidden_states.shape[0])
         return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
 
@@ -44,12 +41,11 @@ class SwinSelfRelativeAttention(DropIn):
     reads = "relative_position_bias_table window_size"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
+        self, hidden_states: Tensor, attention_mask: Maybe = None, output_attentions: bool | None = False
     ) -> tuple[Tensor]:
-        refuse_weights(output_attentions)
         return (join(self.inside(hidden_states, attention_mask)),)
 
-    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def inside(self, x: Tensor, mask: Maybe) -> Tensor:
         bias = by_cell(self.relative_position_bias_table, self.window_size)
         return self.attend(*self.project(x), mask=_of_windows(bias, mask, x.shape[0]))
 
@@ -60,7 +56,7 @@ class Swinv2RelativeAttention(SwinSelfRelativeAttention):
     replaces = ("Swinv2SelfAttention", "Swin2SRSelfAttention")
     reads = f"continuous_position_bias_mlp {COSINES}"
 
-    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def inside(self, x: Tensor, mask: Maybe) -> Tensor:
         doubled = None if mask is None else 2 * mask  # the model adds the mask twice
         both = _of_windows(_by_network(self.continuous_position_bias_mlp, self), doubled, x.shape[0])
         return self.attend(*_cosines(*self.project(x), self), mask=both, scale=1.0)
@@ -81,7 +77,7 @@ class WindowRelativeAttention(DropIn):
         wanted = COSINES if hasattr(original, "cpb_mlp") else "relative_position_bias_table"
         return all(hasattr(original, name) for name in wanted.split())
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Maybe = None) -> Tensor:
         y: Tensor = self.proj_drop(self.inside(x, mask))
         return y
 
@@ -91,7 +87,7 @@ class WindowRelativeAttention(DropIn):
     def _make_pair_wise_relative_positions(self, **options: Any) -> Any:
         return self.kind._make_pair_wise_relative_positions(self, **options)
 
-    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def inside(self, x: Tensor, mask: Maybe) -> Tensor:
         q, k, v = (split(y, self.num_heads) for y in self.fused(x).chunk(3, dim=-1))
         if hasattr(self, "cpb_mlp"):
             both = _of_windows(_by_network(self.cpb_mlp, self), mask, x.shape[0])
@@ -131,7 +127,6 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
         return out.roll((shift[0], shift[1]), (1, 2))[:, : size[0], : size[1]].contiguous()
 
     def fused(self, x: Tensor) -> Tensor:
-        """Return queries, keys and values in one tensor, with keys without the layer's bias."""
         y: Tensor = self.qkv(x)
         if not hasattr(self, "cpb_mlp"):
             return y
@@ -170,7 +165,7 @@ def _regions(size: int, side: int, shift: int, device: torch.device) -> Tensor:
     return (rows >= size - side).long() + (rows >= size - shift) if shift else torch.zeros_like(rows)
 
 
-def _of_windows(bias: Tensor, mask: Tensor | None, count: int) -> Tensor:
+def _of_windows(bias: Tensor, mask: Maybe, count: int) -> Tensor:
     """Add the mask of each window to the shared bias, and repeat it for every image."""
     if mask is None:
         return bias
@@ -190,7 +185,7 @@ class GridBias:
     table: Tensor  # (heads, 2 · height - 1, 2 · width - 1), by query - key
     outside: Tensor  # (heads, 3): from a cell to the class token, from the class token to a cell, and to itself
     grid: tuple[int, int]
-    mask: Tensor | None = None
+    mask: Maybe = None
     held: list[Tensor] = field(default_factory=list)  # a cached property would break torch.compile's graph
 
     def __add__(self, other: GridBias | Tensor) -> GridBias:
@@ -220,7 +215,6 @@ class BeitRelativeBias(DropIn):
     def forward(
         self, window_size: tuple[int, int], interpolate_pos_encoding: bool = False, dim_size: int | None = None
     ) -> GridBias:
-        """Return the bias of a grid of cells; the table is resized if it was trained on a different grid."""
         h, w = (2 * size - 1 for size in self.window_size)
         rows = self.relative_position_bias_table
         # transformers reads tables of oblong windows as width by height when it resizes them, and models were trained
@@ -241,12 +235,11 @@ class BeitRelativeAttention(DropIn):
     drops = "attention_dropout"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: GridBias | Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: GridBias | Maybe = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
         return self.finish(self._with_bias(hidden_states, attention_mask)), None
 
-    def _with_bias(self, hidden_states: Tensor, bias: GridBias | Tensor | None) -> Tensor:
+    def _with_bias(self, hidden_states: Tensor, bias: GridBias | Maybe) -> Tensor:
         q, k, v = self.project(hidden_states)
         held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.share_dropped() > 0)
         if isinstance(bias, GridBias) and not held:
@@ -283,7 +276,6 @@ class Data2VecVisionRelativeAttention(BeitRelativeAttention):
         interpolate_pos_encoding: bool = False,
         resolution: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor]:
-        refuse_weights(output_attentions)
         bias = relative_position_bias
         if self.has_relative_position_bias:
             h, w = (size // self.config.patch_size for size in resolution)
@@ -304,15 +296,11 @@ class SamRelativeAttention(DropIn):
     projections = ("", "", "", "proj")
     heads = "num_attention_heads"
     reads = "qkv rel_pos_h rel_pos_w"
-    wanted: ClassVar[str] = "use_rel_pos"
+    wants: ClassVar[dict[str, Any]] = {"use_rel_pos": True}
     dropout = 0.0
 
     rel_pos_h: nn.Parameter
     rel_pos_w: nn.Parameter
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(getattr(original, cls.wanted, False))
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
@@ -320,10 +308,9 @@ class SamRelativeAttention(DropIn):
             self.dropout = 0.0  # they drop no weights, even if the configuration does
 
     def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
-        return self._on_grid(hidden_states, output_attentions), None
+        return self._on_grid(hidden_states), None
 
-    def _on_grid(self, x: Tensor, output_attentions: bool | None) -> Tensor:
-        refuse_weights(output_attentions)
+    def _on_grid(self, x: Tensor) -> Tensor:
         heads, grid = getattr(self, self.heads), (x.shape[1], x.shape[2])
         q, k, v = (split(y, heads) for y in self.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
         tables = [
@@ -346,16 +333,16 @@ class SamRelativeAttention(DropIn):
 
 class SegGptRelativeAttention(SamRelativeAttention):
     replaces = ("SegGptAttention",)
-    wanted = "use_relative_position_embeddings"
+    wants: ClassVar[dict[str, Any]] = {"use_relative_position_embeddings": True}
 
 
 class VitDetRelativeAttention(SamRelativeAttention):
     replaces = ("VitDetAttention",)
     heads = "num_heads"
-    wanted = "use_relative_position_embeddings"
+    wants: ClassVar[dict[str, Any]] = {"use_relative_position_embeddings": True}
 
     def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]
-        return (self._on_grid(hidden_state, output_attentions),)
+        return (self._on_grid(hidden_state),)
 
 
 def _resized(table: Tensor, size: int, dtype: torch.dtype) -> Tensor:

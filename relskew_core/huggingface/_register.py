@@ -119,8 +119,6 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
 
 
 class _Registered:
-    """The attention function that transformers calls with heads of queries, keys and values."""
-
     def __init__(self, rel_bias: Bias, span: Span | None) -> None:
         self.rel_bias, self.span = rel_bias, span
 
@@ -386,7 +384,6 @@ def replace_rotary(
 
 
 def _unturned(part: nn.Module, given: Any, angles: Any) -> Any:
-    """Return the cosines and sines, or the complex numbers, of the identity rotation."""
     if isinstance(angles, tuple) and len(angles) == 2:
         return torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     if isinstance(angles, Tensor) and angles.is_complex():

@@ -38,7 +38,6 @@ def checked_window(window: Any) -> tuple[int, int] | None:
 
 
 def check_local(parts: Iterable[DropIn]) -> None:
-    """Refuse a window for drop-ins that cannot have one."""
     parts = list(parts)
     refused = sorted({type(part).replaces[0] for part in parts if not part.local})
     if refused or not any(part.attends_to_itself() for part in parts):
@@ -152,9 +151,12 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     present = [*(new for _, new in made), *(part for part in parts.values() if isinstance(part, DropIn))]
     if not present:
         supported = ", ".join(sorted(DropIn.known))
+        attentions = ", ".join(
+            sorted({kind for part in parts.values() if "Attention" in (kind := type(part).__name__)})
+        )
         raise ValueError(
             f"`model` must have relative positions in one of the attention classes below, got {type(model).__name__} "
-            f"with {_attention_of(model)}. By hand: {_nearest(parts.values())}. Supported are {supported}"
+            f"with {attentions or 'no attention'}. By hand: {_nearest(parts.values())}. Supported are {supported}"
         )
     if sides is not None:
         check_local(present)
@@ -190,14 +192,8 @@ def _drop_in(original: nn.Module, name: str, kinds: set[str]) -> DropIn | None:
 
 
 def _nearest(parts: Iterable[nn.Module]) -> str:
-    """Return what to do with an unsupported model: the convention that reads its tables, or another function."""
     for part in parts:
         for names, advice in NEAREST.items():
             if any(name in type(part).__name__ for name in names):
                 return advice
     return "the calls for other code are in docs/chooser.md"
-
-
-def _attention_of(model: nn.Module) -> str:
-    found = {type(part).__name__ for part in model.modules()}
-    return ", ".join(sorted(name for name in found if "Attention" in name)) or "no attention"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, attend, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, attend, split
 
 
 class SpeechT5RelativePositions(DropIn):
@@ -36,22 +36,17 @@ class SpeechT5RelativeAttention(DropIn):
     replaces = ("SpeechT5Attention",)
     needs = "SpeechT5RelativePositionalEncoding"
     local = True
-    reads = "is_decoder"
     masks = ("SpeechT5Encoder",)
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and not original.is_decoder
+    wants: ClassVar[dict[str, Any]] = {"is_decoder": False}
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        attention_mask: Maybe = None,
+        position_bias: Maybe = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         options: dict[str, Any] = {}
         if position_bias is not None:
@@ -69,16 +64,14 @@ class GraniteSpeechRelativeAttention(DropIn):
 
     rel_pos_emb: nn.Embedding
 
-    def forward(self, hidden_states: Tensor, attention_dists: Tensor | None = None) -> Tensor:
-        """Attend inside the blocks of ``(batch, length, width)``; ``attention_dists`` is not read."""
+    def forward(self, hidden_states: Tensor, attention_dists: Maybe = None) -> Tensor:
+        """Attend inside the blocks; ``attention_dists`` is not read."""
         x = self.pre_norm(hidden_states)
         q, k, v = (split(y, self.num_heads) for y in (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1)))
         y: Tensor = self.dropout(self.finish(self._in_blocks(q, k, v, self.max_pos_emb)))
         return y
 
-    def _in_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, far: int, mask: Tensor | None = None, dropout: float = 0.0
-    ) -> Tensor:
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, far: int, mask: Maybe = None, dropout: float = 0.0) -> Tensor:
         size, length = self.context_size, q.shape[-2]
         table = self.rel_pos_emb(torch.arange(far + size - 1, far - size, -1, dtype=torch.int64, device=q.device))
         if not torch.compiler.is_exporting():
@@ -101,14 +94,9 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
     reads = "rel_pos_emb context_size config.max_position_embeddings"
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, position_embeddings: Maybe = None, attention_mask: Maybe = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attend inside the blocks of ``(batch, length, width)``; ``position_embeddings`` is not read."""
-        refuse_weights(kwargs.get("output_attentions"))
         mask = None if attention_mask is None else additive(attention_mask[:, None, None], hidden_states.dtype)
         dropout = self.share_dropped() if self.training else 0.0
         far = self.config.max_position_embeddings
@@ -117,23 +105,19 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
 
 class VitsRelativeAttention(DropIn):
     replaces = ("VitsAttention",)
-    reads = "window_size emb_rel_k emb_rel_v"
+    reads = "emb_rel_k emb_rel_v"
+    wants: ClassVar[dict[str, Any]] = {"window_size": True}
 
     emb_rel_k: nn.Parameter
     emb_rel_v: nn.Parameter
 
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.window_size)
-
     def forward(
         self,
         hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        key_value_states: Maybe = None,
+        attention_mask: Maybe = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, None]:
-        refuse_weights(output_attentions)
         out = self.attend(
             *self.project(hidden_states), rel_k=self.emb_rel_k[0], rel_v=self.emb_rel_v[0],
             span=Span(self.window_size, self.window_size, "zero"), mask=attention_mask,
@@ -144,20 +128,16 @@ class VitsRelativeAttention(DropIn):
 class Wav2Vec2BertRelativeKeyAttention(DropIn):
     replaces = ("Wav2Vec2BertSelfAttention",)
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
-    reads = "position_embeddings_type distance_embedding left_max_position_embeddings right_max_position_embeddings"
+    reads = "distance_embedding left_max_position_embeddings right_max_position_embeddings"
     local = True
     masks: ClassVar[tuple[str, ...]] = ("Wav2Vec2BertEncoder",)
+    wants: ClassVar[dict[str, Any]] = {"position_embeddings_type": "relative_key"}
 
     distance_embedding: nn.Embedding
 
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.position_embeddings_type == "relative_key")
-
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Maybe = None, *_: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
         span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
         table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))
         out = self.attend(*self.project(hidden_states), rel_k=table, span=span, mask=attention_mask)

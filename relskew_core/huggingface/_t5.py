@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, additive, cache_given, join, length, refuse_weights, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, join, length, split, t5_rows
 
 
 class T5RelativeAttention(DropIn):
@@ -41,14 +41,13 @@ class T5RelativeAttention(DropIn):
     def forward(
         self,
         hidden_states: Tensor,
-        mask: Tensor | None = None,
-        key_value_states: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        mask: Maybe = None,
+        key_value_states: Maybe = None,
+        position_bias: Maybe = None,
         cache: Any = None,
         output_attentions: bool = False,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        refuse_weights(output_attentions)
+    ) -> tuple[Tensor, Maybe, None]:
         cache = cache_given(cache, kwargs)
         cross = key_value_states is not None
         offset = 0 if cache is None or cross else length(cache.get_seq_length(self.layer_idx))
@@ -98,9 +97,9 @@ class UMT5RelativeAttention(T5RelativeAttention):
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states: Maybe = None,
         cache: Any = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Maybe = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         out, *_ = super().forward(hidden_states, attention_mask, encoder_hidden_states, cache=cache, **kwargs)
@@ -144,12 +143,11 @@ class MPNetRelativeAttention(DropIn):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        attention_mask: Maybe = None,
+        position_bias: Maybe = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor]:
-        refuse_weights(output_attentions)
         q, k, v = self.project(hidden_states)
         return (self.finish(self.attend(q, k, v, rel_bias=position_bias, span=SPAN, mask=attention_mask)),)
 
@@ -166,14 +164,8 @@ class InklingRelativeAttention(DropIn):
     )
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        conv_mask: Tensor | None = None,
-        cache: Any = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, attention_mask: Maybe, conv_mask: Maybe = None, cache: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
         cache = cache_given(cache, kwargs)
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         k = self.k_sconv(self.k_proj(hidden_states), cache, conv_mask).unflatten(-1, (-1, self.head_dim))
@@ -202,7 +194,6 @@ class InklingRelativeAttention(DropIn):
         return table
 
     def _sharpened(self, x: Tensor, first: int) -> Tensor:
-        """Scale queries by the logarithm of the number of visible keys."""
         seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)
         factor = 1.0 + self.config.log_scaling_alpha * torch.log((seen / self.config.log_scaling_n_floor).clamp(min=1))
         return (x * factor[:, None]).to(x.dtype)
@@ -214,11 +205,8 @@ class LayoutLMv3RelativeEncoder(DropIn):
     replaces = ("LayoutLMv3Encoder",)
     needs = "LayoutLMv3SelfAttention"
     projections, heads, drops = (), "", ""
-    reads = "has_relative_attention_bias has_spatial_attention_bias layer"
-
-    @classmethod
-    def serves(cls, original: Any) -> bool:
-        return super().serves(original) and bool(original.has_relative_attention_bias)
+    reads = "has_spatial_attention_bias layer"
+    wants: ClassVar[dict[str, Any]] = {"has_relative_attention_bias": True}
 
     def __init__(self, original: Any) -> None:
         super().__init__(original)
@@ -230,7 +218,7 @@ class LayoutLMv3RelativeEncoder(DropIn):
         self,
         hidden_states: Tensor,
         bbox: Any = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Maybe = None,
         position_ids: Any = None,
         **options: Any,
     ) -> Any:
@@ -245,7 +233,6 @@ class LayoutLMv3RelativeEncoder(DropIn):
         return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
 
     def _by_pair(self, name: str, places: Tensor) -> Tensor:
-        """Return the bias of each pair of positions, ``(batch, heads, length, length)``."""
         far, layer = self.far[name], getattr(self, name)
         rows = t5_rows(Span.clipped(far), layer.in_features, places)
         dtype = next(self.layer[0].parameters()).dtype
@@ -276,9 +263,8 @@ class LayoutLMv3RelativeAttention(DropIn):
         return super().serves(original) and bool(getattr(of, "has_relative_attention_bias", False))
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Maybe = None, *biases: None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(kwargs.get("output_attentions"))
         return join(self.attend(*self.project(hidden_states), mask=attention_mask)), None
 
 
@@ -290,7 +276,7 @@ class UdopRelativeBias(DropIn):
     projections, heads, drops = (), "", ""
     reads = "biases"
 
-    def forward(self, attention_mask: Tensor, bbox: Tensor | None = None) -> Tensor:
+    def forward(self, attention_mask: Tensor, bbox: Maybe = None) -> Tensor:
         bias: Tensor = self.kind.forward(self, attention_mask, bbox)
         return bias.masked_fill(attention_mask[:, None, None, :] == 0, torch.finfo(bias.dtype).min)
 
@@ -303,5 +289,4 @@ class UdopRelativeAttention(T5RelativeAttention):
     masks = ()
 
     def added(self, position_bias: Tensor) -> dict[str, Any]:
-        """Return the options of a bias; that by pairs already hides padding."""
         return {"mask": position_bias} if position_bias.ndim == 4 else super().added(position_bias)

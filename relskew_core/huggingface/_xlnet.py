@@ -11,7 +11,7 @@ from torch.nn.functional import dropout, one_hot
 
 from relskew_core._array.known import known_values
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, cache_given, refuse_weights, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, Maybe, cache_given, split, t5_rows
 
 
 class XLNetRelativeSkew(DropIn):
@@ -31,16 +31,15 @@ class XLNetRelativeSkew(DropIn):
     def forward(
         self,
         h: Tensor,
-        g: Tensor | None,
-        attn_mask_h: Tensor | None,
-        attn_mask_g: Tensor | None,
+        g: Maybe,
+        attn_mask_h: Maybe,
+        attn_mask_g: Maybe,
         r: Tensor,
-        seg_mat: Tensor | None,
-        mems: Tensor | None = None,
-        target_mapping: Tensor | None = None,
+        seg_mat: Maybe,
+        mems: Maybe = None,
+        target_mapping: Maybe = None,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        refuse_weights(output_attentions)
+    ) -> tuple[Tensor, Maybe]:
         seen = h if mems is None or mems.dim() < 2 else torch.cat([mems, h])
         k, v = _heads(seen, self.k), _heads(seen, self.v)
         if r.stride(1) == 0:  # the same rows for all items
@@ -48,7 +47,7 @@ class XLNetRelativeSkew(DropIn):
         rel_k = _heads(r.to(self.r.dtype), self.r)
         rel_k = rel_k[0] if rel_k.shape[0] == 1 else rel_k
 
-        def stream(x: Tensor, mask: Tensor | None, mapping: Tensor | None) -> Tensor:
+        def stream(x: Tensor, mask: Maybe, mapping: Maybe) -> Tensor:
             q = _heads(x, self.q)
             if mapping is not None:
                 q = torch.einsum("bhmd,mlb->bhld", q, mapping)
@@ -61,9 +60,7 @@ class XLNetRelativeSkew(DropIn):
 
         return stream(h, attn_mask_h, None), None if g is None else stream(g, attn_mask_g, target_mapping)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor, seg_mat: Tensor | None, hidden: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor, seg_mat: Maybe, hidden: Maybe) -> Tensor:
         """Attend with rows for ``r = -keys …``; ``hidden`` is 1 at hidden keys, ``(n, m, batch, 1)``."""
         keys = k.shape[-2]
         mask = None
@@ -104,16 +101,16 @@ class ProphetNetRelativeAttention(DropIn):
         self,
         hidden_states: Tensor,
         cache: Any = None,
-        attention_mask: Tensor | None = None,
-        extended_predict_attention_mask: Tensor | None = None,
+        attention_mask: Maybe = None,
+        extended_predict_attention_mask: Maybe = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, None]:
-        refuse_weights(kwargs.get("output_attentions"))
         cache = cache_given(cache, kwargs)
         streams = 1 + self.ngram
+        numbers = self.relative_pos_embeddings(hidden_states)
         q, k, v, rel_q = (
             x.unflatten(-2, (streams, -1)).transpose(1, 2)
-            for x in (*self.project(hidden_states), self._relative_queries(hidden_states))
+            for x in (*self.project(hidden_states), numbers.unflatten(-1, (self.num_buckets, -1)).permute(0, 3, 1, 2))
         )  # (batch, streams, heads, length, …)
         main_k, main_v = k[:, 0], v[:, 0]
         if cache is not None:
@@ -136,13 +133,8 @@ class ProphetNetRelativeAttention(DropIn):
         out = self.finish(torch.cat([main[:, None], predicted], 1)).flatten(1, 2)
         return dropout(out, self.dropout, self.training), None, None
 
-    def _relative_queries(self, hidden_states: Tensor) -> Tensor:
-        numbers: Tensor = self.relative_pos_embeddings(hidden_states)
-        return numbers.unflatten(-1, (self.num_buckets, -1)).permute(0, 3, 1, 2)
-
 
 def _with_own(main: Tensor, own: Tensor) -> Tensor:
-    """Return the keys of the main stream, followed by those of each predicting stream."""
     return torch.cat([main[:, None].expand(-1, own.shape[1], -1, -1, -1), own], -2)
 
 
@@ -154,7 +146,7 @@ class FunnelRelativeStructure(DropIn):
     reads = "config.pool_q_only get_position_embeds stride_pool pre_attention_pooling post_attention_pooling"
 
     def init_attention_inputs(
-        self, inputs_embeds: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self, inputs_embeds: Tensor, attention_mask: Maybe = None, token_type_ids: Maybe = None
     ) -> Any:
         """Return the inputs of all layers: positions, segments and padding, without a matrix that hides ``<cls>``.
 
@@ -218,7 +210,6 @@ class FunnelRelativeAttention(DropIn):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_inputs: Any, output_attentions: bool = False
     ) -> tuple[Tensor]:
-        refuse_weights(output_attentions)
         places, segments, mask, _ = attention_inputs
         heads = self.config.n_head
         layers = (self.q_head, self.k_head, self.v_head)
@@ -244,7 +235,6 @@ class FunnelRelativeAttention(DropIn):
         return (self.layer_norm(query + self.hidden_dropout(self.finish(out))),)
 
     def _rows(self, positional: Tensor, keys: int, places: list[Any]) -> dict[str, Any]:
-        """Return the table of a layer, and the positions of its queries and keys."""
         count, device = positional.shape[-2], positional.device
         shift = 2 if count != keys else 1
         table = torch.einsum("te,ehd->htd", places[shift - 1], self.r_kernel)

@@ -28,11 +28,13 @@ def check_trailing(name: str, array: Array, axes: Mapping[str, int | None], *, e
         raise ValueError(f"`{name}` must have shape ({form}){' with ' if sizes else ''}{sizes}, got {describe(array)}")
 
 
-def check_leading(name: str, array: Array, first_name: str, first: Array) -> None:
-    if tuple(array.shape[:-2]) != tuple(first.shape[:-2]):
-        raise ValueError(
-            f"`{name}` must have the leading axes of `{first_name}`, {tuple(first.shape[:-2])}, got {describe(array)}"
-        )
+def check_arrays(**arrays: tuple[Array, Mapping[str, int | None]]) -> None:
+    first_name, (first, _) = next(iter(arrays.items()))
+    lead = tuple(first.shape[:-2])
+    for name, (array, axes) in arrays.items():
+        check_trailing(name, array, axes)
+        if tuple(array.shape[:-2]) != lead:
+            raise ValueError(f"`{name}` must have the leading axes of `{first_name}`, {lead}, got {describe(array)}")
 
 
 def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None], *, shared: bool = False) -> None:
@@ -67,7 +69,6 @@ def clipped_distances(
     """Table row of every query and key: ``clip(j - (i + offset), -k, k) + k`` (Shaw et al. 2018, section 3.2).
 
     The paper's tables hold ``w_{-k} … w_k``; adding ``k`` makes the clipped distance a row number.
-    Time and memory ``O(n·m)``.
 
     Parameters
     ----------
@@ -104,8 +105,6 @@ def clipped_distances(
 def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | None = None) -> Array:
     """Gather the row of every query and key: ``a_ij = w_clip(j - i, k)`` (Shaw et al. 2018, section 3.2).
 
-    Every other form avoids this tensor: it takes memory ``O(n·m·D)`` for each head, or once if heads share the table.
-
     Parameters
     ----------
     table : array, shape (2k+1, D) or (H, 2k+1, D)
@@ -113,7 +112,7 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
     n_queries, n_keys : int
         ``n`` and ``m``.
     offset : int, optional
-        Absolute position of query 0; 0 by default where there are as many queries as keys.
+        As in :func:`clipped_distances`.
 
     Returns
     -------
@@ -137,9 +136,7 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
 
     ``"gather"`` moves every key for every query: equation 4, in time and memory ``O(B·H·n·m·D)``. ``"split"`` is
     equation 5 with section 3.3: ``(q_i k_jᵀ + q_i a_ijᵀ) / √D``. Its second term is ``n`` parallel products, one for
-    each query position, of ``(B·H, D)`` and ``(D, m)``: the queries are transposed and reshaped to bring their position
-    to the front, and the product is reshaped back. Memory is ``O(B·H·n·m + n·m·D)``, with one gathered table for all
-    batches and heads.
+    each query position, of ``(B·H, D)`` and ``(D, m)``, with one gathered table for all batches and heads.
 
     Parameters
     ----------
@@ -152,7 +149,7 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
     form : {"gather", "split"}, default "gather"
         One sum over moved keys, or two products.
     offset : int, optional
-        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
+        As in :func:`clipped_distances`.
 
     Returns
     -------
@@ -171,10 +168,8 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
     """
     check_choice("form", form, FORMS)
     xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
-    check_trailing("q", q, {"n": None, "D": None})
-    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_arrays(q=(q, {"n": None, "D": None}), k=(k, {"m": None, "D": q.shape[-1]}))
     check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]}, shared=form == "split")
-    check_leading("k", k, "q", q)
     a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
     if form == "gather":
         moved = xp.expand_dims(k, axis=-3) + a
@@ -187,9 +182,8 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
 def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
     """``z_i = Σ_j α_ij (v_j + a_ij)`` (Shaw et al. 2018, equation 3).
 
-    ``"gather"`` moves every value for every query, in time and memory ``O(B·H·n·m·Dv)``. ``"split"`` is
-    ``Σ_j α_ij v_j + Σ_j α_ij a_ij``, as section 3.3 says: its second term is ``n`` parallel products of ``(B·H, m)``
-    and ``(m, Dv)``, in memory ``O(n·m·Dv)`` besides the weights and the result.
+    ``"gather"`` moves every value for every query. ``"split"`` is ``Σ_j α_ij v_j + Σ_j α_ij a_ij``, as section 3.3
+    says: its second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
 
     Parameters
     ----------
@@ -199,10 +193,8 @@ def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather"
         Values, ``x_j W^V``; leading axes those of ``weights``.
     rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv)
         The paper's ``w^V``, rows of the relative positions ``-k … k``.
-    form : {"gather", "split"}, default "gather"
-        One sum over moved values, or two products.
-    offset : int, optional
-        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
+    form, offset : optional
+        As in :func:`shaw_logits`.
 
     Returns
     -------
@@ -219,10 +211,8 @@ def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather"
     """
     check_choice("form", form, FORMS)
     xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
-    check_trailing("weights", weights, {"n": None, "m": None})
-    check_trailing("v", v, {"m": weights.shape[-1], "Dv": None})
+    check_arrays(weights=(weights, {"n": None, "m": None}), v=(v, {"m": weights.shape[-1], "Dv": None}))
     check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]}, shared=form == "split")
-    check_leading("v", v, "weights", weights)
     a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
     if form == "gather":
         moved = xp.expand_dims(v, axis=-3) + a
@@ -242,8 +232,6 @@ def shaw_attention(
 ) -> Array:
     """Attention with relative keys and values: equations 4, 2 and 3 of Shaw et al. 2018, one after the other.
 
-    Time ``O(B·H·n·m·D)``; memory ``O(B·H·n·m·D)`` as ``"gather"``, ``O(B·H·n·m + n·m·D)`` as ``"split"``.
-
     Parameters
     ----------
     q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
@@ -252,10 +240,8 @@ def shaw_attention(
         Rows of the relative positions ``-k … k``.
     rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv), optional
         The same for the values; without it ``z_i = Σ_j α_ij v_j`` (equation 1).
-    form : {"gather", "split"}, default "gather"
-        Which of the two forms computes the terms.
-    offset : int, optional
-        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
+    form, offset : optional
+        As in :func:`shaw_logits`.
 
     Returns
     -------
@@ -271,8 +257,7 @@ def shaw_attention(
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
     logits = shaw_logits(q, k, rel_k, form=form, offset=offset)  # which checks these
-    check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
-    check_leading("v", v, "q", q)
+    check_arrays(q=(q, {"n": None, "D": None}), v=(v, {"m": k.shape[-2], "Dv": None}))
     weights = weigh(logits, xp=xp)
     if rel_v is None:
         return xp.matmul(weights, v)
@@ -308,7 +293,7 @@ def huang_mask(x: Array) -> Array:
     """Zero the upper-left triangle of ``Q·Eᵀ``, the products before the sequence starts (figure 1).
 
     Column ``c`` belongs to the relative position ``r = c - (L-1)``; query ``i`` has only ``i`` keys in its past, so its
-    first ``L-1-i`` columns belong to no key. Time and memory ``O(L²)``.
+    first ``L-1-i`` columns belong to no key.
 
     Parameters
     ----------
@@ -340,8 +325,7 @@ def huang_skew(x: Array) -> Array:
     3. Keep the last ``L`` rows.
 
     On and below the diagonal ``s[i, j] = x[i, L-1-i+j]``. The entries above it are meaningless: the padding, and
-    entries of the next query, which are zero if :func:`huang_mask` ran before. Time and memory ``O(L²)``: the padded
-    product is a copy.
+    entries of the next query, which are zero if :func:`huang_mask` ran before. The padded product is a copy.
 
     Parameters
     ----------
@@ -388,8 +372,6 @@ def huang_skew_local(x: Array) -> Array:
     3. Reshape to ``(N+1, 2N-1)``, row-major.
     4. Keep the first ``N`` rows and the last ``N`` columns.
 
-    Time and memory ``O(N²)`` a block.
-
     Parameters
     ----------
     x : array, shape (..., N, 2N-1)
@@ -420,8 +402,6 @@ def huang_skew_local(x: Array) -> Array:
 
 def huang_logits(q: Array, rel_k: Array) -> Array:
     """``S^rel = Skew(Q·Eᵀ)``, unscaled, masked before the skew (section 3.4, figure 1).
-
-    Time ``O(H·L²·D)``, memory ``O(H·L²)`` besides the table's ``O(H·L·D)``; Shaw's gather takes ``O(H·L²·D)``.
 
     Parameters
     ----------
@@ -456,8 +436,6 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
 def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     """``softmax((Q·Kᵀ + S^rel) / √D) · V``, causally (equation 3).
 
-    Time ``O(H·L²·D)``, memory ``O(H·L²)``: logits, products and their padded copies.
-
     Parameters
     ----------
     q, k, v : array, shapes (..., L, D), (..., L, D), (..., L, Dv)
@@ -488,7 +466,7 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
 
     The two halves share one table: its first ``2N-1`` rows (``-(2N-1) … -1``) serve the previous block through
     :func:`huang_skew_local`, its last ``N`` rows (``-(N-1) … 0``) the block itself through :func:`huang_skew`.
-    The first block has no previous one. Time ``O(H·L·N·D)``, memory ``O(H·L·N)``.
+    The first block has no previous one.
 
     Parameters
     ----------
@@ -520,20 +498,16 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     q, k, v = (xp.reshape(x, (*x.shape[:-2], length // n, n, x.shape[-1])) for x in (q, k, v))
     if rel_k.ndim > 2:
         rel_k = xp.expand_dims(rel_k, axis=-3)
-    k, v = (xp.concat([_previous_block(x, xp=xp), x], axis=-2) for x in (k, v))
-    before = huang_skew_local(xp.matmul(q, xp.matrix_transpose(rel_k[..., : 2 * n - 1, :])))
+    before = (xp.concat([xp.zeros_like(x[..., :1, :, :]), x[..., :-1, :, :]], axis=-3) for x in (k, v))
+    k, v = (xp.concat(pair, axis=-2) for pair in zip(before, (k, v), strict=True))
+    earlier = huang_skew_local(xp.matmul(q, xp.matrix_transpose(rel_k[..., : 2 * n - 1, :])))
     within = huang_skew(huang_mask(xp.matmul(q, xp.matrix_transpose(rel_k[..., n:, :]))))
-    logits = (xp.matmul(q, xp.matrix_transpose(k)) + xp.concat([before, within], axis=-1)) / q.shape[-1] ** 0.5
+    logits = (xp.matmul(q, xp.matrix_transpose(k)) + xp.concat([earlier, within], axis=-1)) / q.shape[-1] ** 0.5
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i + n, xp=xp)
     first = where_visible(logits[..., :1, :, :], float("-inf"), lambda i, j: j >= n, xp=xp)
     logits = xp.concat([first, logits[..., 1:, :, :]], axis=-3)
     out = xp.matmul(weigh(logits, xp=xp), v)
     return xp.reshape(out, (*out.shape[:-3], length, out.shape[-1]))
-
-
-def _previous_block(x: Array, *, xp: Namespace) -> Array:
-    """Every block's predecessor, zeros before the first: (..., blocks, N, D) -> the same shape."""
-    return xp.concat([xp.zeros_like(x[..., :1, :, :]), x[..., :-1, :, :]], axis=-3)
 
 
 def _check_square(name: str, x: Array) -> None:
@@ -546,10 +520,8 @@ def _check_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Namespace:
     check_trailing("q", q, {"L": None, "D": None})
     if q.shape[-2] < 1:
         raise ValueError(f"`q` must have shape (..., L, D) with L >= 1, got {describe(q)}")
-    check_trailing("k", k, {"L": q.shape[-2], "D": q.shape[-1]})
-    check_trailing("v", v, {"L": q.shape[-2], "Dv": None})
-    check_leading("k", k, "q", q)
-    check_leading("v", v, "q", q)
+    length, width = q.shape[-2:]
+    check_arrays(q=(q, {"L": length, "D": width}), k=(k, {"L": length, "D": width}), v=(v, {"L": length, "Dv": None}))
     return xp
 
 
@@ -559,7 +531,7 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     Columns run from the future to the past: column ``c`` belongs to ``r = T-1-c``, and so the diagonal ``T-1-j``, on
     which ``c = i + T-1-j``, holds what every query ``i`` has for key ``j``. The diagonals ``T-1 … 0``, stacked from top
     to bottom, are the keys ``0 … T-1`` against the queries; their transpose is queries against keys, of which the
-    first ``n_keys`` are kept: ``s[i, j] = x[i, T-1+i-j]``. Time and memory ``O(n·T)``, all ``T`` diagonals copied.
+    first ``n_keys`` are kept: ``s[i, j] = x[i, T-1+i-j]``.
 
     Parameters
     ----------
@@ -591,14 +563,14 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     longest = (width + 1) // 2
     n_keys = _check_n_keys(n_keys, longest)
     flat = xp.reshape(x, (*lead, n * width))
-    stacked = xp.stack([_diagonal(flat, d, n, width) for d in range(longest - 1, -1, -1)], axis=-2)
+    step = width + 1  # from an entry (i, i + d) of the matrix to the next, in row-major order
+    diagonals = [flat[..., d : d + (n - 1) * step + 1 : step] for d in range(longest - 1, -1, -1)]
+    stacked = xp.stack(diagonals, axis=-2)
     return xp.matrix_transpose(stacked)[..., :n_keys]
 
 
 def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Array:
     """``S``, unscaled, of any attention whose queries and keys both start at position 0.
-
-    Time ``O(H·n·T·D)``, memory ``O(H·n·T)``.
 
     Parameters
     ----------
@@ -632,8 +604,6 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
 def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     """``softmax((Q·Kᵀ + S) / √D) · V`` for self or cross attention without a mask (equation 1).
 
-    Time ``O(H·n·T·D)``, memory ``O(H·n·T)``.
-
     Parameters
     ----------
     q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
@@ -656,10 +626,8 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
     check_trailing("q", q, {"n": None, "D": None})
-    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
-    check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
-    check_leading("k", k, "q", q)
-    check_leading("v", v, "q", q)
+    keys, values = {"m": None, "D": q.shape[-1]}, {"m": k.shape[-2], "Dv": None}
+    check_arrays(q=(q, {"n": None, "D": None}), k=(k, keys), v=(v, values))
     _check_rows(rel_k, q)
     if not 1 <= k.shape[-2] <= (rel_k.shape[-2] + 1) // 2:
         raise ValueError(
@@ -667,11 +635,6 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
         )
     logits = xp.matmul(q, xp.matrix_transpose(k)) + diagonal_logits(q, rel_k, n_keys=k.shape[-2])
     return xp.matmul(weigh(logits / q.shape[-1] ** 0.5, xp=xp), v)
-
-
-def _diagonal(flat: Array, d: int, n: int, width: int) -> Array:
-    """Entries ``(i, i + d)`` of the ``(n, width)`` matrix in ``flat``: one step of ``width + 1`` in row-major order."""
-    return flat[..., d : d + (n - 1) * (width + 1) + 1 : width + 1]
 
 
 def _check_rows(rel_k: Array, q: Array) -> None:

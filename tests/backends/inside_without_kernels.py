@@ -16,7 +16,7 @@ from relskew_core._array.extras import compile_line
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import availability
-from relskew_core.cli._info import gather
+from relskew_core.cli._libraries import gather
 
 LONG = (1, 1024, 1024, 256)
 """So many heads, queries, keys and numbers of each: as long as it has to be."""

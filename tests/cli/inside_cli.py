@@ -45,7 +45,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def raising() -> None:
         raise error
 
-    monkeypatch.setattr("relskew_core.cli._info.gather", raising)
+    monkeypatch.setattr("relskew_core.cli._libraries.gather", raising)
 
 
 OF_EXPORT = f"relskew_core.export needs ml_dtypes: {to_install('onnx')}"

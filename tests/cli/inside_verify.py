@@ -283,12 +283,12 @@ def test_sizes_and_times_for_people() -> None:
 
 
 def test_progress_is_for_terminals_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with _console.progress("verify", 2) as tell:
+    with _console.progress("verify") as tell:
         tell("one")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with _console.progress("verify", 2) as tell:
+    with _console.progress("verify") as tell:
         tell("the first step")
     captured = capsys.readouterr()
     assert captured.out == ""

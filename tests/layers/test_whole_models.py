@@ -137,7 +137,7 @@ def test_options_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         return v
 
     with monkeypatch.context() as patch:
-        patch.setattr("relskew_core.layers.torch._attention.relative_attention", attend)
+        patch.setattr("relskew_core._block.module.relative_attention", attend)
         module(x, offset=3)
     assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 3)
     assert "impl='portable', chunk_size=2" in repr(module)

@@ -103,6 +103,36 @@ def test_no_import_runs_in_a_circle() -> None:
         visit(module, ())
 
 
+def lines_of(path: str, names: list[str]) -> int:
+    """Count the lines of a file, or of its definitions with these names, without the docstrings of Python."""
+    text = (ROOT / path).read_text()
+    lines = text.splitlines()
+    if not path.endswith(".py"):
+        counted = 0
+        for name in names:
+            (begin,) = [k for k, line in enumerate(lines) if re.match(rf"(?![ /]).*\b{name}(?:\(| \{{)", line)]
+            counted += next(k for k in range(begin, len(lines)) if lines[k].startswith("}")) - begin + 1
+        return counted if names else len(lines)
+    tree = ast.parse(text)
+    defined = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names]
+    assert len(defined) == len(names)
+    spans = [(min([node.lineno, *(x.lineno for x in node.decorator_list)]), node.end_lineno) for node in defined]
+    kept = {k for begin, end in spans or [(1, len(lines))] for k in range(begin, (end or begin) + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            kept -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(kept)
+
+
+def test_the_main_path_is_read_in_one_sitting() -> None:
+    section = PAGE.read_text().partition("\n## The main path\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", section, re.MULTILINE)
+    assert len(rows) >= 8
+    counted = {path: lines_of(path, re.findall(r"`(\w+)`", parts)) for path, parts in rows}
+    assert all(counted.values())
+    assert sum(counted.values()) <= 1500, counted
+
+
 def test_a_class_name_means_one_thing() -> None:
     """But for what users import by the framework's name."""
     defined: dict[str, set[str]] = {}

@@ -109,7 +109,7 @@ class TracedRing:
             return found
 
         sums = varying([nothing(run) for run in self.queries[0]], axes)
-        _, sums = self._round(_held(x), sums, step)
+        _, sums = self._round(_held(x), {}, sums, lambda state, *rest: ({}, step(state[1], *rest)))
         return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([own for _, own in sums], -2)
 
     def _backward(self, x: Arrays, out: Any, whole: Any, d_out: Any, d_sums: Any, *, axes: frozenset[str]) -> Arrays:
@@ -128,28 +128,23 @@ class TracedRing:
                     state = self._switch(a, b, source, distances, one, state)
             return state
 
-        # The gradients travel with their keys and values, and return home at the end; those of the device's own keys
-        # stay.
-        rank = lax.axis_index(self.axis)
-        own = travelling
-        if 0 in self.distances:
-            own, sums = step((travelling, sums), _held(x), rank, [0])
-        others = [distance for distance in self.distances if distance]
-        if others:
-            state, sums, last = self._others(_held(x), travelling, sums, step, others)
-            home = self._sent(state, self.size - last)
-            own = jax.tree.map(jnp.add, own, home)
+        own, sums = self._round(_held(x), travelling, sums, step)
         sums |= own
         return {name: sums[name].astype(x[name].dtype) if name in sums else None for name in x}
 
-    def _round(self, held: Arrays, sums: Any, step: Callable[..., Any]) -> tuple[Any, Any]:
-        """Attend to the keys of every device, those of this device first."""
+    def _round(self, held: Arrays, travelling: Arrays, sums: Any, step: Callable[..., Any]) -> tuple[Arrays, Any]:
+        """Attend to the keys of every device, those of this device first.
+
+        Gradients travel with their keys and values, and return home at the end; those of the device's own keys stay.
+        """
+        own = travelling
         if 0 in self.distances:
-            sums = step(sums, held, lax.axis_index(self.axis), [0])
+            own, sums = step((travelling, sums), held, lax.axis_index(self.axis), [0])
         others = [distance for distance in self.distances if distance]
         if others:
-            _, sums, _ = self._others(held, {}, sums, lambda state, *rest: ({}, step(state[1], *rest)), others)
-        return held, sums
+            state, sums, last = self._others(held, travelling, sums, step, others)
+            own = jax.tree.map(jnp.add, own, self._sent(state, self.size - last))
+        return own, sums
 
     def _others(
         self, held: Arrays, travelling: Arrays, sums: Any, step: Callable[..., Any], distances: Sequence[int]
@@ -236,14 +231,9 @@ class TracedPart:
             segments = x["q_segments"][..., queries], held["k_segments"][..., keys]
         tables = any(name in x for name in TABLES)
         given = replace(
-            self.ring.options,
-            **arrays,
-            span=Span(-pairs.low, pairs.high) if tables else None,
-            causal=pairs.causal,
-            window=pairs.window,
-            offset=pairs.offset,
-            segments=segments,
-        )
+            self.ring.options, **arrays, span=Span(-pairs.low, pairs.high) if tables else None, causal=pairs.causal,
+            window=pairs.window, offset=pairs.offset, segments=segments,
+        )  # fmt: skip
         return given, Part(of_more=True)
 
     def attend(self, x: Arrays, held: Arrays) -> tuple[Any, Any]:

@@ -64,7 +64,6 @@ def to_positions(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 
 
 def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
-    """Return the call of this rank's heads over all positions."""
     heads, size = given.q.shape[HEADS], ranks.size
     own = slice(ranks.rank * heads // size, (ranks.rank + 1) * heads // size)
     changed: dict[str, Any] = {}
@@ -89,7 +88,6 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
 
 
 def _mask(mask: Tensor, own: slice, given: Arguments, ranks: Ranks, layout: Layout) -> Tensor:
-    """Return a mask of this rank's heads and of all queries."""
     by_head = mask.ndim > 2 and mask.shape[HEADS] == given.q.shape[HEADS]
     if mask.ndim < 2 or mask.shape[-2] != given.q.shape[-2]:
         return mask[..., own, :, :] if by_head else mask

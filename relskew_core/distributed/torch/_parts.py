@@ -44,12 +44,12 @@ class Ring:
         own, at = held, 0
         for index, distance in enumerate(self.distances):
             if distance > at:  # the first round has the keys of another rank
-                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+                held, at = self.ranks.send_round(held, distance - at)(), distance
             coming = None
             if index + 1 < len(self.distances):
                 coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
             step(distance, self._keys(distance), held)
-            held = held if coming is None else coming.arrived()
+            held = held if coming is None else coming()
         return own
 
     def backward(self, held: Held, like: Held, step: Step) -> Held:
@@ -62,7 +62,7 @@ class Ring:
         at = 0
         for index, distance in enumerate(self.distances):
             if distance > at:
-                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+                held, at = self.ranks.send_round(held, distance - at)(), distance
             coming, ahead = None, self.ranks.size
             if index + 1 < len(self.distances):
                 ahead = self.distances[index + 1]
@@ -72,8 +72,8 @@ class Ring:
                 own = found
             else:
                 found = found if travelling is None else _sum(found, travelling)
-                travelling = self.ranks.send_round(found, ahead - distance).arrived()
-            held = held if coming is None else coming.arrived()
+                travelling = self.ranks.send_round(found, ahead - distance)()
+            held = held if coming is None else coming()
         if own is None or travelling is None:
             return own or travelling or [torch.zeros_like(x) for x in like]
         return _sum(own, travelling)
@@ -166,15 +166,10 @@ class OnePart:
         if labels:
             segments = x["q_segments"][..., queries.here], labels[0][..., keys.here, 0]
         given = replace(
-            plan.options,
-            **arrays,
-            span=rows.span if any(arrays[name] is not None for name in TABLES) else None,
-            causal=pairs.causal,
-            window=pairs.window,
-            offset=pairs.offset,
-            segments=segments,
-            seed=x["seed"] if x["seed"] is not None else plan.options.seed,
-        )
+            plan.options, **arrays, span=rows.span if any(arrays[name] is not None for name in TABLES) else None,
+            causal=pairs.causal, window=pairs.window, offset=pairs.offset, segments=segments, seed=x["seed"] if
+            x["seed"] is not None else plan.options.seed,
+        )  # fmt: skip
         part = replace(plan.part, of_more=True, query=queries.start + plan.offset, key=keys.start, step=queries.step)
         return cls(given, part, queries, keys, rows)
 

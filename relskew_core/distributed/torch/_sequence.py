@@ -41,8 +41,8 @@ class Ranks:
         distributed.all_to_all_single(found, x.contiguous(), group=self.group)
         return found
 
-    def send_round(self, tensors: Sequence[Tensor], hops: int) -> OnTheWay:
-        """Start to send tensors to a rank some places ahead, and to receive those of the rank as far behind."""
+    def send_round(self, tensors: Sequence[Tensor], hops: int) -> Callable[[], list[Tensor]]:
+        """Start to send tensors to a rank some places ahead; return what waits for those of the rank as far behind."""
         given = [x.contiguous() for x in tensors]
         found = [torch.empty_like(x) for x in given]
         there, back = (
@@ -51,19 +51,13 @@ class Ranks:
         sent = [distributed.P2POp(distributed.isend, x, there, self.group) for x in given]
         received = [distributed.P2POp(distributed.irecv, x, back, self.group) for x in found]
         works = distributed.batch_isend_irecv([*sent, *received]) if given else []
-        return OnTheWay(works, found, given)
 
+        def arrived() -> list[Tensor]:
+            for work in works if given else ():  # `given` must stay alive until it is sent
+                work.wait()
+            return found
 
-@dataclass(frozen=True, slots=True)
-class OnTheWay:
-    works: list[Any]
-    found: list[Tensor]
-    given: list[Tensor]  # must stay alive until it is sent
-
-    def arrived(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
-        return self.found
+        return arrived
 
 
 def groups(group: Any) -> tuple[Any, Any]:
@@ -82,14 +76,8 @@ def groups(group: Any) -> tuple[Any, Any]:
 def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> Mapping[str, str]:
     """Run every rank's checks, and raise an error on all of them if one fails or if they differ.
 
-    Parameters
-    ----------
-    check : callable
-        Raises what is wrong here, or returns what must be the same everywhere, by the names of the arguments.
-    like : Tensor
-        On the device that the group sends from.
-    ranks : Ranks
-        Who has to agree.
+    ``check`` raises what is wrong here, or returns what must be the same everywhere, by the names of the arguments.
+    ``like`` is on the device that the group sends from.
     """
     error: Exception | None = None
     facts: dict[str, str] = {}
@@ -260,7 +248,6 @@ class _WholeSequence(torch.autograd.Function):
 
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
-    """Return the whole sequence from a rank's part, differentiably."""
     apply: Any = _WholeSequence.apply
     found: Tensor = apply(x, ranks, axis, layout)
     return found

@@ -100,16 +100,15 @@ def _attend(
         raise ValueError("`past` must be None, because the sequence is split over processes")
     if key_padding_mask is not None:
         segments = _without_padding(check_padding(key_padding_mask, k, xp=xp), segments, q)
-    if module.training and module.dropout:
-        options |= {"dropout": module.dropout, "seed": _seed_of_all(group, q)}
+    if "seed" in options:
+        options["seed"] = _seed_of_all(group, options["seed"])
     last = max(q.shape[-2], k.shape[-2]) * group.size() - 1  # of the whole sequence
     tables = module.with_bias(q, k, {"positions": ((0, last), (0, last))})
     options |= {**tables, "impl": module.impl, "chunk_size": module.chunk_size}
     return context_parallel_attention(q, k, v, segments=segments, group=group, **how, **options)
 
 
-def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
-    seed = torch.randint(2**31, (), dtype=torch.int64, device=q.device)
+def _seed_of_all(group: DeviceMesh, seed: Tensor) -> Tensor:
     for ranks in reversed(groups(group)):
         if ranks is not None:
             distributed.broadcast(seed, group_src=0, group=ranks)
@@ -208,12 +207,10 @@ def _whole(x: Any) -> Any:
 
 
 def _axes(operands: Operands) -> Sequence[int]:
-    """Return the axes of the queries that may be split: the leading axes, and that of the heads."""
     return range(len(operands.q.shape) - 2)
 
 
 def _split(name: str, x: Any, axis: int, operands: Operands) -> Any:
-    """Return the placement of an operand if queries are split along an axis."""
     if x is None:
         return None
     wanted = ("heads", "key_heads") if axis == len(operands.q.shape) + HEADS else (axis,)

@@ -172,7 +172,6 @@ class ShardedTables(RankTables):
         return tables
 
     def _from(self, position: int, rows: Tensor, count: int) -> Tensor:
-        """Return the rank's rows that belong to a relative position."""
         owner = position % self.ranks.size
         shape = (*rows.shape[:-2], count, rows.shape[-1])
         found = rows.contiguous() if owner == self.ranks.rank else rows.new_empty(shape)
@@ -203,7 +202,6 @@ class ShardedTables(RankTables):
                 self.of_edges[name] = total.new_zeros((2, *self.edges[name][0].shape))
 
     def end(self, distance: int | None) -> None:
-        """Send the gradients of a round's rows to the rank that has the rows."""
         for name, total in self.totals.items():
             found = self.sums[name]
             if name in self.edges:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Self, Unpack, overload
@@ -133,23 +132,16 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         memory: Array | None = None,
         *,
         past: tuple[Array, Array] | Cache | None = None,
-        mask: Array | None = None,
-        key_padding_mask: Array | None = None,
-        offset: int | Sequence[int] | Array | None = None,
-        segments: Array | tuple[Array, Array] | None = None,
-        positions: tuple[Array, Array] | None = None,
         key: Array | None = None,
         inference: bool | None = None,
+        **seen: Any,
     ) -> Any:
         dropped = self.settings.dropout > 0 and not (self.inference if inference is None else inference)
         if dropped and key is None:
             raise ValueError(
                 f"`key` must be given because `dropout` is {self.settings.dropout} and `inference` False, got None"
             )
-        return self._call(
-            x, memory, key if dropped else None, past=past, mask=mask, key_padding_mask=key_padding_mask,
-            offset=offset, segments=segments, positions=positions,
-        )  # fmt: skip
+        return self._call(x, memory, past, key if dropped else None, seen)
 
     def _project(self, name: str, x: Array) -> Array:
         return jnp.vectorize(getattr(self, name), signature="(i)->(o)")(x)

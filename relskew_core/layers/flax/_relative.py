@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Self, Unpack, overload
 
@@ -95,14 +95,9 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         for name in PROJECTIONS:
             width, source = shapes[f"{name}.weight"]
             linear = nnx.Linear(
-                source,
-                width,
-                use_bias=spec.bias,
-                kernel_init=nnx.initializers.glorot_uniform(),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+                source, width, use_bias=spec.bias, kernel_init=nnx.initializers.glorot_uniform(), dtype=dtype,
+                param_dtype=param_dtype, rngs=rngs,
+            )  # fmt: skip
             setattr(self, name, linear)
         for name in ATTENDED:
             here = name in shapes
@@ -171,18 +166,11 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         memory: Array | None = None,
         *,
         past: tuple[Array, Array] | Cache | None = None,
-        mask: Array | None = None,
-        key_padding_mask: Array | None = None,
-        offset: int | Sequence[int] | Array | None = None,
-        segments: Array | tuple[Array, Array] | None = None,
-        positions: tuple[Array, Array] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        **seen: Any,
     ) -> Any:
-        return self._call(
-            x, memory, self._dropout_key(deterministic, rngs), past=past, mask=mask,
-            key_padding_mask=key_padding_mask, offset=offset, segments=segments, positions=positions,
-        )  # fmt: skip
+        return self._call(x, memory, past, self._dropout_key(deterministic, rngs), seen)
 
     def _tables(self) -> dict[str, Array]:
         return {name: table[...] for name, table in super()._tables().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self, Unpack, overload
 
 import mlx.core as mx
@@ -153,17 +153,10 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
         memory: Array | None = None,
         *,
         past: tuple[Array, Array] | FixedCache | SlidingCache | None = None,
-        mask: Array | None = None,
-        key_padding_mask: Array | None = None,
-        offset: int | Sequence[int] | Array | None = None,
-        segments: Array | tuple[Array, Array] | None = None,
-        positions: tuple[Array, Array] | None = None,
+        **seen: Any,
     ) -> Any:
         seed = mx.random.randint(0, 2**31 - 1) if self.training and self.settings.dropout else None
-        return self._call(
-            x, memory, seed, past=past, mask=mask, key_padding_mask=key_padding_mask, offset=offset,
-            segments=segments, positions=positions,
-        )  # fmt: skip
+        return self._call(x, memory, past, seed, seen)
 
     def _put(self, weights: Mapping[str, Array]) -> None:
         for name, weight in weights.items():

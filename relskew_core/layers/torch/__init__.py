@@ -6,7 +6,8 @@
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
-    from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+    from relskew_core._block.cache import SlidingCache
+    from relskew_core.layers.torch._caches import FixedCache
     from relskew_core.layers.torch._conformer import ChunkCache, ConformerAttention
     from relskew_core.layers.torch._multihead import MultiheadAttention
     from relskew_core.layers.torch._relative import RelativeMultiheadAttention

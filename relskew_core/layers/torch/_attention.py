@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import array_api_compat.torch as xp
 import torch
@@ -13,12 +13,10 @@ from torch.nn.utils import parametrize
 
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import is_floating
-from relskew_core._array.typing import Impl
-from relskew_core._block.block import check_padding, without_keys
-from relskew_core._block.module import Settings
+from relskew_core._array.typing import Impl, Namespace
+from relskew_core._block.module import Attends, Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._block.weights import with_bias
-from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.buckets import alibi_slopes, t5_buckets
 from relskew_core._functions.tables import Direction, sinusoid_rates, sinusoids
 from relskew_core._positions.span import Span
@@ -95,8 +93,8 @@ def rows_of_sinusoids(span: Span, dim: int, direction: Direction, dtype: torch.d
     return sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
-class TableAttention(Whole):
-    """A module with the tables of a spec, and attention that uses them."""
+class TableAttention(Attends, Whole):
+    xp: ClassVar[Namespace] = xp
 
     rel_k: nn.Parameter  # None without `spec.rel_keys`
     rel_v: nn.Parameter | None
@@ -114,9 +112,7 @@ class TableAttention(Whole):
         _check_placed(device, dtype)
         super().__init__()
         self.spec = spec
-        settings = Settings.of(spec, dropout, impl, chunk_size)
-        self.dropout, self.chunk_size = settings.dropout, settings.chunk_size
-        self.impl: Impl = settings.impl
+        self.dropout, self.impl, self.chunk_size = Settings.of(spec, dropout, impl, chunk_size)
         shapes = spec.weight_shapes(projections=False)
         for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
@@ -130,7 +126,16 @@ class TableAttention(Whole):
         super()._load_from_state_dict(state_dict, prefix, *options, **more)
 
     def extra_repr(self) -> str:
-        return ", ".join(self.spec.chosen() + Settings(self.dropout, self.impl, self.chunk_size).chosen())
+        return ", ".join(self.spec.chosen() + self.settings.chosen())
+
+    @property
+    def settings(self) -> Settings:  # type: ignore[override]  # each of them may be set
+        return Settings(self.dropout, self.impl, self.chunk_size)
+
+    def dropped(self, x: Tensor) -> dict[str, Any]:
+        if not (self.training and self.dropout):
+            return {}
+        return {"dropout": self.dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=x.device)}
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Return the tables' parameters, which should have about ten times the learning rate of the others.
@@ -163,34 +168,7 @@ class TableAttention(Whole):
         names = tuple(f"{prefix}{name}" for name in TABLES for prefix in ("", "parametrizations."))
         return [x for name, x in self.named_parameters() if name.startswith(names)]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        function: Callable[..., Any] | None = None,
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        unfilled: Tensor | None = None,
-        computed: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden.
-
-        ``computed`` takes the place of tables that are no parameters.
-        """
-        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
-        mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
-        if self.training and self.dropout and function is None:
-            options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
-        tables = self.with_bias(q, k, options) | (computed or {})
-        return (function or relative_attention)(
-            q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options
-        )
-
     def with_bias(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tables of a call, its bias, and their span."""
         spec, fixed = self.spec, {}
         if spec.rel_bias == "t5":
             reach = (spec.span.left, spec.span.right)
@@ -228,7 +206,6 @@ def fill(module: nn.Module, name: str, draw: Callable[[Tensor], Any]) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Refuse an input that is not a tensor of a floating dtype in which torch computes."""
     if not isinstance(x, Tensor) or not is_floating(x, xp=xp):
         raise TypeError(f"`{name}` must be a tensor of a real floating dtype, got {describe(x)}")
 

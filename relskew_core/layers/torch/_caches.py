@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import describe, has_shape
-from relskew_core._block.cache import check_fixed, slid
+from relskew_core._block.cache import check_fixed
 
 
 class FixedCache(NamedTuple):
@@ -66,48 +66,6 @@ class FixedCache(NamedTuple):
         for old, new in pairs:
             old.scatter_(-2, places.expand(new.shape), new)
         return self.keys, self.values, present, {"offset": self.length}
-
-
-class SlidingCache(NamedTuple):
-    """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
-
-    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped, while
-    :class:`FixedCache` keeps all.
-
-    Parameters
-    ----------
-    keys, values : Tensor, shape (..., Hkv, keep, D)
-        The last positions, in order; in the beginning, room in front of them.
-    length : Tensor of int64, shape ()
-        How many of them there are, at most ``keep``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from relskew_core import BlockSpec, Span
-    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
-    ... ).eval()
-    >>> x, steps = torch.randn(2, 100, 8), []
-    >>> with torch.no_grad():
-    ...     cache = attention.empty_cache(2, keep=3)
-    ...     for token in x.split(1, dim=1):
-    ...         y, cache = attention(token, past=cache)
-    ...         steps.append(y)
-    ...     torch.allclose(torch.cat(steps, dim=1), attention(x), atol=1e-5)
-    True
-    """
-
-    keys: Tensor
-    values: Tensor
-    length: Tensor
-
-    def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, SlidingCache, Mapping[str, Any]]:
-        k, v, present, seen = slid(self, k, v, xp=xp)
-        # Separate memory: a view would keep the whole prompt, and its strides would differ at the next step.
-        keys, values = (x.contiguous() for x in present[:2])
-        return k, v, SlidingCache(keys, values, present.length), seen
 
 
 def by_item(function: Callable[..., Any], inputs: Mapping[str, Tensor], refused: Mapping[str, Any]) -> Tensor:

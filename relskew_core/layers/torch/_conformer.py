@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from relskew_core._array.checks import check_choice, check_int, describe, explains
 from relskew_core._array.typing import Impl
-from relskew_core._block.cache import Growing, slid
+from relskew_core._block.cache import Growing, SlidingCache, slid
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.tables import DIRECTIONS, Direction
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import fill, rows_of_sinusoids
-from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+from relskew_core.layers.torch._caches import FixedCache
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
 
@@ -47,10 +47,8 @@ class ChunkCache(NamedTuple):
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, ChunkCache, dict[str, Any]]:
         k, v, present, seen = slid(self, k, v, xp=xp)
-        keys, values = (x.contiguous() for x in present[:2])  # a view would keep the whole chunk
-        # the blocks decide what is visible, without a window
-        hidden = {name: seen[name] for name in ("offset", "unfilled")}
-        return k, v, ChunkCache(keys, values, present.length), hidden
+        del seen["window"]  # the blocks decide what is visible
+        return k, v, present, seen
 
 
 class ConformerAttention(RelativeMultiheadAttention):
@@ -186,5 +184,4 @@ class ConformerAttention(RelativeMultiheadAttention):
         rows = self.pos_proj(rows_of_sinusoids(span, self.spec.embed_dim, self.direction, self.u.dtype, q.device))
         rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
         u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))
-        computed = {"rel_k": rel_k.to(q.dtype), "span": span, "rel_q": q + w}
-        return super().attend(q + u, k, v, computed=computed, **options)
+        return super().attend(q + u, k, v, rel_k=rel_k.to(q.dtype), span=span, rel_q=q + w, **options)

@@ -120,18 +120,9 @@ class MultiheadAttention(TableAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         spec = CallSpec(
-            embed_dim,
-            num_heads,
-            span,
-            window=window,
-            shared_table=shared_table,
-            rel_values=rel_values,
-            rel_keys=rel_keys,
-            rel_bias=rel_bias,
-            num_buckets=num_buckets,
-            max_distance=max_distance,
-            bias=bias,
-        )
+            embed_dim, num_heads, span, window=window, shared_table=shared_table, rel_values=rel_values,
+            rel_keys=rel_keys, rel_bias=rel_bias, num_buckets=num_buckets, max_distance=max_distance, bias=bias,
+        )  # fmt: skip
         super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, spec.head_dim
         self.kdim = embed_dim if kdim is None else check_int("kdim", kdim, minimum=1)
@@ -194,18 +185,10 @@ class MultiheadAttention(TableAttention):
             raise ValueError(f"`attention` must have no keys without a position, got one made with {found}")
         weight = attention.out_proj.weight
         module = cls(
-            attention.embed_dim,
-            attention.num_heads,
-            span,
-            dropout=attention.dropout,
-            bias=attention.in_proj_bias is not None,
-            kdim=attention.kdim,
-            vdim=attention.vdim,
-            batch_first=attention.batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
-            **options,
-        )
+            attention.embed_dim, attention.num_heads, span, dropout=attention.dropout, bias=attention.in_proj_bias is
+            not None, kdim=attention.kdim, vdim=attention.vdim, batch_first=attention.batch_first, device=weight.device,
+            dtype=weight.dtype, **options,
+        )  # fmt: skip
         module.load_state_dict(attention.state_dict(), strict=False)
         return module.train(attention.training)
 
@@ -283,7 +266,7 @@ class MultiheadAttention(TableAttention):
                 xp=xp,
             ),
         }
-        heads = self.attend(q, k, v, **options)
+        heads = self.attend(q, k, v, **options, **self.dropped(q))
         y = self.out_proj(heads.transpose(-3, -2).flatten(-2))
         y = y.transpose(0, 1) if turned else y
         if not need_weights:
@@ -318,7 +301,6 @@ class MultiheadAttention(TableAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """Apply the projections of queries, keys and values, all at once if they have the same input."""
         if self.in_proj_weight is not None and query is key is value:
             return functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self.in_proj_weight is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
@@ -12,15 +11,15 @@ from torch import Tensor, nn
 
 from relskew_core._array.checks import describe, explains
 from relskew_core._array.precision import autocast
-from relskew_core._array.typing import Impl, Namespace
+from relskew_core._array.typing import Impl
 from relskew_core._block.block import Past, Seen, apply_block, check_inputs
-from relskew_core._block.cache import Growing
-from relskew_core._block.module import CalledBlock
+from relskew_core._block.cache import Growing, SlidingCache
+from relskew_core._block.module import CalledBlock, called
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
-from relskew_core.layers.torch._caches import FixedCache, SlidingCache, by_item
+from relskew_core.layers.torch._caches import FixedCache, by_item
 
 Cache = Growing | FixedCache | SlidingCache
 
@@ -85,7 +84,6 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     torch.Size([2, 4, 7, 7])
     """
 
-    xp: ClassVar[Namespace] = xp
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
 
     q_proj: nn.Module
@@ -194,76 +192,17 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
             if getattr(owner, name, None) is not None or path:
                 fill(owner, name, partial(nn.init.uniform_, a=-bound, b=bound) if bound else nn.init.zeros_)
 
-    @explains(
-        hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "
-        "MultiheadAttention takes queries, keys and values"
-    )
+    @called()
     def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        past: tuple[Tensor, Tensor] | Cache | None = None,
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        offset: int | Sequence[int] | Tensor | None = None,
-        segments: Tensor | tuple[Tensor, Tensor] | None = None,
-        positions: tuple[Tensor, Tensor] | None = None,
+        self, x: Tensor, memory: Tensor | None = None, *, past: tuple[Tensor, Tensor] | Cache | None = None, **seen: Any
     ) -> Tensor | tuple[Tensor, Any]:
-        """Project, attend with relative positions, project back.
-
-        Parameters
-        ----------
-        x : Tensor, shape (..., Lq, E)
-            Input of the queries, and of the keys and values unless ``spec.cross``. A nested tensor is attended to
-            item by item.
-        memory : Tensor, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
-        past : cache, optional
-            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
-            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
-        mask : Tensor, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, the keys
-            are the cached ones and the new ones, or all positions of a cache with a ``length``.
-        key_padding_mask : Tensor, shape (..., Lk), optional
-            Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
-        offset : int, or ints of the leading axes, optional
-            Position of query 0, with key 0 at position 0, for all items or for each; 0 by default. A cache provides it.
-        segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
-            Packed documents: a query sees the keys of its document. Pass a pair for queries and keys; with ``past``,
-            the second contains all keys, as a mask does.
-        positions : pair of Tensor of integers, shapes (..., Lq) and (..., Lk), optional
-            The positions of queries and keys, in any order. Not allowed with ``past``, which sets them.
-
-        Returns
-        -------
-        y : Tensor, shape (..., Lq, E)
-        present : cache
-            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from relskew_core import BlockSpec, Span
-        >>> attention = RelativeMultiheadAttention(
-        ...     BlockSpec(8, 2, Span.causal(16), causal=True)
-        ... )
-        >>> x = torch.randn(1, 3, 8)
-        >>> past, steps = attention.empty_cache(1), []
-        >>> for position in range(3):  # one token at a time
-        ...     y, past = attention(x[:, position : position + 1], past=past)
-        ...     steps.append(y)
-        >>> torch.allclose(torch.cat(steps, dim=1), attention(x), atol=1e-6)
-        True
-        """
         if isinstance(x, Tensor) and x.is_nested:
             inputs = {"x": x} if memory is None else {"x": x, "memory": memory}
-            refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
-            return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
+            return by_item(self.forward, inputs, {"past": past, **seen})
         check_inputs(x, memory, self.spec)
         for name, given in (("x", x), ("memory", memory))[: 2 if self.spec.cross else 1]:
             check_tensor(name, given)
-        cache, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
+        cache, attend = self._attention(past, {**seen, **self.dropped(x)})
         y, present = apply_block(x, self.spec, self._project, memory=memory, cache=cache, attend=attend, xp=xp)
         return y if present is None else (y, present)
 
