@@ -1,4 +1,4 @@
-"""Caches of constant shape in every framework: the number of filled positions, known or traced."""
+"""Caches in every framework: pieces equal the whole, and the number of filled positions may be known or traced."""
 
 from functools import partial
 from typing import Any
@@ -20,16 +20,16 @@ X = np.random.default_rng(0).standard_normal((2, 6, 8))
 each = pytest.mark.parametrize("name", MODULES)
 
 
-def of(name: str) -> tuple[Any, Any]:
+def of(name: str, spec: Any = CAUSAL) -> tuple[Any, Any]:
     """Return a module, and a function that makes arrays of its library from numbers."""
     if name == "torch":
-        return made(CAUSAL), torch.tensor
+        return made(spec), torch.tensor
     if name == "mlx":
         layers: Any = pytest.importorskip("relskew_core.layers.mlx")
         module, array = layers.RelativeMultiheadAttention, mx.array
     else:
         module, array = (FLAX if name == "flax" else EQUINOX).module, jnp.asarray
-    return module.from_weights(mapping(CAUSAL), CAUSAL), array
+    return module.from_weights(mapping(spec), spec), array
 
 
 def fed(module: Any, array: Any, x: Any, cache: Any) -> Any:
@@ -97,3 +97,71 @@ def test_a_jitted_function_closes_over_a_cache(name: str) -> None:
     traced = jax.jit(lambda x, length: module(x, past=cache._replace(length=length))[0])
     assert np.isnan(traced(array(X), array(-1))).all()
     assert np.isnan(traced(array(X), array([3, 7]))[1]).all()
+
+
+@pytest.mark.parametrize("name", MODULES[1:])  # `test_caches.py` tries more of torch
+@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 9}], ids=str)
+@pytest.mark.parametrize("cut", [(6,), (3, 1, 2)], ids=str)
+def test_pieces_with_a_cache_equal_the_whole(name: str, room: dict[str, Any], cut: tuple[int, ...]) -> None:
+    module, array = of(name)
+    empty = cache = module.empty_cache(2, **room)
+    steps, compiled = [], mx.compile if name == "mlx" and len(cut) > 1 else lambda step: step
+    step = compiled(lambda x, cache: module(x, past=cache))
+    for piece in np.split(X, np.cumsum(cut)[:-1], axis=1):
+        y, cache = step(array(piece, dtype=empty.keys.dtype), cache)
+        steps.append(np.asarray(y))
+    whole = np.asarray(module(array(X, dtype=empty.keys.dtype)))
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=0, atol=1e-12)
+    assert type(cache) is type(empty)
+    assert not room or int(cache.length) == 6
+    y, _ = module(array(X[0], dtype=empty.keys.dtype), past=module.empty_cache((), **room))
+    np.testing.assert_allclose(np.asarray(y), whole[0], rtol=0, atol=1e-12)
+
+
+@each
+def test_prompts_of_different_lengths_in_one_cache_equal_each_alone(name: str) -> None:
+    module, array = of(name)
+    _, cache = fed(module, array, X[:, :4], module.empty_cache(2, length=12))
+    y, cache = fed(module, array, X[:, 4:], cache._replace(length=array([4, 2])))
+    assert cache.length.tolist() == [6, 4]
+    for item, length in enumerate((4, 2)):
+        alone = module(array(np.concatenate([X[item, :length], X[item, 4:]])[None], dtype=cache.keys.dtype))
+        np.testing.assert_allclose(host(y[item]), host(alone[0, length:]), rtol=0, atol=1e-12)
+
+
+def host(x: Any) -> Any:
+    return np.asarray(x.detach() if isinstance(x, torch.Tensor) else x)
+
+
+@each
+@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 3}], ids=str)
+def test_caches_that_do_not_fit_are_refused(name: str, room: dict[str, Any]) -> None:
+    module, array = of(name)
+    single, cache = {"torch": torch.float32, "mlx": mx.float32}.get(name, jnp.float32), module.empty_cache(2, **room)
+    x = array(X, dtype=cache.keys.dtype)
+    with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):
+        module(x, past=module.empty_cache(3, **room))
+    with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, .*float64"):
+        module(x, past=module.empty_cache(2, dtype=single, **room))
+    for argument, value in (("offset", 3), ("positions", (array(np.arange(6)),) * 2)):
+        with pytest.raises(ValueError, match=f"`{argument}` must be None with `past`, which sets it"):
+            module(x, past=cache, **{argument: value})
+
+
+@each
+@pytest.mark.parametrize(("spec", "arguments", "error", "message"), [
+    ("bidirectional", {}, ValueError, "a cache needs `spec.causal`"),
+    ("cross", {}, ValueError, "no `spec.cross`"),
+    ("causal", {"length": 3, "keep": 3}, ValueError, "`keep` must be None with `length`, got 3 and 3"),
+    ("local", {"keep": 3}, ValueError, "`keep` must be None because `spec.block_size` is 4"),
+    ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
+    ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
+    ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
+    ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
+], ids=str)  # fmt: skip
+def test_empty_cache_refuses_arguments_that_do_not_fit(
+    name: str, spec: str, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    module, _ = of(name, SPECS[spec])
+    with pytest.raises(error, match=message):
+        module.empty_cache(**{"batch": 2, **arguments})

@@ -90,18 +90,6 @@ def test_what_a_cache_has_yet_to_fill_counts_for_nothing() -> None:
         torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-9)
 
 
-def test_prompts_of_different_lengths_in_one_cache() -> None:
-    module = made(DECODERS["grouped"])
-    (x,) = inputs(module.spec)
-    lengths = [5, 2]
-    _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=12))
-    y, cache = fed(module, x[:, 5:], (1, 3), cache._replace(length=torch.tensor(lengths)))
-    assert cache.length.tolist() == [9, 6]
-    for item, length in enumerate(lengths):
-        alone = torch.cat([x[item, :length], x[item, 5:]])[None]
-        torch.testing.assert_close(y[item], dense_module(module, alone)[0, length:], rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 11}], ids=str)
 def test_padding_on_the_left_of_prompts(room: dict[str, Any]) -> None:
     module = made(DECODERS["causal"])
@@ -212,30 +200,3 @@ def test_gradients_of_an_overwritten_cache_are_an_error(lengths: list[int] | Non
         torch.cat(grown, dim=1).sum().backward()
     with pytest.raises(ValueError, match=r"`past`: to train through several calls, pass empty_cache\(batch\)"):
         written[0].sum().backward()
-
-
-@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 12}], ids=str)
-def test_caches_that_do_not_fit_are_refused(room: dict[str, Any]) -> None:
-    module = made(DECODERS["causal"])
-    (x,) = inputs(module.spec)
-    with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):
-        module(x, past=module.empty_cache(3, **room))
-    with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, torch\.float64"):
-        module(x, past=module.empty_cache(2, dtype=torch.float32, **room))
-
-
-@pytest.mark.parametrize(("name", "arguments", "error", "message"), [
-    ("bidirectional", {}, ValueError, "needs `spec.causal`"),
-    ("cross", {}, ValueError, "no `spec.cross`"),
-    ("causal", {"length": 3, "keep": 3}, ValueError, "`keep` must be None with `length`, got 3 and 3"),
-    ("local", {"keep": 3}, ValueError, "`keep` must be None because `spec.block_size` is 4"),
-    ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
-    ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
-    ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
-    ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
-], ids=str)  # fmt: skip
-def test_empty_cache_refuses_arguments_that_do_not_fit(
-    name: str, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        made(SPECS[name]).empty_cache(**{"batch": 2, **arguments})

@@ -1,6 +1,5 @@
 """What flax's and equinox's modules have in common: the numbers, gradients, caches and weights of the block."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -254,15 +253,6 @@ def test_weights_that_do_not_fit_are_refused(framework: Framework) -> None:
 # Caches
 
 
-def fed(module: Any, x: Any, cut: Sequence[int], cache: Any) -> tuple[Any, Any]:
-    """Give a sequence to a module piece by piece."""
-    pieces = []
-    for piece in np.split(x, np.cumsum(cut)[:-1], axis=1):
-        y, cache = module(piece, past=cache)
-        pieces.append(np.asarray(y))
-    return np.concatenate(pieces, axis=1), cache
-
-
 def scanned(module: Any, x: Any, prompt: int, **room: Any) -> tuple[Any, Any]:
     """Give a module a prompt, and then one position at a time."""
 
@@ -313,32 +303,6 @@ def test_a_sliding_cache_hides_its_room_and_padding() -> None:
 
 
 @each
-@pytest.mark.parametrize("length", [None, 9])
-def test_pieces_with_a_cache_equal_the_whole(framework: Framework, length: int | None) -> None:
-    module, (x,) = made(framework), inputs(CAUSAL)
-    empty = module.empty_cache(2, length=length)
-    y, cache = fed(module, x, (5, 4), empty)
-    whole = module(x)
-    close(y, whole)
-    assert type(cache) is type(empty)
-    assert cache.values.shape == (2, 2, 9, 4)
-    y, _ = module(x[0], past=module.empty_cache((), length=length))
-    close(y, whole[0])
-
-
-@each
-def test_prompts_of_different_lengths_in_one_cache(framework: Framework) -> None:
-    module, (x,) = made(framework), inputs(CAUSAL)
-    _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=12))
-    y, cache = fed(module, x[:, 5:], (4,), cache._replace(length=jnp.asarray([5, 2])))
-    assert cache.length.tolist() == [9, 6]
-    others = np.stack([x[0], np.concatenate([x[1, :2], x[1, 5:], x[1, :3]])])
-    alone = np.asarray(module(others))  # no query sees what follows
-    close(y[0], alone[0, 5:])
-    close(y[1], alone[1, 2:6])
-
-
-@each
 def test_a_full_cache_is_an_error_or_nan(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
     _, cache = module(x[:, :5], past=module.empty_cache(2, length=12))
@@ -377,31 +341,8 @@ def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
 
 
 @each
-@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 3}], ids=str)
-def test_caches_that_do_not_fit_are_refused(framework: Framework, room: dict[str, Any]) -> None:
-    module, (x,) = made(framework), inputs(CAUSAL)
-    with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):
-        module(x, past=module.empty_cache(3, **room))
-    with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, float64"):
-        module(x, past=module.empty_cache(2, **room, dtype=jnp.float32))
-    for name, value in (("offset", 3), ("positions", (jnp.arange(9), jnp.arange(9)))):
-        with pytest.raises(ValueError, match=f"`{name}` must be None with `past`, which sets it"):
-            module(x, past=module.empty_cache(2, **room), **{name: value})
-
-
-@each
 def test_arguments_that_do_not_fit_are_refused(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
-    for name in ("bidirectional", "cross"):
-        with pytest.raises(ValueError, match=r"a cache needs `spec.causal`, and no `spec.cross`"):
-            made(framework, SPECS[name]).empty_cache(2)
-    for room, message in (({"length": 0}, "`length` must be an int >= 1, got 0"),
-                          ({"keep": -1}, "`keep` must be an int >= 0, got -1"),
-                          ({"length": 3, "keep": 3}, "`keep` must be None with `length`, got 3 and 3")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            module.empty_cache(2, **room)
-    with pytest.raises(ValueError, match=r"`keep` must be None because `spec.block_size` is 4, got 3"):
-        made(framework, SPECS["local"]).empty_cache(2, keep=3)
     with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 9\)"):
         module(x, key_padding_mask=jnp.zeros((2, 9)))
     with pytest.raises(ValueError, match="`mask` must broadcast"):
