@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.family_models import MODELS
-from benchmarks.family_parts import TOKENS, tokens
+from benchmarks.family_models import MODELS, TOKENS, tokens
 from benchmarks.page import as_time, pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case

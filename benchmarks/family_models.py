@@ -1,173 +1,310 @@
-"""Two layers of every family with a drop-in, with the widths of a published base model."""
+"""Two layers of every family with a drop-in, with the widths of a published base model, and inputs for a length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 
-from benchmarks.family_parts import (
-    HEADS,
-    INKLING,
-    INKLING_CONFIG,
-    LONGEST,
-    PIXELS,
-    SIZES,
-    SWIN,
-    TEXT,
-    WIDTH,
-    Model,
-    as_argument,
-    beit,
-    boxed,
-    built,
-    clap,
-    conformer,
-    deberta,
-    decoder,
-    documents,
-    fastspeech2,
-    features,
-    gemma3n,
-    of_package,
-    parakeet,
-    phi4,
-    pictures,
-    prophetnet,
-    sam,
-    seamless,
-    sounds,
-    text_to_text,
-    tokens,
-    torchvision_swin,
-    vits,
-)
+WIDTH, HEADS = 512, 8
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 1024,
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
+    "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0,
+}  # fmt: skip
+INKLING: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    "head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
+    "local_layer_ids": [0], "mlp_layer_types": ["dense", "dense"], "intermediate_size": 1024, "vocab_size": 100,
+}  # fmt: skip
+DEBERTA: dict[str, Any] = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 512,
+    "max_position_embeddings": 2048, "position_biased_input": False, "type_vocab_size": 0, "vocab_size": 100, **SIZES,
+}  # fmt: skip
+SEAMLESS: dict[str, Any] = {
+    "hidden_size": WIDTH, "speech_encoder_attention_heads": HEADS, "speech_encoder_layers": 2,
+    "speech_encoder_intermediate_size": 1024,
+}  # fmt: skip
+SAM: dict[str, Any] = {
+    "global_attn_indexes": [1], "image_size": 1024, "mlp_dim": 1024, "hidden_size": WIDTH,
+    "num_attention_heads": HEADS, "num_hidden_layers": 2,
+}  # fmt: skip
+SWIN: dict[str, Any] = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
+BEIT: dict[str, Any] = {"image_size": 224, "use_relative_position_bias": True, **SIZES}
+TOKENS = (64, 256, 1024, 2048)
+PIXELS, LARGER, PATCHES = (112, 224, 448, 896), (128, 256, 512, 1024), (64, 224, 512, 1024)
+LONGEST = TOKENS[-1]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A function for the model, its inputs for a length, and the model that generates with it."""
+
+    make: Callable[[], Any]
+    given: Callable[[int], dict[str, Any]]
+    generating: Callable[[], Any] | None = None
+    lengths: tuple[int, ...] = TOKENS
+
+
+def let_torchvision_in() -> None:
+    """Let transformers import torchvision, whose CUDA wheel requires operators that a torch for CPUs lacks."""
+    if not find_spec("torchvision"):
+        return
+    try:
+        import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def find(path: str) -> Any:
+    """Return a class by its path; ``t5.T5Stack`` is one of transformers, in the module of that model."""
+    let_torchvision_in()
+    module, _, name = path.rpartition(".")
+    if "." not in module:
+        module = f"transformers.models.{module}.modeling_{module}" if module else "transformers"
+    return getattr(import_module(module), name)
+
+
+def built(path: str, configured: str | None, attention: str | None, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes a model; ``attention`` is None for models with a single implementation."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        if configured is None:  # no model of transformers
+            return find(path)(**options).eval()
+        config = find(configured)(**options)
+        if attention is not None:
+            config._attn_implementation = attention
+        for name in vars(config):
+            if "layerdrop" in name:  # a dropped layer takes no time
+                setattr(config, name, 0.0)
+        return find(path)(config).eval()
+
+    return make
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(length: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(0))}
+
+
+def sounds(length: int) -> dict[str, Any]:
+    return {"hidden_states": drawn(1, length, WIDTH)}
+
+
+def pictures(size: int) -> dict[str, Any]:
+    return {"pixel_values": drawn(1, 3, size, size)}
+
+
+def documents(length: int) -> dict[str, Any]:
+    corners = torch.randint(0, 900, (1, length, 2), generator=torch.Generator().manual_seed(0))
+    return {**tokens(length), "bbox": torch.cat([corners, corners + 50], -1)}
+
+
+def as_argument(size: int) -> dict[str, Any]:
+    return {"x": drawn(1, 3, size, size)}
+
+
+def features(name: str, factor: int, **more: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
+    """Return a function that makes spectra with as many frames as there are positions after subsampling."""
+    return lambda n: {name: drawn(1, factor * n, 16), **{key: make(n) for key, make in more.items()}}
+
+
+def decoded(n: int) -> dict[str, Any]:
+    return {**tokens(16), "use_cache": False, "decoder_input_ids": tokens(n)["input_ids"]}
+
+
+def family(
+    path: str, configured: str | None, given: Callable[[int], dict[str, Any]] = tokens, attention: str | None = None,
+    *, generating: str | None = None, lengths: tuple[int, ...] = TOKENS, **options: Any,
+) -> Model:  # fmt: skip
+    generates = None if generating is None else built(generating, configured, attention, **options)
+    return Model(built(path, configured, attention, **options), given, generates, lengths)
+
+
+def text_to_text(name: str, attention: str = "sdpa", **options: Any) -> Model:
+    whole = f"{name}ForConditionalGeneration"
+    return family(f"{name}EncoderModel", f"{name}Config", tokens, attention, generating=whole, **TEXT, **options)
+
+
+def fastspeech2() -> Any:
+    torch.manual_seed(0)
+    config = find("FastSpeech2ConformerConfig")(
+        hidden_size=WIDTH, encoder_num_attention_heads=HEADS, encoder_layers=2, encoder_linear_units=1024,
+        vocab_size=100,
+    )  # fmt: skip
+    encoder = find("fastspeech2_conformer.FastSpeech2ConformerEncoder")
+    return encoder(config, config.encoder_config, use_encoder_input_layer=True).eval()
+
+
+def torchvision_swin(size: int, suffix: str = "") -> Callable[[], Any]:
+    module = "torchvision.models.swin_transformer"
+    return lambda: built(
+        f"{module}.SwinTransformer", None, None, patch_size=[4, 4], window_size=[size, size], num_classes=5,
+        block=find(f"{module}.SwinTransformerBlock{suffix}"),
+        downsample_layer=find(f"{module}.PatchMerging{suffix}"), **SWIN,
+    )()  # fmt: skip
+
 
 MODELS: dict[str, Model] = {
     "T5": text_to_text("T5"),
     "T5, eager": text_to_text("T5", "eager"),
     "UMT5": text_to_text("UMT5"),
     "SwitchTransformers": text_to_text("SwitchTransformers", "eager", num_sparse_encoder_layers=0),
-    "VITS": vits(),
-    "Wav2Vec2-BERT, relative_key": conformer("Wav2Vec2Bert", "wav2vec2_bert", "relative_key"),
-    "Wav2Vec2-BERT, relative": conformer("Wav2Vec2Bert", "wav2vec2_bert", "relative"),
-    "Wav2Vec2-Conformer": conformer("Wav2Vec2Conformer", "wav2vec2_conformer", "relative"),
-    "WavLM": Model(built("models.wavlm.modeling_wavlm.WavLMEncoder", "WavLMConfig", None, **SIZES), sounds),
-    "DeBERTa-v2": deberta("DebertaV2", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm"),
-    "DeBERTa": deberta("Deberta"),
-    "XLNet": Model(
-        built("XLNetModel", "XLNetConfig", None, d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100),
-        tokens,
+    "VITS": family(
+        "vits.VitsTextEncoder", "VitsConfig",
+        lambda n: {**tokens(n), "padding_mask": torch.ones(1, n, 1), "attention_mask": torch.ones(1, n)},
+        hidden_size=192, num_attention_heads=2, num_hidden_layers=2, ffn_dim=768, vocab_size=100, flow_size=192,
     ),
-    "Funnel": Model(
-        built(
-            "FunnelModel", "FunnelConfig", None, d_model=WIDTH, n_head=HEADS, d_head=64, d_inner=1024, vocab_size=100,
-            block_sizes=[1, 1, 1], num_decoder_layers=1,
-        ),
-        tokens,
+    "Wav2Vec2-BERT, relative_key": family(
+        "wav2vec2_bert.Wav2Vec2BertEncoder", "Wav2Vec2BertConfig", sounds, "sdpa",
+        position_embeddings_type="relative_key", **SIZES,
     ),
-    "FastSpeech2-Conformer": fastspeech2(),
-    "Parakeet": parakeet(),
-    "MPNet": Model(
-        built("MPNetModel", "MPNetConfig", None, vocab_size=100, max_position_embeddings=5000, **SIZES), tokens
+    "Wav2Vec2-BERT, relative": family(
+        "wav2vec2_bert.Wav2Vec2BertEncoder", "Wav2Vec2BertConfig", sounds, "sdpa", position_embeddings_type="relative",
+        **SIZES,
     ),
-    "SeamlessM4T": seamless("SeamlessM4T", "seamless_m4t", "relative"),
-    "SeamlessM4T-v2": seamless("SeamlessM4Tv2", "seamless_m4t_v2", "relative_key"),
-    "SpeechT5": Model(
-        built(
-            "models.speecht5.modeling_speecht5.SpeechT5Encoder", "SpeechT5Config", "eager", hidden_size=WIDTH,
-            encoder_layers=2, encoder_attention_heads=HEADS, encoder_ffn_dim=1024,
-        ),
-        sounds,
+    "Wav2Vec2-Conformer": family(
+        "wav2vec2_conformer.Wav2Vec2ConformerEncoder", "Wav2Vec2ConformerConfig", sounds, "sdpa",
+        position_embeddings_type="relative", **SIZES,
     ),
-    "MPT": decoder(
-        "Mpt", "MptConfig", "{}Model", "{}ForCausalLM", None, d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
+    "WavLM": family("wavlm.WavLMEncoder", "WavLMConfig", sounds, **SIZES),
+    "DeBERTa-v2": family(
+        "DebertaV2Model", "DebertaV2Config", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm",
+        **DEBERTA,
+    ),
+    "DeBERTa": family("DebertaModel", "DebertaConfig", **DEBERTA),
+    "XLNet": family(
+        "XLNetModel", "XLNetConfig", d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100
+    ),
+    "Funnel": family(
+        "FunnelModel", "FunnelConfig", d_model=WIDTH, n_head=HEADS, d_head=64, d_inner=1024, vocab_size=100,
+        block_sizes=[1, 1, 1], num_decoder_layers=1,
+    ),
+    "FastSpeech2-Conformer": Model(
+        fastspeech2, lambda n: {"input_tensor": tokens(n)["input_ids"], "return_dict": True}
+    ),
+    "Parakeet": family(
+        "ParakeetEncoder", "ParakeetEncoderConfig", features("input_features", 2), "sdpa", num_mel_bins=16,
+        subsampling_conv_channels=16, subsampling_factor=2, **SIZES,
+    ),
+    "MPNet": family("MPNetModel", "MPNetConfig", vocab_size=100, max_position_embeddings=5000, **SIZES),
+    "SeamlessM4T": family(
+        "seamless_m4t.SeamlessM4TConformerEncoder", "SeamlessM4TConfig", sounds, "sdpa",
+        position_embeddings_type="relative", **SEAMLESS,
+    ),
+    "SeamlessM4T-v2": family(
+        "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder", "SeamlessM4Tv2Config", sounds, "sdpa",
+        position_embeddings_type="relative_key", **SEAMLESS,
+    ),
+    "SpeechT5": family(
+        "speecht5.SpeechT5Encoder", "SpeechT5Config", sounds, "eager", hidden_size=WIDTH, encoder_layers=2,
+        encoder_attention_heads=HEADS, encoder_ffn_dim=1024,
+    ),
+    "MPT": family(
+        "MptModel", "MptConfig", generating="MptForCausalLM", d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
         max_seq_len=LONGEST,
     ),
-    "Bloom": decoder(
-        "Bloom", "BloomConfig", "{}Model", "{}ForCausalLM", None, hidden_size=WIDTH, n_head=HEADS, n_layer=2,
+    "Bloom": family(
+        "BloomModel", "BloomConfig", generating="BloomForCausalLM", hidden_size=WIDTH, n_head=HEADS, n_layer=2,
         vocab_size=100,
     ),
-    "Inkling": decoder(
-        "Inkling", INKLING_CONFIG, "models.inkling.modeling_inkling.{}TextModel", "{}ForCausalLM", "sdpa", **INKLING
+    "Inkling": family(
+        "inkling.InklingTextModel", "transformers.models.inkling.configuration_inkling.InklingTextConfig", tokens,
+        "sdpa", generating="InklingForCausalLM", **INKLING,
     ),
-    "LongT5's decoder": Model(
-        built("LongT5ForConditionalGeneration", "LongT5Config", None, **TEXT),
-        lambda n: {**tokens(16), "decoder_input_ids": tokens(n)["input_ids"], "use_cache": False},
-        built("LongT5ForConditionalGeneration", "LongT5Config", None, **TEXT),
+    "LongT5's decoder": family(
+        "LongT5ForConditionalGeneration", "LongT5Config", decoded, generating="LongT5ForConditionalGeneration", **TEXT
     ),
-    "SEW-D": Model(
-        built(
-            "models.sew_d.modeling_sew_d.SEWDTransformerEncoder", "SEWDConfig", None, pos_att_type=["c2p", "p2c"],
-            position_buckets=256, max_position_embeddings=512, **SIZES,
-        ),
-        lambda n: {**sounds(n), "attention_mask": torch.ones(1, n, dtype=torch.bool)},
+    "SEW-D": family(
+        "sew_d.SEWDTransformerEncoder", "SEWDConfig",
+        lambda n: {**sounds(n), "attention_mask": torch.ones(1, n, dtype=torch.bool)}, pos_att_type=["c2p", "p2c"],
+        position_buckets=256, max_position_embeddings=512, **SIZES,
     ),
-    "Granite Speech": Model(
-        built(
-            "models.granite_speech.modeling_granite_speech.GraniteSpeechCTCEncoder",
-            "models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", None, input_dim=WIDTH,
-            hidden_dim=WIDTH, num_layers=2, num_heads=HEADS, dim_head=64,
-        ),
-        sounds,
+    "Granite Speech": family(
+        "granite_speech.GraniteSpeechCTCEncoder",
+        "transformers.models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", sounds,
+        input_dim=WIDTH, hidden_dim=WIDTH, num_layers=2, num_heads=HEADS, dim_head=64,
     ),
-    "Nemotron": Model(
-        built(
-            "models.nemotron_asr_streaming.modeling_nemotron_asr_streaming.NemotronAsrStreamingEncoder",
-            "NemotronAsrStreamingEncoderConfig", num_mel_bins=16, subsampling_factor=2, subsampling_conv_channels=4,
-            **SIZES,
-        ),
-        features("input_features", 2),
+    "Nemotron": family(
+        "nemotron_asr_streaming.NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderConfig",
+        features("input_features", 2), "sdpa", num_mel_bins=16, subsampling_factor=2, subsampling_conv_channels=4,
+        **SIZES,
     ),
-    "Gemma 3n's audio": gemma3n(),
-    "Phi-4's audio": phi4(),
-    "LayoutLMv3": Model(
-        built(
-            "LayoutLMv3Model", "LayoutLMv3Config", None, vocab_size=100, visual_embed=False, coordinate_size=86,
-            shape_size=84, max_position_embeddings=LONGEST + 2, **SIZES,
-        ),
-        documents,
+    "Gemma 3n's audio": family(
+        "gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig",
+        features("audio_mel", 4, audio_mel_mask=lambda n: torch.zeros(1, 4 * n, dtype=torch.bool)), hidden_size=WIDTH,
+        input_feat_size=16, conf_num_attention_heads=HEADS, conf_num_hidden_layers=2, sscp_conv_channel_size=[8, 4],
     ),
-    "UDOP's encoder": Model(built("UdopEncoderModel", "UdopConfig", **TEXT), boxed),
-    "ProphetNet": prophetnet(),
-    "Falcon": decoder(
-        "Falcon", "FalconConfig", "{}Model", "{}ForCausalLM", "sdpa", alibi=True, vocab_size=100, hidden_size=WIDTH,
-        num_hidden_layers=2, num_attention_heads=HEADS, multi_query=False,
+    "Phi-4's audio": family(
+        "phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig",
+        features("hidden_states", 4, mask=lambda n: None), "sdpa", hidden_size=WIDTH, intermediate_size=1024,
+        num_blocks=2, num_attention_heads=HEADS, input_size=16, ext_pw_out_channel=WIDTH,
+        depthwise_separable_out_channel=WIDTH, nemo_conv_channels=64, time_reduction=4,
+        lengths=(64, 128, 256, 480),  # it cuts inputs longer than 500 positions
     ),
-    "Swin, pixels": Model(built("SwinModel", "SwinConfig", **SWIN), pictures, lengths=PIXELS),
-    "Swinv2, pixels": Model(
-        built("Swinv2Model", "Swinv2Config", None, image_size=256, window_size=8, **SWIN), pictures,
-        lengths=(128, 256, 512, 1024),
+    "LayoutLMv3": family(
+        "LayoutLMv3Model", "LayoutLMv3Config", documents, vocab_size=100, visual_embed=False, coordinate_size=86,
+        shape_size=84, max_position_embeddings=LONGEST + 2, **SIZES,
     ),
-    "Swin2SR, pixels": Model(
-        built("Swin2SRModel", "Swin2SRConfig", None, **SWIN), pictures, lengths=(32, 64, 128, 256)
+    "UDOP's encoder": family(
+        "UdopEncoderModel", "UdopConfig",
+        lambda n: {**tokens(n), "bbox": documents(n)["bbox"] / 1000, "attention_mask": torch.ones(1, n)}, "sdpa",
+        **TEXT,
     ),
-    "Donut's Swin, pixels": Model(built("DonutSwinModel", "DonutSwinConfig", None, **SWIN), pictures, lengths=PIXELS),
-    "MaskFormer's Swin, pixels": Model(
-        built("models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", "MaskFormerSwinConfig", None, **SWIN),
-        pictures, lengths=PIXELS,
+    "ProphetNet": family(
+        "ProphetNetModel", "ProphetNetConfig", decoded, hidden_size=WIDTH, num_encoder_layers=2, num_decoder_layers=2,
+        num_encoder_attention_heads=HEADS, num_decoder_attention_heads=HEADS, encoder_ffn_dim=1024,
+        decoder_ffn_dim=1024, vocab_size=100, max_position_embeddings=1100, lengths=(64, 256, 512, 1024),
     ),
-    "CLAP's Swin, frames": clap(),
-    "timm's Swin, pixels": Model(
-        of_package("timm.models.swin_transformer.SwinTransformer", img_size=224, num_classes=5, **SWIN),
-        as_argument, lengths=(224,),
+    "Falcon": family(
+        "FalconModel", "FalconConfig", tokens, "sdpa", generating="FalconForCausalLM", alibi=True, vocab_size=100,
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, multi_query=False,
     ),
-    "timm's Swin, version 2, pixels": Model(
-        of_package("timm.models.swin_transformer_v2.SwinTransformerV2", img_size=224, num_classes=5, **SWIN),
-        as_argument, lengths=(224,),
+    "Swin, pixels": family("SwinModel", "SwinConfig", pictures, "sdpa", lengths=PIXELS, **SWIN),
+    "Swinv2, pixels": family(
+        "Swinv2Model", "Swinv2Config", pictures, image_size=256, window_size=8, lengths=LARGER, **SWIN
+    ),
+    "Swin2SR, pixels": family("Swin2SRModel", "Swin2SRConfig", pictures, lengths=(32, 64, 128, 256), **SWIN),
+    "Donut's Swin, pixels": family("DonutSwinModel", "DonutSwinConfig", pictures, lengths=PIXELS, **SWIN),
+    "MaskFormer's Swin, pixels": family(
+        "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", "MaskFormerSwinConfig", pictures,
+        lengths=PIXELS, **SWIN,
+    ),
+    "CLAP's Swin, frames": family(
+        "clap.ClapAudioEncoder", "ClapAudioConfig", lambda n: {"input_features": torch.randn(1, 1, n, 64)},
+        depths=[2, 2], num_attention_heads=[4, 8], hidden_size=192,
+        lengths=(1024,),  # spectrograms of all lengths are resized to 1024 frames
+    ),
+    "timm's Swin, pixels": family(
+        "timm.models.swin_transformer.SwinTransformer", None, as_argument, img_size=224, num_classes=5, lengths=(224,),
+        **SWIN,
+    ),
+    "timm's Swin, version 2, pixels": family(
+        "timm.models.swin_transformer_v2.SwinTransformerV2", None, as_argument, img_size=224, num_classes=5,
+        lengths=(224,), **SWIN,
     ),
     "torchvision's Swin, pixels": Model(torchvision_swin(7), as_argument, lengths=PIXELS),
-    "torchvision's Swin, version 2, pixels": Model(
-        torchvision_swin(8, "V2"), as_argument, lengths=(128, 256, 512, 1024)
+    "torchvision's Swin, version 2, pixels": Model(torchvision_swin(8, "V2"), as_argument, lengths=LARGER),
+    "SAM, pixels": family("SamVisionModel", "SamVisionConfig", pictures, "sdpa", lengths=(1024,), **SAM),
+    "SAM-HQ, pixels": family("SamHQVisionModel", "SamHQVisionConfig", pictures, "sdpa", lengths=(1024,), **SAM),
+    "ViTDet, pixels": family(
+        "VitDetModel", "VitDetConfig", pictures, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
+        mlp_ratio=2, image_size=1024, use_relative_position_embeddings=True, window_block_indices=[0], window_size=14,
+        lengths=PATCHES,
     ),
-    "SAM, pixels": sam("Sam"),
-    "SAM-HQ, pixels": sam("SamHQ"),
-    "ViTDet, pixels": Model(
-        built(
-            "VitDetModel", "VitDetConfig", None, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
-            mlp_ratio=2, image_size=1024, use_relative_position_embeddings=True, window_block_indices=[0],
-            window_size=14,
-        ),
-        pictures, lengths=(64, 224, 512, 1024),
+    "BEiT, pixels": family("BeitModel", "BeitConfig", pictures, "sdpa", lengths=PATCHES, **BEIT),
+    "Data2VecVision, pixels": family(
+        "Data2VecVisionModel", "Data2VecVisionConfig", pictures, "sdpa", lengths=PATCHES, **BEIT
     ),
-    "BEiT, pixels": beit("Beit"),
-    "Data2VecVision, pixels": beit("Data2VecVision"),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import __main__ as cli
 from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
 from benchmarks.contenders import CONTENDERS, prepare
-from benchmarks.family_parts import Model
+from benchmarks.family_models import Model
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
 from benchmarks.record import Record, machine
