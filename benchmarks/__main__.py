@@ -10,27 +10,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import put
-from benchmarks.record import Record, machine
-from benchmarks.runner import ROOT, Benchmark, Case, Row
+from benchmarks.runner import ROOT, Benchmark, Case, Record, Row, machine, put
 
 NAMES: dict[str, tuple[str, str]] = {
     "calls": ("calls.Calls", "calls against the textbook's, plain attention and FlexAttention: time, memory, targets"),
     "compiled": ("compiled.Compiled", "calls with and without the compiled kernels"),
     "peak": (
-        "processor.Peak",
+        "compiled.Peak",
         "the share of a processor's multiplications that the kernels reach; needs a C++ compiler",
     ),
     "half": ("compiled.Half", "calls in half precision against float32"),
     "grids": ("grids.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
-    "cores": ("processor.Cores", "calls on two threads against one, and by arithmetic on many"),
+    "cores": ("compiled.Cores", "calls on two threads against one, and by arithmetic on many"),
     "short": ("short.Short", "one token, small batches and short training against the formula by hand"),
     "first": ("first.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
     "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),
-    "dense": ("dense.Dense", "biases of layers, neighborhoods and pages against dense masks and gathered keys"),
+    "dense": ("options.Dense", "biases of layers, neighborhoods and pages against dense masks and gathered keys"),
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
     "families": ("families.Families", "models of transformers with and without replaced attention; needs transformers"),
-    "stream": ("stream.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
+    "stream": ("models.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
     "export": ("export.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
     "quantise": ("quantise.Quantise", "the accuracy that quantisation loses and the size that it saves"),

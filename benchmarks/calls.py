@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from benchmarks.contenders import CONTENDERS, prepare
-from benchmarks.page import as_memory, as_time, markdown, pivot
-from benchmarks.problem import Shape, reference
-from benchmarks.record import Record
-from benchmarks.runner import ROOT, Benchmark, Call, Case, Row
+from benchmarks.contenders import CONTENDERS, Shape, prepare, reference
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, as_memory, as_time, markdown, pivot
 
 RELSKEW = ("torch-portable", "torch", "numpy-portable", "numpy")
 LENGTHS = (512, 1024, 2048, 4096, 8192)

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.page import markdown
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case
+from benchmarks.runner import Benchmark, Call, Case, Record, markdown
 
 HEADS, KEY_HEADS, WIDTH, BYTES = 32, 8, 128, 2  # bfloat16
 FORWARD, BACKWARD = 400e12, 300e12  # operations per second that kernels reach

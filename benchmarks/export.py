@@ -13,9 +13,7 @@ import onnx
 import onnxruntime
 
 from benchmarks.graphs import BARE, CHUNKED, IN_PLACE, Form, contenders, decoders, forms
-from benchmarks.page import as_time, markdown, pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, Row, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, markdown, pivot
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import custom_ops_library
 from relskew_core.export._nodes.functions import all_graphs

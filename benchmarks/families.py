@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.family_models import MODELS, TOKENS, tokens
-from benchmarks.page import as_time, pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, pivot
 from relskew_core.huggingface import replace_attention
 
 GENERATED = 40

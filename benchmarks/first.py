@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.page import as_memory, as_time
-from benchmarks.record import Record
-from benchmarks.runner import ROOT, Benchmark, Call, Case
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, as_memory, as_time
 
 LIBRARIES = {
     "torch": ("import torch; x = [torch.ones(shape, requires_grad=True) for shape in shapes]", ".sum().backward()"),

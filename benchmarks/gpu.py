@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.calls import shape_of
-from benchmarks.contenders import CONTENDERS, Contender, gradients
-from benchmarks.problem import Inputs, Shape, make_inputs, reference
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, Key
+from benchmarks.contenders import CONTENDERS, Contender, Inputs, Shape, gradients, make_inputs, reference
+from benchmarks.runner import Benchmark, Call, Case, Key, Record
 from relskew_core._reference import TOLERANCES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.graphs import BARE, bare_bytes, forms, whole_bytes
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case
+from benchmarks.runner import Benchmark, Call, Case, Record
 from relskew_core import init_weights
 
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}

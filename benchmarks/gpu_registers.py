@@ -20,9 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.page import pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case
+from benchmarks.runner import Benchmark, Call, Case, Record, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from torch import Tensor
 
-from benchmarks.page import as_time
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance
 from relskew_core import relative_attention_2d
 
 PLAIN, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"

@@ -15,9 +15,7 @@ from onnx import helper
 from torch import Tensor, nn
 
 from benchmarks.export import open_session
-from benchmarks.page import as_time, markdown, pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, markdown, pivot
 from relskew_core import BlockSpec, Span, backends, relative_attention
 from relskew_core.export import decoder_to_onnx
 from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.export import open_session
-from benchmarks.page import as_time, pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, pivot
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import quantize, save, to_onnx
 

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from benchmarks.page import pivot
-from benchmarks.record import Record
-from benchmarks.runner import ROOT, Benchmark, Call, Case, Row
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, pivot
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import to_onnx
 

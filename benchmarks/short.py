@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.page import pivot
-from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, Row, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, distance, pivot
 from benchmarks.textbook import attended, future, picked, skewed
 from relskew_core import Span, relative_attention
 

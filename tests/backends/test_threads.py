@@ -14,7 +14,7 @@ import pytest
 
 import dense
 import kernels_built
-from benchmarks.processor import cut, speed_up
+from benchmarks.compiled import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
 from libraries import needs_kernels
 from relskew_core import Span, relative_attention, relative_attention_vjp

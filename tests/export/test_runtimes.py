@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from benchmarks.record import Record
+from benchmarks.runner import Record
 from benchmarks.runtimes import RELEASES, Graph, graphs
 from benchmarks.trial import RUNTIMES, attempt
 from onnx_sessions import BROADCASTS_EMPTY, opened

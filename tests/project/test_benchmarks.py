@@ -18,12 +18,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
 from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
-from benchmarks.contenders import CONTENDERS, prepare
+from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
 from benchmarks.family_models import Model
-from benchmarks.page import END, mark, pivot, put
-from benchmarks.problem import Shape, make_inputs, reference
-from benchmarks.record import Record, machine
-from benchmarks.runner import Benchmark, Case, Row, distance, turns
+from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.cli._libraries import resident_peak
