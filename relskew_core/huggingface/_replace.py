@@ -10,10 +10,9 @@ from torch import nn
 from relskew_core._array.checks import check_window, describe
 from relskew_core.huggingface import (  # noqa: F401  # their classes enter themselves into `DropIn.known`
     _alibi,
-    _conformer,
     _deberta,
     _images,
-    _shaw,
+    _speech,
     _t5,
     _xlnet,
 )
