@@ -115,7 +115,7 @@ def test_queries_without_a_key_are_zeros_where_attention_makes_nan(form: str, pr
     assert plan.fused
     old, new = ReferenceEvaluator(model, new_ops=[Attention]), opened(model)
     for feeds in tried(plan):
-        for result, wanted in zip(old.run(None, feeds), new.run(None, feeds), strict=True):
+        for result, wanted in zip(old.run(None, dict(feeds)), new.run(None, feeds), strict=True):
             np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
     assert Attention.made > before
 

@@ -139,7 +139,7 @@ def test_a_runtime_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.delitem(sys.modules, "openvino", raising=False)
     for name in ("openvino", "onnxruntime"):
-        report = validate(*exported(CAUSAL), runtimes=[name])  # type: ignore[list-item]
+        report = validate(*exported(CAUSAL), runtimes=[name])
         provider = "CPUExecutionProvider" if name == "onnxruntime" else ""
         told = f"{name} is not installed here (No module named {name!r})"
         assert report.failures == (Check("loads", name, provider, "", False, detail=told),)

@@ -175,7 +175,7 @@ def test_max_length_trims_the_stored_rows() -> None:
     assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
     # Trimmed rows that a longer input would read raise an error, even if the table's end is soft.
     for beyond in ("clip", "zero"):
-        soft = BlockSpec(8, 2, Span(8, 0, beyond), causal=True)  # type: ignore[arg-type]
+        soft = BlockSpec(8, 2, Span(8, 0, beyond), causal=True)
         model = to_onnx(soft, weights, max_length=4)
         np.testing.assert_array_equal(stored(model, "rel_k"), trimmed)
         report = validate(model, soft, weights, batches=(1,))

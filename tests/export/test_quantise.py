@@ -19,7 +19,7 @@ WEIGHTS = {key: np.asarray(x) for key, x in init_weights(SPEC, seed=0).items()}
 TOLERANCES = {"dynamic": 0.1, "static": 0.3, "weights-8": 0.03, "weights-4": 0.4}
 
 
-def graph_of(text: str, opset: int = 21, **stored: np.ndarray) -> onnx.ModelProto:
+def graph_of(text: str, opset: int = 21, /, **stored: np.ndarray) -> onnx.ModelProto:
     """Return a graph that is written in onnx's syntax, and what it stores."""
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
     model.graph.initializer.extend(numpy_helper.from_array(x, name) for name, x in stored.items())

@@ -49,7 +49,7 @@ def test_a_graph_is_right_or_fails_past_its_table(form: Any, beyond: Any) -> Non
         run = opened(model, **NOTHING_OPTIMISED).run
         for n in LENGTHS:
             m = 3 if cross else n
-            given = {"q": q[:, :, :n], "k": k[:, :, :m], "v": v[:, :, :m]}
+            given: dict[str, Any] = {"q": q[:, :, :n], "k": k[:, :, :m], "v": v[:, :, :m]}
             try:
                 (out,) = list[Any](run(None, given))
             except Exception:
@@ -58,8 +58,8 @@ def test_a_graph_is_right_or_fails_past_its_table(form: Any, beyond: Any) -> Non
                 continue
             if not np.isfinite(out).all():
                 continue
-            options = {"causal": spec.causal, "offset": 0, "window": spec.window, "block_size": spec.block_size}
-            right_out = relative_attention(*given.values(), table, spec.span, **options)
+            how: dict[str, Any] = {name: getattr(spec, name) for name in ("causal", "window", "block_size")}
+            right_out = relative_attention(*given.values(), table, spec.span, offset=0, **how)
             np.testing.assert_allclose(out, right_out, atol=1e-5, err_msg=str((reach, window, longest, n)))
             ran += 1
     assert ran > 20

@@ -13,6 +13,7 @@ from onnx_sessions import opened
 from relskew_core.export._files.library import found_library
 from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS
 
+__all__ = ["INPUTS", "NAME", "model_of", "needs_library", "run", "session_of", "side_by_side"]
 needs_library = pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
 
 
