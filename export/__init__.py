@@ -26,22 +26,7 @@ except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.export", "onnx", error) from error
 
 __all__ = [
-    "Check",
-    "ExportReport",
-    "ExportedGraph",
-    "GraphTensor",
-    "Report",
-    "TranslationTable",
-    "caches_in_place",
-    "custom_ops_library",
-    "decoder_to_onnx",
-    "encoder_decoder_to_onnx",
-    "generate",
-    "quantize",
-    "save",
-    "to_onnx",
-    "torch_to_onnx",
-    "torch_translation_table",
-    "validate",
-    "without_operator",
-]
+    "Check", "ExportReport", "ExportedGraph", "GraphTensor", "Report", "TranslationTable", "caches_in_place",
+    "custom_ops_library", "decoder_to_onnx", "encoder_decoder_to_onnx", "generate", "quantize", "save", "to_onnx",
+    "torch_to_onnx", "torch_translation_table", "validate", "without_operator",
+]  # fmt: skip

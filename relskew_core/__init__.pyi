@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 from relskew_core import backends as backends, conventions as conventions, distributed as distributed, draw as draw, export as export, huggingface as huggingface, layers as layers, papers as papers
 from relskew_core._array.typing import Array
-from relskew_core._block.spec import BlockSpec, BlockSpec as BlockSpec
-from relskew_core._positions.span import Span, Span as Span
+from relskew_core._block.spec import BlockSpec as BlockSpec
+from relskew_core._positions.span import Span as Span
 
 __all__ = [
     "BlockSpec",

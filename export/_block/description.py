@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +14,10 @@ from relskew_core import __version__
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._form.plan import PROFILES, GraphPlan
 from relskew_core.export._nodes.emitter import BOOL, CONSTANT, INT64, Shape
+from relskew_core.export._nodes.functions import metadata_of
 
 
 class GraphInput(NamedTuple):
-    """An input of a graph."""
-
     name: str
     shape: Shape
     doc: str
@@ -27,7 +25,6 @@ class GraphInput(NamedTuple):
 
 
 def inputs_of(plan: GraphPlan) -> Iterator[GraphInput]:
-    """Yield the inputs of a graph, in order."""
     spec, dtype = plan.spec, plan.dtype
     length, so_far = ("cache_length",) * 2 if plan.in_place else ("past_length", "total_length")
     if plan.projections:
@@ -57,14 +54,11 @@ def inputs_of(plan: GraphPlan) -> Iterator[GraphInput]:
 
 
 def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:
-    """Return the metadata from which ``validate`` reads how the graph of ``spec`` was made."""
     found = {
-        "relskew.version": __version__,
-        "relskew.spec": json.dumps(spec.to_dict(), sort_keys=True),
-        "relskew.profile": plan.profile.name,
-        "relskew.dtype": plan.dtype.name,
+        "relskew.version": __version__, "relskew.spec": json.dumps(spec.to_dict(), sort_keys=True),
+        "relskew.profile": plan.profile.name, "relskew.dtype": plan.dtype.name,
         "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
-    }
+    }  # fmt: skip
     if plan.chunk_size is not None:
         found["relskew.chunk_size"] = str(plan.chunk_size)
     found |= {f"relskew.{name}": "true" for name in ("in_place", "segments") if getattr(plan, name)}
@@ -73,10 +67,7 @@ def metadata(spec: BlockSpec, plan: GraphPlan) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """The arguments of the export in the metadata, which is untrusted; ``None`` for missing ones."""
-
+class Metadata(NamedTuple):
     spec: BlockSpec | None = None
     profile: str | None = None
     max_length: int | None = None
@@ -84,8 +75,7 @@ class Metadata:
 
 
 def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
-    """Return the readable arguments, and messages about the others."""
-    written = {entry.key: entry.value for entry in model.metadata_props}
+    written = metadata_of(model)
     problems: list[str] = []
 
     def read(name: str, parse: Callable[[str], Any]) -> Any:
@@ -97,11 +87,9 @@ def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
             return None
 
     found = Metadata(
-        read("spec", lambda text: BlockSpec.from_dict(json.loads(text))),
-        read("profile", _known_profile),
-        read("max_length", _positive),
-        read("chunk_size", _positive),
-    )
+        read("spec", lambda text: BlockSpec.from_dict(json.loads(text))), read("profile", _known_profile),
+        read("max_length", _positive), read("chunk_size", _positive),
+    )  # fmt: skip
     return found, "; ".join(problems)
 
 
@@ -118,14 +106,11 @@ def _positive(text: str) -> int:
 
 
 def summary(plan: GraphPlan) -> str:
-    """Return a sentence about the reach of a block's table."""
     sides = {
-        "limited": "a longer input fails",
-        "clip": "its edge row serves what lies further",
-        "zero": "what lies further contributes nothing",
-        "hidden": "nothing further is visible",
+        "limited": "a longer input fails", "clip": "its edge row serves what lies further",
+        "zero": "what lies further contributes nothing", "hidden": "nothing further is visible",
         "endless": "its bias goes on",
-    }
+    }  # fmt: skip
     return (
         "Attention with relative positions r = key position - query position. The table reaches "
         f"{plan.left.rows} into the past ({sides[plan.left.past_edge]}) and {plan.right.rows} into the future "

@@ -11,15 +11,8 @@ from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe, explains
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._block.description import digest, inputs_of, metadata, summary
+from relskew_core.export._form import weights as stored_weights
 from relskew_core.export._form.plan import GraphPlan, ProfileName, make_plan
-from relskew_core.export._form.weights import (
-    StoredWeight,
-    graph_layout,
-    is_computed,
-    read_weights,
-    resolve_dtype,
-    round_weight,
-)
 from relskew_core.export._nodes.attend import attend
 from relskew_core.export._nodes.emitter import INT64_MAX, Emitter, Value
 from relskew_core.export._nodes.functions import fold_into_operator
@@ -51,6 +44,9 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Write an attention block as an ONNX graph with dynamic batch and lengths.
 
+    The relative logits are the skew of Huang et al. 2018, section 3.4.1, in the two-sided form: a window of the table
+    is multiplied, and two reshapes around a slice move columns of relative positions to columns of keys.
+
     Parameters
     ----------
     spec : BlockSpec
@@ -62,7 +58,7 @@ def to_onnx(
         ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
     opset : int, optional
-        Version of the standard operators, from the default of the profile to 28; the defaults are 23, 18, 23 and 21.
+        Version of the standard operators, from the default of the profile to 28; the defaults are 23, 18 and 23.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``, as a string or as a NumPy, torch or JAX dtype; by default
         that of the weights.
@@ -109,18 +105,6 @@ def to_onnx(
         ``beyond="error"`` that is shorter than the reach of the blocks limits the graph to the length of the table,
         even if the next queries begin a block and would see less.
 
-    See Also
-    --------
-    torch_to_onnx : a whole torch model.
-    decoder_to_onnx : a torch decoder with caches.
-    validate : compare a graph with its specification.
-    save : write a graph safely.
-
-    Notes
-    -----
-    The relative logits are the skew of Huang et al. 2018, section 3.4.1, in the two-sided form: a window of the table
-    is multiplied, and two reshapes around a slice move columns of relative positions to columns of keys.
-
     Examples
     --------
     >>> from relskew_core import Span, init_weights
@@ -138,31 +122,24 @@ def to_onnx(
     The attention alone, without projections:
 
     >>> tables = {"rel_k": init_weights(spec, seed=0)["rel_k"]}
-    >>> core = to_onnx(spec, tables, projections=False)
-    >>> [value.name for value in core.graph.input]
+    >>> [x.name for x in to_onnx(spec, tables, projections=False).graph.input]
     ['q', 'k', 'v']
     """
     check_spec(spec)
     check_bool("operator", operator)
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
-    arrays = read_weights(spec, weights, projections=check_bool("projections", projections))
+    arrays = stored_weights.read_weights(spec, weights, projections=check_bool("projections", projections))
+    kind = stored_weights.resolve_dtype(dtype, arrays)
     plan = make_plan(
-        spec,
-        resolve_dtype(dtype, arrays),
-        profile=profile,
-        opset=opset,
-        max_length=max_length,
-        past=past,
-        mask=mask,
-        chunk_size=chunk_size,
-        projections=projections,
-        in_place=in_place,
-        segments=segments,
-    )
+        spec, kind, profile=profile, opset=opset, max_length=max_length, past=past, mask=mask, chunk_size=chunk_size,
+        projections=projections, in_place=in_place, segments=segments,
+    )  # fmt: skip
     # One weight at a time, views last: apart from the given weights, only the model holds them all.
-    ordered = sorted(arrays.items(), key=lambda item: not is_computed(item[0]))
-    layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in ordered))
+    ordered = sorted(arrays.items(), key=lambda item: not item[0].startswith(("q_proj", "rel_")))
+    layout = stored_weights.graph_layout(
+        plan, ((key, stored_weights.round_weight(key, array, plan.dtype)) for key, array in ordered)
+    )
     g = Emitter(plan.dtype)
     places = _emit(g, plan, layout, operator=operator)
     # IR version 10 introduced the types of a function's values.
@@ -177,8 +154,7 @@ def to_onnx(
     return model
 
 
-def _emit(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
-    """Emit projections, attention and output projection in reading order; return the inputs of the attention."""
+def _emit(g: Emitter, plan: GraphPlan, layout: Iterator[stored_weights.StoredWeight], *, operator: bool) -> Places:
     spec, given = plan.spec, {one.name: g.input(*one) for one in inputs_of(plan)}
     stored = _stored(g, spec, layout)
     if plan.projections:
@@ -202,7 +178,7 @@ def _emit(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
     return places_of(projected, stored, given, heads, present)
 
 
-def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[StoredWeight]) -> dict[str, Value]:
+def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[stored_weights.StoredWeight]) -> dict[str, Value]:
     stored = {}
     for weight in layout:
         stored[weight.key] = g.initializer(*weight)
@@ -213,14 +189,9 @@ def _stored(g: Emitter, spec: BlockSpec, layout: Iterator[StoredWeight]) -> dict
 
 
 def _attend(
-    g: Emitter,
-    plan: GraphPlan,
-    projected: Projected,
-    stored: Mapping[str, Value],
-    sources: tuple[Value, Value],
+    g: Emitter, plan: GraphPlan, projected: Projected, stored: Mapping[str, Value], sources: tuple[Value, Value],
     given: Mapping[str, Value],
-) -> tuple[Value, Present | None]:
-    """Attend in the form of the plan; ``sources`` are the tensors that the queries and keys are made from."""
+) -> tuple[Value, Present | None]:  # fmt: skip
     tables = StoredTables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
     sinks = stored.get("sinks")
     if plan.in_place:
@@ -233,7 +204,6 @@ def _attend(
 
 
 def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Present | None) -> Lengths:
-    """Read the lengths of the sources of queries and keys from their last axis but one."""
     axis = len(queried.shape) - 2
     queries = g.length(queried, axis, "query_length")
     if plan.spec.cross:

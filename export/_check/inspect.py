@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._block.description import Metadata, inputs_of, read_metadata
-from relskew_core.export._check.runtimes import Source
+from relskew_core.export._check.runtimes import Source, UnavailableError
 from relskew_core.export._form.plan import PROFILES, GraphPlan, Profile, make_plan
 from relskew_core.export._form.weights import DTYPES, graph_layout, read_weights, round_weight
 from relskew_core.export._nodes.emitter import element_type
@@ -32,20 +32,14 @@ class Check:
     ----------
     name : str
         The question: ``"y"``, ``"present_key"``, ``"too long fails"``, ``"placement"`` …
-    runtime, provider : str
-        The library that ran the check, with its version, and its execution provider or device.
-    case : str
-        Lengths and batch of the input; empty if there was none.
+    runtime, provider, case : str
+        The library that ran it, with its version; its execution provider or device; lengths and batch of the input.
     ok : bool
         Whether the answer is right.
     error, gate : float or None
         Relative L2 error and its bound, if numbers were compared.
     detail : str
         What was seen, in words.
-
-    See Also
-    --------
-    Report : all checks of a model.
     """
 
     name: str
@@ -69,11 +63,6 @@ class Report:
     seed : int or None
         The seed of the lengths and batches drawn in addition to the sweep: ``validate(…, seed=report.seed)`` repeats
         them.
-
-    See Also
-    --------
-    validate : returns the report.
-    Check : one of its checks.
 
     Examples
     --------
@@ -111,27 +100,13 @@ class Report:
             errors = [check.error for check in group if check.error is not None]
             gates = [check.gate for check in group if check.gate is not None]
             wrong = sum(not check.ok for check in group)
-            rows.append(
-                (
-                    name,
-                    runtime,
-                    provider,
-                    str(len(group)),
-                    # NaN counts as the largest error.
-                    f"{max(errors, key=lambda error: (error != error, error)):.1e}" if errors else "",
-                    f"{min(gates):.0e}" if gates else "",
-                    f"{wrong} wrong" if wrong else "ok",
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        right = (3, 4)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in right else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+            # NaN counts as the largest error.
+            worst = f"{max(errors, key=lambda error: (error != error, error)):.1e}" if errors else ""
+            gate, result = f"{min(gates):.0e}" if gates else "", f"{wrong} wrong" if wrong else "ok"
+            rows.append((name, runtime, provider, str(len(group)), worst, gate, result))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ([f"{cell:{side}{n}}" for cell, side, n in zip(row, "<<<>><<", widths, strict=True)] for row in rows)
+        lines = ["  ".join(cells).rstrip() for cells in padded]
         lines += [f"FAILED {_sentence(check)}" for check in self.failures]
         if self.failures and self.seed is not None:
             lines.append(f"drawn from seed {self.seed}")
@@ -139,16 +114,12 @@ class Report:
 
     def to_json(self) -> str:
         """Return a JSON object with ``ok``, ``seed``, ``checks`` and ``failures``; errors of NaN and inf are null."""
-        checks = [
-            {key: value if _writable(value) else None for key, value in asdict(check).items()} for check in self.checks
-        ]
+        checks = [asdict(check) for check in self.checks]
+        for numbers in checks:
+            numbers |= {key: None for key in ("error", "gate") if not math.isfinite(numbers[key] or 0.0)}
         failures = [check for check in checks if not check["ok"]]
         whole = {"ok": self.ok, "seed": self.seed, "checks": checks, "failures": failures}
         return json.dumps(whole, indent=2, allow_nan=False)
-
-
-def _writable(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _sentence(check: Check) -> str:
@@ -158,14 +129,17 @@ def _sentence(check: Check) -> str:
     return f"{check.name} ({where}){numbers}{detail}"
 
 
-# The checker accepts one protobuf.
-_CHECKED = 2**31 - 1
+def reason(error: Exception) -> str:
+    if isinstance(error, UnavailableError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+_CHECKED = 2**31 - 1  # the checker accepts one protobuf
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that can be run and compared."""
-
     source: Source
     plan: GraphPlan
     weights: Mapping[str, np.ndarray]  # rounded to the element type of the graph
@@ -184,7 +158,7 @@ def inspect_model(
     try:
         source = _load(model_or_path)
     except Exception as error:
-        answer("file", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        answer("file", reason(error))
         return None
     answer("file")
     check_spec(spec)
@@ -221,7 +195,6 @@ def _load(model_or_path: Any) -> Source:
 
 
 def _unread(model: onnx.ModelProto) -> str:
-    """Return the names of stored tensors that no result depends on."""
     stored = [tensor.name for tensor in model.graph.initializer]
     stored += [tensor.values.name for tensor in model.graph.sparse_initializer]
     read = {*readers_of(model.graph), *(value.name for graph in all_graphs(model.graph) for value in graph.output)}
@@ -230,7 +203,6 @@ def _unread(model: onnx.ModelProto) -> str:
 
 
 def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
-    """Return a description of operators that only some runtimes support."""
     own = {function.name for function in model.functions if function.domain == DOMAIN}
     domains = {"", "ai.onnx", *([DOMAIN] if own else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
@@ -243,28 +215,21 @@ def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
 
 
 def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> GraphPlan:
-    """Read the arguments of the export back."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
     first = "x" if "x" in inputs else "q"
     if first not in inputs or inputs[first].elem_type not in kinds:
         raise ValueError(f"the model must have an input x or q of a floating type, got the inputs {', '.join(inputs)}")
     return make_plan(
-        spec,
-        kinds[inputs[first].elem_type],
+        spec, kinds[inputs[first].elem_type],
         profile=metadata.profile or ("ort" if "past_lengths" in inputs else "portable"),
-        max_length=metadata.max_length,
-        projections=first == "x",
-        past="past_key" in inputs,
-        in_place="past_lengths" in inputs,
-        mask="mask" in inputs,
-        segments="segments" in inputs,
+        max_length=metadata.max_length, projections=first == "x", past="past_key" in inputs,
+        in_place="past_lengths" in inputs, mask="mask" in inputs, segments="segments" in inputs,
         chunk_size=metadata.chunk_size,
-    )
+    )  # fmt: skip
 
 
 def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
-    """Compare the inputs and outputs with those of the specification, in order."""
     inputs = {one.name: one.shape for one in inputs_of(plan)}
     outputs = {"y": inputs["x"]} if plan.projections else {"out": inputs["q"]}
     if plan.past:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from relskew_core.export._check.inspect import Check
-from relskew_core.export._check.run import Request, run
+from relskew_core.export._check.questions import Request, run
 
 # The child gets the parent's sys.path, so that it imports the same modules.
 _CHILD = (
@@ -26,13 +26,9 @@ _CHILD = (
 
 
 def run_isolated(
-    request: Request,
-    seconds: float,
-    memory: int | None,
-    report: Callable[[Check], None],
+    request: Request, seconds: float, memory: int | None, report: Callable[[Check], None],
     progress: Callable[[str], None],
-) -> None:
-    """Answer a request in another process, limited to ``seconds`` and to ``memory`` bytes."""
+) -> None:  # fmt: skip
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
     step, done, late = "start", False, threading.Event()
 
@@ -73,7 +69,6 @@ def run_isolated(
 
 
 def _ending(status: int, errors: IO[bytes]) -> str:
-    """Return how a process ended that did not finish."""
     errors.seek(0)
     last = " ".join(errors.read().decode(errors="replace").split())[-300:]
     how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -97,7 +92,6 @@ def answer() -> None:
 
 
 def _limit_memory(memory: int | None) -> None:
-    """Limit the memory of this process, if the system supports it."""
     if memory is None or sys.platform != "linux":
         return
     import resource

@@ -1,21 +1,25 @@
-"""The questions of a validation to a loaded model, and the judgement of its answers."""
+"""A validation in this process: the questions to a loaded model, and the judgement of its answers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from relskew_core._block.spec import BlockSpec
 from relskew_core._reference import TOLERANCES, reference_attention, reference_block
-from relskew_core.export._check.inspect import Check, Subject
-from relskew_core.export._check.runtimes import DEVICES, Feeds, Runner, UnavailableError, refuses_empty_batch
-from relskew_core.export._check.trials import Trial, make_inputs
+from relskew_core.export._check import runtimes
+from relskew_core.export._check.inspect import Check, Subject, inspect_model, reason
+from relskew_core.export._check.runtimes import Feeds, Provider, Runtime
+from relskew_core.export._check.trials import Trial, empty_batch, make_inputs, make_trials
+from relskew_core.export._files.library import has_operator
 from relskew_core.export._form.plan import GraphPlan
 
-# Rows of a long input that are compared; the reference needs a pass over all keys for each.
-_ROWS = 96
+_DECODED = 64  # the longest input that is passed in pieces
+_ROWS = 96  # rows of a long input that are compared; the reference needs a pass over all keys for each
 # Rounding a logit of size s changes its weight by s * eps in any implementation: above this size, tolerances grow with
 # it.
 _ORDINARY_LOGIT = 16.0
@@ -24,16 +28,10 @@ _LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
 
 
 class Questions:
-    """The questions to one loaded model; ``report`` receives every check."""
-
     def __init__(
-        self,
-        subject: Subject,
-        runner: Runner,
-        report: Callable[[Check], None],
-        atol: float | None,
+        self, subject: Subject, runner: runtimes.Runner, report: Callable[[Check], None], atol: float | None,
         tolerance: float | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._subject, self._runner, self._report = subject, runner, report
         self._atol = math.inf if atol is None else atol
         self._tolerance = TOLERANCES[subject.plan.dtype.name] if tolerance is None else tolerance
@@ -41,7 +39,7 @@ class Questions:
     def placement(self) -> None:
         """Check that every node on data runs on the requested provider."""
         wrong = "; ".join(self._runner.misplaced)
-        chunks = self._subject.plan.chunk_size is not None and self._runner.provider in DEVICES
+        chunks = self._subject.plan.chunk_size is not None and self._runner.provider in runtimes.DEVICES
         slow = "attention in chunks, which is many times slower on a GPU than `chunk_size=None`" if chunks else ""
         self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail, slow) if part))
 
@@ -97,7 +95,7 @@ class Questions:
 
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
         """Report an exception, which is right if the runtime does not support an empty batch in an operator."""
-        operator = "" if trial.batch else refuses_empty_batch(error)
+        operator = "" if trial.batch else runtimes.refuses_empty_batch(error)
         detail = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
         self._add(name, str(trial), bool(operator), detail)
 
@@ -151,13 +149,7 @@ class Questions:
         )
 
     def _add(
-        self,
-        name: str,
-        case: str,
-        ok: bool,
-        detail: str,
-        error: float | None = None,
-        gate: float | None = None,
+        self, name: str, case: str, ok: bool, detail: str, error: float | None = None, gate: float | None = None
     ) -> None:
         self._report(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
 
@@ -217,8 +209,72 @@ def _whole_mask(plan: GraphPlan, queries: int, keys: int) -> dict[str, np.ndarra
     return {"mask": np.broadcast_to(np.arange(keys, dtype=np.int64) % 5 != 3, (1, 1, queries, keys)).copy()}
 
 
-def reason(error: Exception) -> str:
-    """Return an exception in one line."""
-    if isinstance(error, UnavailableError):
-        return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+@dataclass(frozen=True, slots=True)
+class Request:
+    model_or_path: Any
+    spec: BlockSpec
+    weights: Mapping[str, Any]
+    providers: Sequence[Provider]
+    runtimes: Sequence[Runtime]
+    lengths: Sequence[int] | None
+    batches: Sequence[int] | None
+    atol: float | None
+    tolerance: float | None
+    seed: int
+
+
+def run(request: Request, report: Callable[[Check], None], progress: Callable[[str], None]) -> None:
+    """Answer a request, check by check, without raising an error."""
+    try:
+        subject = inspect_model(request.model_or_path, request.spec, request.weights, report, request.tolerance)
+        if subject is None:
+            return
+        lengths, batches = _positive("lengths", request.lengths), _positive("batches", request.batches)
+        trials = make_trials(subject.plan, lengths, batches, request.seed)
+        for runtime in _some("runtimes", request.runtimes):
+            for provider in _some("providers", request.providers) if runtime == "onnxruntime" else ("",):
+                _in_runtime(subject, runtime, provider, trials, request, report, progress)
+                if runtimes.provider_name(provider) == "CPUExecutionProvider" and has_operator(subject.source.model):
+                    _in_runtime(subject, runtimes.WITH_OPERATOR, provider, trials, request, report, progress)
+    except Exception as error:  # a validation that stops early must not look like one that passed
+        report(Check("validation", "", "", "", False, detail=reason(error)))
+
+
+def _some(name: str, values: Sequence[Any]) -> list[Any]:
+    if not list(values):
+        raise ValueError(f"`{name}` must name at least one, got {values!r}: nothing would be run")
+    return list(values)
+
+
+def _positive(name: str, values: Sequence[int] | None) -> list[int] | None:
+    if values is None:
+        return None
+    listed = [int(value) for value in values]
+    if not listed or min(listed) < 1:
+        raise ValueError(f"`{name}` must be ints >= 1, got {values!r}")
+    return listed
+
+
+def _in_runtime(
+    subject: Subject, runtime: str, provider: Provider, trials: Sequence[tuple[Trial, int]], request: Request,
+    report: Callable[[Check], None], progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    progress(f"{runtime}: load")
+    try:
+        runner = runtimes.opener(runtime)(subject.source, provider)
+    except Exception as error:
+        report(Check("loads", runtime, runtimes.provider_name(provider), "", False, detail=reason(error)))
+        return
+    questions = Questions(subject, runner, report, request.atol, request.tolerance)
+    if runtime in ("onnxruntime", runtimes.WITH_OPERATOR):
+        questions.placement()
+    for trial, seed in trials:
+        progress(f"{runtime}: {trial}")
+        questions.trial(trial, seed)
+    whole = sorted({trial.queries for trial, _ in trials if trial.fits and trial.past == 0})
+    if subject.plan.past and whole:  # all requested lengths may be too long
+        progress(f"{runtime}: decoding in pieces")
+        questions.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))
+    if runner.empty_batch and request.batches is None and (empty := empty_batch(trials)) is not None:
+        progress(f"{runtime}: {empty}")
+        questions.trial(empty, 0)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
@@ -23,9 +23,7 @@ Feeds: TypeAlias = Mapping[str, np.ndarray]
 Runtime: TypeAlias = Literal["onnxruntime", "reference", "openvino"]
 Provider: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 
-WITH_OPERATOR = "onnxruntime, operator"
-"""onnxruntime a second time, for models with nodes of our operators."""
-
+WITH_OPERATOR = "onnxruntime, operator"  # onnxruntime a second time, for models with nodes of our operators
 BFLOAT16 = DTYPES["bfloat16"]
 SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 DEVICES = (SHORT_NAMES["cuda"], SHORT_NAMES["tensorrt"])
@@ -35,22 +33,16 @@ class UnavailableError(RuntimeError):
     """A runtime or provider that this machine does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A model to run: the proto with its weights, and its file if it has one."""
-
+class Source(NamedTuple):
     model: onnx.ModelProto
     path: str | None
 
     def content(self) -> str | bytes:
-        """Return the model as a runtime loads it: the path, if there is external data, or the bytes."""
         return self.path if self.path is not None else self.model.SerializeToString()
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A model loaded by a runtime."""
-
     runtime: str
     provider: str
     run: Callable[[Feeds], list[np.ndarray]]
@@ -85,26 +77,15 @@ def open_onnxruntime(source: Source, provider: Provider, library: Path | None = 
         for level in (levels.ORT_ENABLE_ALL, levels.ORT_DISABLE_ALL)
     )  # fmt: skip
     misplaced, placed = _placement(optimised, name)
+    parts = (source.model.graph, *source.model.functions)
+    used_operators = {node.op_type for part in parts for node in part.node}
     used = {key: value for key, value in optimised.get_provider_options().get(name, {}).items() if key == "use_tf32"}
-    return Runner(
-        f"onnxruntime {runtime.__version__}" + ("" if library is None else ", operator"),
-        name,
-        _onnxruntime_call(runtime, optimised),
-        _onnxruntime_call(runtime, plain),
-        misplaced,
-        "; ".join([placed, *(f"{key}={value}" for key, value in used.items())]),
-        # GroupQueryAttention divides by the batch size, which ends the process for an empty batch.
-        name == "CPUExecutionProvider" and not _has_operator(source.model, "GroupQueryAttention"),
-    )
-
-
-def open_with_operator(source: Source, provider: Provider) -> Runner:
-    """Load a model in onnxruntime with the operator library."""
-    return open_onnxruntime(source, provider, custom_ops_library())
-
-
-def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
-    return any(node.op_type == op_type for part in (model.graph, *model.functions) for node in part.node)
+    # GroupQueryAttention divides by the batch size, which ends the process for an empty batch.
+    empty = name == "CPUExecutionProvider" and "GroupQueryAttention" not in used_operators
+    detail = "; ".join([placed, *(f"{key}={value}" for key, value in used.items())])
+    calls = _onnxruntime_call(runtime, optimised), _onnxruntime_call(runtime, plain)
+    label = f"onnxruntime {runtime.__version__}" + ("" if library is None else ", operator")
+    return Runner(label, name, *calls, misplaced, detail, empty)
 
 
 def refuses_empty_batch(error: Exception) -> str:
@@ -164,7 +145,6 @@ def _from_ort_value(value: Any) -> np.ndarray:
 
 
 def open_reference(source: Source, provider: Provider) -> Runner:
-    """Load a model in onnx's reference evaluator, which has no providers."""
     del provider
     evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator(source.model, new_ops=[_attention()])
 
@@ -180,7 +160,6 @@ def _attention() -> type:
     own = importlib.import_module("onnx.reference.ops.op_attention").Attention
 
     def run(self: Any, *given: Any, **attributes: Any) -> Any:
-        """Run an empty batch as one item, and drop its results."""
         if all(x is None or len(x) for x in given):
             return own._run(self, *given, **attributes)
         one = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
@@ -223,15 +202,12 @@ def _openvino_tensor(openvino: Any, array: np.ndarray) -> Any:
 
 
 OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {
-    "onnxruntime": open_onnxruntime,
-    WITH_OPERATOR: open_with_operator,
-    "reference": open_reference,
-    "openvino": open_openvino,
-}
+    "onnxruntime": open_onnxruntime, "reference": open_reference, "openvino": open_openvino,
+    WITH_OPERATOR: lambda source, provider: open_onnxruntime(source, provider, custom_ops_library()),
+}  # fmt: skip
 
 
 def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
-    """Return a function that loads a model in a runtime."""
     if runtime not in OPENERS:
         names = ", ".join(repr(name) for name in OPENERS if name != WITH_OPERATOR)
         raise UnavailableError(f"`runtimes` must be among {names}, got {runtime!r}")
@@ -239,7 +215,6 @@ def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
 
 
 def provider_name(provider: Any) -> str:
-    """Return the name of a provider that is given with or without options."""
     name = provider[0] if isinstance(provider, Sequence) and not isinstance(provider, str) and provider else provider
     return SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name)
 

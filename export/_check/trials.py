@@ -13,16 +13,13 @@ from relskew_core.export._form.plan import GraphPlan
 LENGTHS = (1, 2, 3, 7, 8, 16, 33)
 BATCHES = (1, 2, 3)
 PASTS = (0, 1, 7)
-# Inputs exceed chunks only up to this size: dense attention below it grows with its square.
-LARGEST_CHUNK = 1024
-# How far past a soft end one length goes, because errors may affect only some of the positions there.
-FAR = 257
+LARGEST_CHUNK = 1024  # inputs exceed chunks only up to this size: dense attention below it grows with its square
+FAR = 257  # how far past a soft end one length goes, because errors may affect only some of the positions there
 DRAWN = 4
 # Up to this length, one is tried of all ranges of lengths that end half beyond their start, and none longer is drawn.
 LONGEST_DRAWN = 1024
 LARGER_BATCHES = (4, 8)
-# How many inputs have large logits, which reveal -60 in place of a hidden key's -1e30; they are short.
-LARGE = 3
+LARGE = 3  # how many inputs have large logits, which reveal -60 in place of a hidden key's -1e30; they are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class Trial:
         return text + (", large logits" if self.large_logits else "")
 
     def pasts(self) -> np.ndarray:
-        """Return the past of every item of the batch, for caches written in place."""
         return self.past - 2 * np.arange(self.batch, dtype=np.int64) % (self.past + 1)
 
 
@@ -196,7 +192,6 @@ def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> l
 
 
 def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0) -> dict[str, np.ndarray]:
-    """Draw the arrays of a trial, in the graph's element type and the order of its inputs, scaled by ``factor``."""
     random, keys = np.random.default_rng(seed), trial.keys if trial.cache is None else trial.cache
     sizes = {"batch": trial.batch, "query_length": trial.queries, "past_length": trial.past}
     feeds: dict[str, np.ndarray] = {}

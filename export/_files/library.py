@@ -27,17 +27,7 @@ def custom_ops_library() -> Path:
     Returns
     -------
     pathlib.Path
-        The path of ``librelskew.so``.
-
-    Raises
-    ------
-    RuntimeError
-        If nothing was compiled at installation; the message says why.
-
-    See Also
-    --------
-    without_operator : the graph for runtimes without the library.
-    to_onnx : writes nodes for the library with ``operator=True``.
+        The path of ``librelskew.so``. If nothing was compiled at installation, a ``RuntimeError`` says why.
 
     Examples
     --------
@@ -52,20 +42,14 @@ def custom_ops_library() -> Path:
 
 
 def found_library() -> Path | None:
-    """Return the path of the library, if it is compiled."""
     path = Path(_compiled.__file__).with_name("librelskew.so")
     return path if path.is_file() else None
 
 
 def open_session(
-    runtime: Any,
-    model: str | bytes | os.PathLike[str],
-    providers: Sequence[Any],
-    *,
-    library: Path | None = None,
-    entries: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> Any:
+    runtime: Any, model: str | bytes | os.PathLike[str], providers: Sequence[Any], *, library: Path | None = None,
+    entries: Mapping[str, str] | None = None, **settings: Any,
+) -> Any:  # fmt: skip
     """Open a file or its bytes in onnxruntime, the module ``runtime``, with the operator library if it is given.
 
     ``settings`` are attributes of ``SessionOptions``, ``entries`` its further entries.
@@ -82,7 +66,6 @@ def open_session(
 
 
 def has_operator(model: onnx.ModelProto) -> bool:
-    """Whether a model has nodes that need the operator library."""
     return any(function.domain == DOMAIN and function.name == NAME for function in model.functions)
 
 
@@ -101,15 +84,6 @@ def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) ->
     -------
     onnx.ModelProto
         The model with the same inputs, outputs, weights and results.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If there is no such node, or the argument is not a model.
-
-    See Also
-    --------
-    custom_ops_library : the library with the operator.
 
     Examples
     --------

@@ -27,18 +27,14 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".relskew-saving"
-# In the temporary folder of a save: the names of weights that nothing refers to if it is killed.
-_LEFT = "weights"
+_LEFT = "weights"  # in the temporary folder of a save: the names of weights that nothing refers to if it is killed
 # The model that was saved, and the beginning of the SHA-256 of its weights.
 _WEIGHTS = re.compile(r"(.+)\.([0-9a-f]{16})\.data", re.DOTALL)
-# How long a reader of a model may take to open its weights while another model replaces it.
-_GRACE = 60.0
-# Without locks: longer than any save takes.
-_DAY = 86400.0
+_GRACE = 60.0  # how long a reader of a model may take to open its weights while another model replaces it
+_DAY = 86400.0  # without locks: longer than any save takes
 
 
 def target_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Return a path at which files may be written; errors call it ``name``."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"`{name}` must be a str or a path-like object of one, got {describe(path)}")
@@ -54,7 +50,6 @@ def target_path(path: str | os.PathLike[str], name: str = "path") -> Path:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse a path at which no model may be written."""
     if not target.name:
         raise ValueError(f"`path` must name a file, got {os.fspath(target)!r}")
     if not os.path.isdir(target.parent):  # which `Path.is_dir` cannot answer if the path is too long
@@ -130,7 +125,6 @@ def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrit
 
 @contextlib.contextmanager
 def flushed(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file to write to, and flush it to the disk."""
     with path.open("xb") as stream:
         yield stream
         stream.flush()
@@ -138,7 +132,6 @@ def flushed(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make new names survive a power failure, if directories can be opened."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -169,7 +162,6 @@ def _link_weights(data: Path, published: Path) -> bool:
 
 
 def _move_if_free(new: Path, target: Path) -> None:
-    """Give ``new`` the name ``target``; fail if another process has taken it."""
     try:
         os.link(new, target)
     except FileExistsError:
@@ -183,7 +175,6 @@ def _move_if_free(new: Path, target: Path) -> None:
 
 
 def weights_of(target: Path) -> list[Path]:
-    """Return the weights that saves of ``target`` wrote and that it refers to."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
     except Exception:  # it is missing, or it is not a model
@@ -238,7 +229,6 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _left_by(folder: Path) -> list[str]:
-    """Return the names of the weights that a save was publishing or replacing."""
     try:
         return (folder / _LEFT).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError):  # it was killed before
@@ -264,6 +254,5 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _idle(path: Path, seconds: float, *, inside: bool = False) -> bool:
-    """Whether nothing was written at a path for this long."""
     paths = [path, *path.iterdir()] if inside else [path]
     return max(one.lstat().st_mtime for one in paths) < time.time() - seconds

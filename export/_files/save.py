@@ -14,23 +14,21 @@ from onnx import TensorProto
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._files.publish import check_target, flushed, publish, target_path, temporary_folder
 
-SET = "relskew.set"
-"""The metadata's key for a text that is the same in files that were written together."""
-
-# A protobuf is limited to 2 GiB; the nodes and names need some of it.
-_PROTOBUF_LIMIT = 2**31 - 2**24
+SET = "relskew.set"  # the metadata's key for a text that is the same in files that were written together
+_PROTOBUF_LIMIT = 2**31 - 2**24  # a protobuf is limited to 2 GiB; the nodes and names need some of it
 _SMALLEST_EXTERNAL = 1024
 _ALIGNMENT = 4096  # lets runtimes map the tensors into memory
 
 
 def save(
-    model: onnx.ModelProto,
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    external_threshold: int = 2**30,
+    model: onnx.ModelProto, path: str | os.PathLike[str], *, overwrite: bool = False, external_threshold: int = 2**30
 ) -> Path:
     """Write a model to disk, all or nothing.
+
+    Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:
+    the weights first, under a name that depends on their content, so that no model is ever read with other weights.
+    Another process may be reading the model that is replaced, so its weights are kept for at least a minute; the next
+    save removes them unless a model next to them refers to them, and the remains of killed saves in the folder.
 
     Parameters
     ----------
@@ -52,23 +50,9 @@ def save(
 
     Raises
     ------
-    FileExistsError
-        If the file exists and ``overwrite`` is False, or another file has the name that the weights would get.
-    ValueError, TypeError, OSError
-        If an argument does not fit, the model does not pass ``onnx.checker``, or the disk reports an error; then no new
-        file is left, and the old one is unchanged.
-
-    See Also
-    --------
-    to_onnx : makes the graph.
-    validate : checks the file.
-
-    Notes
-    -----
-    Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:
-    the weights first, under a name that depends on their content, so that no model is ever read with other weights.
-    Another process may be reading the model that is replaced, so its weights are kept for at least a minute; the next
-    save removes them unless a model next to them refers to them, and the remains of killed saves in the folder.
+    FileExistsError, OSError, ValueError
+        If the file exists and ``overwrite`` is False, the disk reports an error, or the model does not pass
+        ``onnx.checker``; then no new file is left, and the old one is unchanged.
 
     Examples
     --------
@@ -91,14 +75,9 @@ def save(
 
 
 def write(
-    graphs: Sequence[onnx.ModelProto],
-    targets: Sequence[Path],
-    *,
-    overwrite: bool,
-    external_threshold: int,
-    check: Callable[[Sequence[Path]], None] | None = None,
-    texts: Mapping[str, str] | None = None,
-) -> None:
+    graphs: Sequence[onnx.ModelProto], targets: Sequence[Path], *, overwrite: bool, external_threshold: int,
+    check: Callable[[Sequence[Path]], None] | None = None, texts: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Save graphs that belong together in one folder: all appear, or none if ``check`` raises an error for the files.
 
     ``texts`` are saved next to them, by the names of their files.

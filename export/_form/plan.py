@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from relskew_core._positions.visibility import FURTHEST
 
 
 def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
-    """Refuse arguments that exclude caches written in place."""
     if not spec.causal:
         raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
     if past is not True:
@@ -26,7 +25,6 @@ def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) ->
 
 
 def check_past(spec: BlockSpec) -> None:
-    """Refuse blocks that cannot have a past."""
     if spec.cross:
         raise ValueError("`past=True` excludes `spec.cross`: a memory does not grow, got cross=True")
     if not spec.causal and spec.block_size is None:
@@ -38,8 +36,6 @@ ProfileName = Literal["ort", "portable", "trt"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The form for a group of runtimes: its opset, and how attention, table windows and causality are written."""
-
     name: str
     opset: int
     fused: bool = False  # one Attention node; else separate nodes
@@ -52,14 +48,7 @@ class Profile:
 
 PROFILES = {
     "ort": Profile(
-        "ort",
-        23,
-        fused=True,
-        slice_window=True,
-        causal_attribute=True,
-        cache_inputs=True,
-        branches=True,
-        by_head=True,
+        "ort", 23, fused=True, slice_window=True, causal_attribute=True, cache_inputs=True, branches=True, by_head=True
     ),
     "portable": Profile("portable", 18),
     "trt": Profile("trt", 23, fused=True),
@@ -72,19 +61,14 @@ IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that introduced these ops
 
 
 def checked_opset(opset: object, newest: int = NEWEST_OPSET) -> int:
-    """Return a checked version of the standard operators for graphs of torch models."""
     oldest, chosen = PROFILES["portable"].opset, check_int("opset", opset)
     if not oldest <= chosen <= newest:
         raise ValueError(f"`opset` must be {oldest} … {newest}, got {chosen}")
     return chosen
 
 
-LONGEST = 2**31
-"""Longer than any input: a window of this size hides nothing."""
-
-MOST_ROWS = 2**24
-"""The most rows to which a table is extended."""
-
+LONGEST = 2**31  # longer than any input: a window of this size hides nothing
+MOST_ROWS = 2**24  # the most rows to which a table is extended
 AUTO_CHUNK = 256
 """Queries of a turn where the exporter chooses: shorter inputs are as fast as without, longer ones faster."""
 
@@ -92,8 +76,7 @@ MOST_BLOCKS = 8
 """The most preceding blocks that are copied for each block: beyond it, a dense attention makes fewer copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableEnd:
+class TableEnd(NamedTuple):
     """One end of the table: the rows stored beyond ``r = 0``, and the treatment of positions past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
@@ -106,8 +89,6 @@ class TableEnd:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The decisions for one graph."""
-
     spec: BlockSpec
     profile: Profile
     opset: int
@@ -129,7 +110,6 @@ class GraphPlan:
 
     @property
     def ir_version(self) -> int:
-        """The oldest IR version that the opset allows, for old runtimes."""
         return IR_VERSIONS.get(self.opset, 10)
 
     @property
@@ -139,27 +119,22 @@ class GraphPlan:
 
     @property
     def lead(self) -> int:
-        """The stored column of ``r = 0``."""
         return self.left.rows + self.spare_rows[0]
 
     @property
     def endless(self) -> bool:
-        """Whether the bias is computed from a formula, because no stored table would be long enough."""
         return "endless" in (self.left.past_edge, self.right.past_edge)
 
     @property
     def columns(self) -> int:
-        """The number of stored columns."""
         return self.lead + 1 + self.right.rows + self.spare_rows[1]
 
     @property
     def blocks_before(self) -> int:
-        """How many blocks before its block a query sees, if there are blocks."""
         return 1 if self.spec.blocks_before is None else min(self.spec.blocks_before, FURTHEST)
 
     @property
     def kept_rows(self) -> tuple[int, int]:
-        """The table's rows that are stored, as a range."""
         span = self.spec.span
         return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, self.right.rows)
 
@@ -195,15 +170,9 @@ class GraphPlan:
 
     @property
     def fused(self) -> bool:
-        """Whether the graph has one Attention node."""
-        return (
-            self.profile.fused
-            and not self.looped
-            and not self.in_parts
-            and not self.spec.sinks
-            and not self.spec.rel_values
-            and self.dtype != np.float64  # Attention in double has a float32 scale and does not load with is_causal
-        )
+        # Attention in double has a float32 scale and does not load with is_causal.
+        apart = self.looped or self.in_parts or self.spec.sinks or self.spec.rel_values or self.dtype == np.float64
+        return self.profile.fused and not apart
 
     @property
     def causal_attribute(self) -> bool:
@@ -215,27 +184,16 @@ class GraphPlan:
 
     @property
     def masked_value(self) -> float:
-        """The logit of a hidden key."""
         if self.fused and self.dead_rows:  # a mask cannot lower other keys as far
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 
 
 def make_plan(
-    spec: Any,
-    dtype: np.dtype[Any],
-    *,
-    profile: Any = "ort",
-    opset: Any = None,
-    max_length: Any = None,
-    past: Any = False,
-    mask: Any = False,
-    chunk_size: Any = None,
-    projections: Any = True,
-    in_place: Any = False,
+    spec: Any, dtype: np.dtype[Any], *, profile: Any = "ort", opset: Any = None, max_length: Any = None,
+    past: Any = False, mask: Any = False, chunk_size: Any = None, projections: Any = True, in_place: Any = False,
     segments: Any = False,
-) -> GraphPlan:
-    """Check the arguments of an export and choose its form."""
+) -> GraphPlan:  # fmt: skip
     check_choice("profile", profile, tuple(PROFILES))
     form = PROFILES[profile]
     oldest = form.opset
@@ -285,28 +243,12 @@ def make_plan(
         whole = longest <= AUTO_CHUNK or past or spec.block_size is not None or not form.branches
         chunk_size = None if whole else AUTO_CHUNK
     return GraphPlan(
-        spec,
-        form,
-        chosen,
-        dtype,
-        max_length,
-        past,
-        mask,
-        left,
-        right,
-        local,
-        chunk_size,
-        projections,
-        in_place,
-        chunk_size is not None,
-        chunk_size is not None,
-        segments,
-        branches,
-    )
+        spec, form, chosen, dtype, max_length, past, mask, left, right, local, chunk_size, projections, in_place,
+        chunk_size is not None, chunk_size is not None, segments, branches,
+    )  # fmt: skip
 
 
 def checked_chunk(chunk_size: Any) -> Any:
-    """Return the argument ``chunk_size``: a number, ``"auto"`` or ``None``."""
     if chunk_size is None or (isinstance(chunk_size, str) and chunk_size == "auto"):
         return chunk_size
     if isinstance(chunk_size, str):
@@ -315,7 +257,6 @@ def checked_chunk(chunk_size: Any) -> Any:
 
 
 def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:
-    """Return a spec whose window has no bound beyond all lengths."""
     if spec.window is None:
         return spec
     left, right = (None if side is None or side >= LONGEST else side for side in spec.window)

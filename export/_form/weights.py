@@ -16,21 +16,16 @@ from relskew_core._functions.buckets import alibi_slopes
 from relskew_core.export._form.plan import GraphPlan
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
-}
+}  # fmt: skip
 
 SCALED = "(in, out), scaled by head_dim**-0.5"
 ROWS = 256
-
-# One protobuf message, less some space for the tensor's name and shape.
-TENSOR_LIMIT = 2**31 - 2**16
+TENSOR_LIMIT = 2**31 - 2**16  # one protobuf message, less some space for the tensor's name and shape
 
 
 def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[str, np.ndarray]:
-    """Return the mapping's arrays as NumPy arrays, with checked keys and shapes; errors name the key."""
     spec.check_weights(weights, projections=projections)
     return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
 
@@ -52,7 +47,6 @@ def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any
 
 
 def check_dtype(dtype: Any) -> str:
-    """Return the name of a dtype that graphs support, given as a string or as one of NumPy, torch or JAX."""
     name = dtype_name(dtype)
     if name not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, string or dtype, got {dtype!r}")
@@ -60,7 +54,6 @@ def check_dtype(dtype: Any) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return ``"float32"`` for the name and for NumPy's, torch's and JAX's dtype."""
     if isinstance(dtype, str):
         return dtype
     if str(dtype).startswith("torch."):
@@ -72,8 +65,6 @@ def dtype_name(dtype: Any) -> str:
 
 
 class StoredWeight(NamedTuple):
-    """A weight as the graph stores it, under its key, with a description."""
-
     key: str
     array: np.ndarray
     doc: str
@@ -101,11 +92,6 @@ def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> 
             )
         yield weight
         del weight  # free it before the next one is made
-
-
-def is_computed(key: str) -> bool:
-    """Whether a weight is stored as new numbers and not as a view: these come first, while the model is still small."""
-    return key.startswith(("q_proj", "rel_"))
 
 
 def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
@@ -139,7 +125,6 @@ def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Ite
 
 
 def _scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarray:
-    """Multiply in float64, some rows at a time."""
     scaled = np.empty(array.shape, dtype)
     for start in range(0, len(array), ROWS):
         scaled[start : start + ROWS] = (array[start : start + ROWS].astype(np.float64) * factor).astype(dtype)
@@ -147,7 +132,6 @@ def _scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
-    """Add columns for positions past the visible rows of a table."""
     edge = int(plan.spec.span.beyond == "clip")
     longer = [
         np.repeat(end, count, axis=-2) * rows.dtype.type(edge)
@@ -158,7 +142,6 @@ def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
 
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
-    """Return an array of any library as one of NumPy; errors name its key."""
     check_plain(f"weights[{key!r}]", given, converted=True)
     array: np.ndarray = _host_copy(given) if hasattr(given, "dtype") else given
     if not hasattr(array, "dtype") or dtype_name(array.dtype) not in DTYPES:
@@ -167,7 +150,6 @@ def to_numpy(key: str, given: Any) -> np.ndarray:
 
 
 def _host_copy(array: Any) -> Any:
-    """Convert an array of another library to NumPy without importing that library."""
     for step in ("detach", "cpu"):  # torch
         if hasattr(array, step):
             array = getattr(array, step)()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,20 +16,13 @@ from relskew_core.export._files.save import SET
 from relskew_core.export._models.encoder_decoder import FILES, START
 
 TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(int16)": np.int16,
-    "tensor(int8)": np.int8,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8, "tensor(bool)": np.bool_,
+}  # fmt: skip
 
 
 def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
-    """Open a file on the CPU, with the operator library if there is one."""
     import onnxruntime
 
     if isinstance(providers, str):
@@ -78,10 +70,7 @@ def results_for_memory(
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """Chooses the most likely token if there is no temperature, else draws one."""
-
+class Sampler(NamedTuple):
     temperature: float
     top_k: int | None
     top_p: float | None
@@ -89,7 +78,6 @@ class Sampler:
 
     @classmethod
     def of(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any) -> Sampler:
-        """Check the arguments of :func:`generate`."""
         temperature = 0.0 if temperature is None else check_real("temperature", temperature)
         if temperature < 0:
             raise ValueError(f"`temperature` must be at least 0, got {temperature}")
@@ -99,14 +87,11 @@ class Sampler:
         if top_p is not None and not 0 < check_real("top_p", top_p) <= 1:
             raise ValueError(f"`top_p` must be above 0 and at most 1, got {top_p}")
         return cls(
-            temperature,
-            None if top_k is None else check_int("top_k", top_k, minimum=1),
-            top_p,
+            temperature, None if top_k is None else check_int("top_k", top_k, minimum=1), top_p,
             np.random.default_rng(None if seed is None else check_int("seed", seed, minimum=0)),
-        )
+        )  # fmt: skip
 
     def __call__(self, logits: Array) -> Array:
-        """Return one token for each row of ``logits (batch, vocabulary)``."""
         if not self.temperature:
             return np.argmax(logits, axis=1)
         order = np.argsort(-logits, axis=1, kind="stable")  # the most likely tokens first
@@ -123,8 +108,6 @@ class Sampler:
 
 
 class EncoderDecoder:
-    """Three sessions, and the token with which a text begins."""
-
     def __init__(self, folder: str | os.PathLike[str], providers: Sequence[Any]) -> None:
         import onnxruntime
 
@@ -146,7 +129,6 @@ class EncoderDecoder:
         self._source = self._encoder.get_inputs()[0]
 
     def prompt(self, given: Any, mask: Any) -> tuple[Array, Array, bool]:
-        """Return the encoder's input with a batch axis, its mask, and whether the axis was given."""
         sounds = self._source.type != "tensor(int64)"
         axes = 2 + sounds
         try:
@@ -179,7 +161,6 @@ class EncoderDecoder:
         return source, seen.astype(np.int64), batched
 
     def steps(self, source: Array, mask: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
-        """Yield the last logits ``n`` times; before the next one, ``made`` must contain the token chosen from them."""
         value = self._ort.OrtValue.ortvalue_from_numpy
         seen = value(mask)
         (memory,) = self._encoder.run_with_ort_values(

@@ -14,18 +14,11 @@ from relskew_core._array.checks import check_int, describe, explains
 from relskew_core._array.extras import needs_extra
 from relskew_core._array.namespace import check_plain
 from relskew_core.export._files.save import SET
-from relskew_core.export._generate.encoded import (
-    TYPES,
-    Array,
-    EncoderDecoder,
-    Sampler,
-    results_for_memory,
-    with_library,
-)
+from relskew_core.export._generate import encoded
 from relskew_core.export._models.caches import PAST_LENGTH
 from relskew_core.export._models.decoder import GROWING, IN_PLACE
-from relskew_core.export._models.memory import MADE, memory_path
-from relskew_core.export._nodes.in_place_node import SCALE
+from relskew_core.export._models.rewrites import MADE, memory_path
+from relskew_core.export._nodes.operator_nodes import SCALE
 
 _CACHED = re.compile(rf"past_key_values\.(\d+)\.((?:key|value)(?:{SCALE})?)")
 
@@ -64,7 +57,7 @@ def generate(
         among the new tokens.
     n : int
         The largest number of new tokens. The prompt and all new tokens but the last must fit the tables, and also the
-        caches if the graph fixes their length.
+        caches if the graph fixes their length; an error says how far they reach.
     mask : array of shape (length,) or (batch, length), optional
         1 where a token of ``prompt`` counts and 0 where it is padding, for an encoder–decoder.
     memory : array or sequence of arrays, optional
@@ -91,16 +84,6 @@ def generate(
         The new tokens without the prompt, ``(count,)`` or ``(batch, count)``, with ``count`` at most ``n``. A row that
         has ended repeats the token that it ended with.
 
-    Raises
-    ------
-    ValueError, TypeError, FileNotFoundError
-        If an argument does not fit, the graph is not a decoder, or the prompt and ``n`` tokens exceed the tables or the
-        caches; the message says how far they reach.
-
-    See Also
-    --------
-    decoder_to_onnx : makes the file.
-
     Examples
     --------
     Greedily, from a decoder with one attention:
@@ -109,13 +92,12 @@ def generate(
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.export import decoder_to_onnx, generate
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
     >>> class Decoder(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.embedding = torch.nn.Embedding(10, 8)
-    ...         self.attention = RelativeMultiheadAttention(
-    ...             BlockSpec(8, 2, Span.causal(16), causal=True)
-    ...         )
+    ...         self.attention = RelativeMultiheadAttention(spec)
     ...
     ...     def forward(self, tokens, past):
     ...         y, cache = self.attention(self.embedding(tokens), past=past[0])
@@ -141,19 +123,19 @@ def generate(
     True
     >>> place.cleanup()
     """
-    sampler = Sampler.of(temperature, top_k, top_p, seed)
+    sampler = encoded.Sampler.of(temperature, top_k, top_p, seed)
     n = check_int("n", n, minimum=0)
     ends = _tokens("stop", [stop] if isinstance(stop, int | np.integer) else stop, 1)
     if stream is not None and not callable(stream):
         raise TypeError(f"`stream` must be a function of a token, got {describe(stream)}")
-    made: list[Array] = []
-    steps: Iterator[Array]
+    made: list[encoded.Array] = []
+    steps: Iterator[encoded.Array]
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
-        encoded = EncoderDecoder(model, providers)
+        translator = encoded.EncoderDecoder(model, providers)
         if memory is not None:
             raise ValueError(f"`memory` must be None because `model` is an encoder–decoder, got {describe(memory)}")
-        rows, seen, batched = encoded.prompt(prompt, mask)
-        steps = encoded.steps(rows, seen, n, made)
+        rows, seen, batched = translator.prompt(prompt, mask)
+        steps = translator.steps(rows, seen, n, made)
     else:
         if mask is not None:
             raise ValueError(f"`mask` must be None because `model` is a decoder, got {describe(mask)}")
@@ -181,8 +163,6 @@ def generate(
 
 
 class _Decoder:
-    """A session, the names of its caches, and the reach of the caches and tables."""
-
     def __init__(self, model: Any, providers: Sequence[Any]) -> None:
         try:
             import onnxruntime
@@ -193,7 +173,7 @@ class _Decoder:
         elif isinstance(model, str | os.PathLike):
             if not Path(model).is_file():
                 raise FileNotFoundError(f"`model` must be a file, got {os.fspath(model)!r}")
-            self._session = with_library(model, providers)
+            self._session = encoded.with_library(model, providers)
         else:
             raise TypeError(f"`model` must be a path or an onnxruntime.InferenceSession, got {describe(model)}")
         inputs = {value.name: value for value in self._session.get_inputs()}
@@ -225,8 +205,7 @@ class _Decoder:
         if self._length is not None:
             self._ends["caches hold"] = self._length
 
-    def check(self, rows: Array, n: int) -> None:
-        """Refuse invalid tokens, and more tokens than tables and caches allow."""
+    def check(self, rows: encoded.Array, n: int) -> None:
         low, high, size = rows.min(), rows.max(), self._vocabulary
         if low < 0 or (isinstance(size, int) and high >= size):
             known = f"0 … {size - 1}" if isinstance(size, int) else "of at least 0"
@@ -253,17 +232,17 @@ class _Decoder:
             raise ValueError("`memory` must be given: the decoder attends to one, got None")
         if not isinstance(model, str | os.PathLike):
             raise TypeError(f"`model` must be a path with `memory`, whose graph lies next to it, got {describe(model)}")
-        made = results_for_memory(memory_path(model), memory, rows, self._set, providers)
+        made = encoded.results_for_memory(memory_path(model), memory, rows, self._set, providers)
         self._fed = {name: self._on_device(made[name]) for name in self._of_memory}
 
     @property
     def _device(self) -> str:
         return "cuda" if self._session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
 
-    def _on_device(self, array: Array) -> Any:
+    def _on_device(self, array: encoded.Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
-    def steps(self, rows: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
+    def steps(self, rows: encoded.Array, n: int, made: Sequence[encoded.Array]) -> Iterator[encoded.Array]:
         """Yield the last logits ``n`` times; before the next one, ``made`` must contain the token chosen from them."""
         binding = self._session.io_binding()
         device = self._device
@@ -273,7 +252,7 @@ class _Decoder:
         caches = {}
         for name in self._caches:
             _, heads, _, *width = self._inputs[name].shape
-            nothing = np.zeros((len(rows), heads, room, *width), TYPES[self._inputs[name].type])
+            nothing = np.zeros((len(rows), heads, room, *width), encoded.TYPES[self._inputs[name].type])
             caches[name] = self._on_device(nothing)
         kept = {self._caches[name]: cache for name, cache in caches.items()} if self._in_place else {}
         names = [output.name for output in self._session.get_outputs()]
@@ -301,7 +280,7 @@ class _Decoder:
                 caches = {name: results[present] for name, present in self._caches.items()}
 
 
-def _tokens(name: str, given: Any, most_axes: int) -> Array:
+def _tokens(name: str, given: Any, most_axes: int) -> encoded.Array:
     try:
         array = np.asarray(check_plain(name, given))
     except ValueError:  # the rows have different lengths

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core.export._form.plan import IN_PLACE_OPSET
-from relskew_core.export._nodes.attention_nodes import (
-    FilledAttentions,
-    JoinedCache,
-    shared,
-    store,
-)
-from relskew_core.export._nodes.functions import refill
-from relskew_core.export._nodes.in_place import CACHE_LENGTH
-from relskew_core.export._nodes.in_place_node import SCALE, attending, with_caches
-from relskew_core.export._nodes.side_by_side import read_side_by_side
+from relskew_core.export._nodes.emitter import INT64, Emitter, Shape, Value
+from relskew_core.export._nodes.functions import opset_of, read_once, refill
+from relskew_core.export._nodes.in_place import CACHE_LENGTH, attend_filled
+from relskew_core.export._nodes.operator_nodes import SCALE, attending, read_side_by_side, with_caches
 
-PAST_LENGTH = "past_length"
-"""The input with the number of filled places of the caches."""
-
-INT8 = "int8"
-"""The dtype of caches whose rows have a scale each."""
+PAST_LENGTH = "past_length"  # the input with the number of filled places of the caches
+INT8 = "int8"  # the dtype of caches whose rows have a scale each
 
 
 def caches_in_place(
-    model: onnx.ModelProto,
-    *,
-    past: str = "past_key_values.",
-    present: str = "present.",
-    cache_dtype: str | None = None,
+    model: onnx.ModelProto, *, past: str = "past_key_values.", present: str = "present.", cache_dtype: str | None = None
 ) -> onnx.ModelProto:
     """Replace the growing caches of a decoder by caches of fixed length, which it updates in place.
 
@@ -63,43 +51,25 @@ def caches_in_place(
         the same for every item of the batch. Positions after it are not seen; initialise the caches with zeros. If
         there is no room for more tokens, the runtime fails.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If the model is not such a decoder; the message names the cache.
-
-    See Also
-    --------
-    decoder_to_onnx : exports such caches with ``in_place=True``.
-    to_onnx : exports one block with such caches.
-
     Examples
     --------
-    >>> from onnx import helper
-    >>> def tensor(name, *shape):
-    ...     return helper.make_tensor_value_info(name, 1, shape)
-    >>> nodes = [helper.make_node("Concat", ["past.k", "new"], ["present.k"], axis=2)]
-    >>> inputs = [
-    ...     tensor("new", "batch", 2, "length", 8),
-    ...     tensor("past.k", "batch", 2, "past_length", 8),
-    ... ]
-    >>> graph = helper.make_graph(
-    ...     nodes, "g", inputs, [tensor("present.k", "batch", 2, "total_length", 8)]
-    ... )
-    >>> growing = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
-    >>> model = caches_in_place(growing, past="past.")
-    >>> [node.op_type for node in model.graph.node if node.output[0] == "present.k"]
+    >>> import onnx
+    >>> growing = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 24]>
+    ...     decoder (float[batch, 2, n, 8] new, float[batch, 2, past_length, 8] past_k)
+    ...         => (float[batch, 2, total_length, 8] present_k)
+    ...     { present_k = Concat<axis = 2>(past_k, new) }''')
+    >>> model = caches_in_place(growing, past="past_", present="present_")
+    >>> [node.op_type for node in model.graph.node if node.output[0] == "present_k"]
     ['TensorScatter']
     """
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"`model` must be an onnx.ModelProto, got {describe(model)}")
     if cache_dtype is not None:
         check_choice("cache_dtype", cache_dtype, (INT8,))
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    opset = opset_of(model)
     if opset < IN_PLACE_OPSET:
         raise ValueError(f"`model` must have opset {IN_PLACE_OPSET}, which brought TensorScatter, got {opset}")
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = copy.deepcopy(model)
     caches = _caches(changed.graph, past, present)
     refill(changed.graph.node, _Writer(changed, caches, cache_dtype).nodes())
     _declare(changed, caches, cache_dtype)
@@ -108,7 +78,6 @@ def caches_in_place(
 
 
 def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[JoinedCache]:
-    """Return the caches of a graph in the order of its outputs."""
     made = {output: node for node in graph.node for output in node.output}
     pasts = {value.name.removeprefix(past): value.name for value in graph.input if value.name.startswith(past)}
     found = []
@@ -127,7 +96,6 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[JoinedCache
 
 
 def _declare(model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str | None) -> None:
-    """Name the caches' length in the inputs and outputs, and add inputs, and outputs with scales."""
     names = {name for cache in caches for name in (cache.past, cache.present)}
     for values in (model.graph.input, model.graph.output):
         for value in [value for value in values if value.name in names]:
@@ -144,6 +112,69 @@ def _declare(model: onnx.ModelProto, caches: list[JoinedCache], cache_dtype: str
     for entry in model.metadata_props:
         if entry.key == "relskew.decoder":
             entry.value = "in_place"
+
+
+KEPT = ("scale", "softcap", "softmax_precision")
+"""The attributes of an Attention that may have any value; others must be zero."""
+
+
+class JoinedCache(NamedTuple):
+    past: str
+    present: str
+    join: onnx.NodeProto
+
+    @property
+    def new(self) -> str:
+        return str(self.join.input[1])
+
+    @property
+    def filled(self) -> str:
+        return f"{self.present}.filled"
+
+
+class FilledAttentions:
+    """The nodes ``Attention`` that are the only readers of two caches, with a mask to add."""
+
+    def __init__(self, graph: onnx.GraphProto, caches: Sequence[JoinedCache]) -> None:
+        self._graph, self._pasts = graph, {cache.present: cache.past for cache in caches}
+        self._types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
+        self._emitters: dict[np.dtype[Any], Emitter] = {}
+        alone = read_once(graph)
+        self.nodes = {
+            node.output[0]: node
+            for node in graph.node
+            if node.op_type == "Attention" and alone.issuperset(node.input[1:3]) and self._fits(node)
+        }
+        """The nodes, by output."""
+
+    def _fits(self, node: onnx.NodeProto) -> bool:
+        if len(node.input) != 4 or any(node.output[1:]) or any(name not in self._pasts for name in node.input[1:3]):
+            return False
+        types = [self._types.get(name) for name in (node.input[0], *(self._pasts[name] for name in node.input[1:3]))]
+        if any(one is None or len(one.shape.dim) != 4 or not one.shape.dim[1].dim_value for one in types):
+            return False
+        mask = self._types.get(node.input[3])
+        others = [helper.get_attribute_value(one) for one in node.attribute if one.name not in KEPT]
+        return mask is not None and mask.elem_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and not any(others)
+
+    def rewritten(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        queries, mask = (self._value(node.input[place], self._types[node.input[place]]) for place in (0, 3))
+        keys, values = (self._value(name, self._types[self._pasts[name]]) for name in node.input[1:3])
+        g = self._emitters.setdefault(queries.dtype, Emitter(queries.dtype))
+        g.scope, before = f"{node.name}/", len(g.graph(node.name).node)
+        kept = {one.name: helper.get_attribute_value(one) for one in node.attribute if one.name in KEPT}
+        lengths = [Value(shared(name), (1,), INT64) for name in ("new_length", "total_length", "cache_length")]
+        heads = Value(node.output[0], queries.shape, queries.dtype)
+        attend_filled(g, queries, (keys, values), mask, (lengths[0], lengths[1], lengths[2]), heads, **kept)
+        stored = {tensor.name for tensor in self._graph.initializer}  # the name of a constant is its content
+        self._graph.initializer.extend(tensor for tensor in g.initializers if tensor.name not in stored)
+        yield from g.graph(node.name).node[before:]
+
+    def _value(self, name: str, tensor: onnx.TypeProto.Tensor) -> Value:
+        dims: Shape = tuple(
+            size.dim_value or size.dim_param or f"{name}/axis_{axis}" for axis, size in enumerate(tensor.shape.dim)
+        )
+        return Value(name, dims, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
 
 
 class _Writer:
@@ -165,7 +196,6 @@ class _Writer:
         self._calls = FilledAttentions(model.graph, caches)
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes in order."""
         started = False
         # The graph's list of nodes is replaced only after the new ones are collected.
         for node in self._graph.node:
@@ -186,7 +216,6 @@ class _Writer:
                 yield from self._reading(node)
 
     def _lengths(self, first: JoinedCache) -> Iterator[onnx.NodeProto]:
-        """Yield nodes for all caches: where their tokens continue, and how many places are filled then."""
         yield _node("Shape", [first.past], "batch", start=0, end=1)
         yield _node("Shape", [first.new], "new_length", start=2, end=3)
         yield _node("Add", [PAST_LENGTH, shared("new_length")], "total_length")
@@ -195,7 +224,6 @@ class _Writer:
             yield _node("Shape", [first.past], "cache_length", start=2, end=3)
 
     def _written(self, cache: JoinedCache) -> Iterator[onnx.NodeProto]:
-        """Yield the node that writes new keys or values into a cache, and the one that reads its filled part."""
         operands, name = [cache.past, cache.new, shared("starts")], f"{cache.join.name}/write"
         yield helper.make_node("TensorScatter", operands, [cache.present], name=name, axis=2)
         if any(cache.present in node.input for node in self._calls.nodes.values()):
@@ -207,8 +235,7 @@ class _Writer:
 
     def _reading(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a node with the filled parts of caches as its inputs; most nodes only read a length."""
-        changed = onnx.NodeProto()
-        changed.CopyFrom(node)
+        changed = copy.deepcopy(node)
         for index, name in enumerate(node.input):
             cache = self._joins.get(name) or self._pasts.get(name)
             if cache is None or (node.op_type == "Shape" and not _reads_length(node)):
@@ -235,3 +262,12 @@ def _reads_length(node: onnx.NodeProto) -> bool:
     if start <= 2 < end and (start, end) != (2, 3):
         raise ValueError(f"`model` must read only axis 2 of a cache's shape, got {node.name}")
     return (start, end) == (2, 3)
+
+
+def shared(name: str) -> str:
+    return f"relskew/shape/caches/{name}"
+
+
+def store(graph: onnx.GraphProto, name: str, array: np.ndarray) -> None:
+    if all(tensor.name != shared(name) for tensor in graph.initializer):
+        graph.initializer.append(numpy_helper.from_array(array, shared(name)))

@@ -20,8 +20,8 @@ from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.library import custom_ops_library, open_session
 from relskew_core.export._models.caches import PAST_LENGTH
 from relskew_core.export._models.convert import Flat
-from relskew_core.export._models.encoder_decoder_parts import GraphPart, source_of
-from relskew_core.export._nodes.in_place_node import SCALE
+from relskew_core.export._models.decoder_calls import GraphPart, source_of
+from relskew_core.export._nodes.operator_nodes import SCALE
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
@@ -29,16 +29,13 @@ Run = Callable[[Sequence[Tensor], str], Arrays]
 
 _TOO_NEW = re.compile(r"Opset (\d+) is under development.* till opset (\d+)", re.DOTALL)
 _UNSERVED = re.compile(r"Could not find an implementation for (\w+)")
-
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """The allowed relative L2 errors of many layers, far below the effect of a wrong position."""
 
-OF_INT8 = 5e-2
-"""The allowed error with caches in int8, whose rows have relative errors of about 1 %."""
+OF_INT8 = 5e-2  # the allowed error with caches in int8, whose rows have relative errors of about 1 %
 
 
 def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
-    """Return a function that runs the file at ``path`` on tensors for its inputs, perhaps with the operator library."""
     session = opened(path, operator=operator)
     taken = {value.name for value in session.get_inputs()}  # inputs on which no output depends are missing
 
@@ -67,10 +64,6 @@ def _quantised(array: np.ndarray[Any, Any]) -> Arrays:
     scales = np.abs(array).max(axis=-1, initial=0).astype(np.float32) / np.float32(127)
     rows = np.rint(array / np.where(scales > 0, scales, 1)[..., None])
     return [rows.astype(np.int8), scales]
-
-
-def _dequantised(rows: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], *, dtype: Any) -> np.ndarray[Any, Any]:
-    return np.multiply(rows, scales[..., None]).astype(dtype)
 
 
 def runner_in_place(
@@ -107,14 +100,14 @@ def runner_in_place(
                 buffers[-1].append(buffer[:, :, :total])
         with _naming(case):
             session.run_with_iobinding(binding)
-        presents = (_dequantised(*parts, dtype=past.dtype) if in_int8 else parts[0] for parts in buffers)
-        return [binding.get_outputs()[0].numpy(), *presents]
+        if in_int8:
+            buffers = [[np.multiply(rows, scales[..., None]).astype(past.dtype)] for rows, scales in buffers]
+        return [binding.get_outputs()[0].numpy(), *(whole for (whole,) in buffers)]
 
     return run
 
 
 def opened(path: Path, *, operator: bool) -> Any:
-    """Open a file on the CPU, with the operator library if requested."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
@@ -149,14 +142,11 @@ def _weights(path: Path) -> list[int]:
     """Return the types of the floating arrays that a graph stores, the largest last."""
     floating = (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
     stored = onnx.load(path, load_external_data=False).graph.initializer
-    return [
-        tensor.data_type for tensor in sorted(stored, key=lambda x: math.prod(x.dims)) if tensor.data_type in floating
-    ]
+    return [x.data_type for x in sorted(stored, key=lambda x: math.prod(x.dims)) if x.data_type in floating]
 
 
 @contextmanager
 def _naming(case: str) -> Iterator[None]:
-    """Add the case to the errors of a runtime."""
     try:
         yield
     except Exception as error:  # runtimes raise their own exception types
@@ -164,13 +154,11 @@ def _naming(case: str) -> Iterator[None]:
 
 
 def results_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return torch's results."""
     with torch.no_grad():
         return [value.detach() for value in model(*(value.clone() for value in inputs))]
 
 
 def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:
-    """Whether a graph neither fails nor returns a first result full of NaN."""
     try:
         return bool(np.isfinite(run(inputs, "inputs that the model refuses")[0]).any())
     except RuntimeError:
@@ -178,13 +166,9 @@ def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:
 
 
 def check_equal(
-    names: Sequence[str],
-    given: Arrays,
-    wanted: Sequence[Tensor],
-    case: str,
-    tolerance: float | None,
+    names: Sequence[str], given: Arrays, wanted: Sequence[Tensor], case: str, tolerance: float | None,
     checks: list[Check],
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless a runtime's results are torch's; record the differences in ``checks``."""
     import onnxruntime
 
@@ -215,26 +199,17 @@ def _relative_error(given: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) ->
     return float(np.linalg.norm(x - y) / norm) if norm else float(np.abs(x).max(initial=0))
 
 
-Draw = Callable[[int], list[Tensor]]
-"""Makes a memory for this many rows, or none."""
-
+Draw = Callable[[int], list[Tensor]]  # makes a memory for this many rows, or none
 LONGEST = 40
 FAR = 300
 FULL = 4
-LARGEST = 2**29
-"""The most bytes of caches that are tried."""
+LARGEST = 2**29  # the most bytes of caches that are tried
 
 
 def check_decoder(
-    flat: Flat,
-    run: Run,
-    names: Sequence[str],
-    memory: Draw,
-    *,
-    reach: int | None,
-    tolerance: float | None,
+    flat: Flat, run: Run, names: Sequence[str], memory: Draw, *, reach: int | None, tolerance: float | None,
     checks: list[Check],
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless a graph gives torch's logits and caches, its outputs ``names``.
 
     ``reach`` is where its tables or its caches end.
@@ -248,12 +223,10 @@ def check_decoder(
         return torch.randint(vocabulary, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
 
     def caches(batch: int, length: int) -> list[Tensor]:
-        shapes = [(batch, like.shape[1], length, like.shape[3]) for like in shown]
-        wide: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        made = [
-            torch.randn(shape, generator=generator, **wide).to(like.dtype)
-            for shape, like in zip(shapes, shown, strict=True)
-        ]
+        made = []
+        for like in shown:
+            shape = batch, like.shape[1], length, like.shape[3]
+            made.append(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype))
         return [*made, *memory(batch)]
 
     def same(given: Sequence[Tensor], wanted: Sequence[Tensor], case: str) -> None:
@@ -302,7 +275,6 @@ def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
 
 
 def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[int]) -> Arrays:
-    """Return the logits and caches of a prompt in pieces."""
     tokens, past, memory = prompt[0], list(prompt[1 : 1 + caches]), prompt[1 + caches :]
     logits = []
     for start, stop in pairwise(sorted(cuts)):
@@ -313,7 +285,6 @@ def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[i
 
 
 def _must_fail(run: Callable[..., Arrays], inputs: Sequence[Tensor], case: str, end: str, **options: Any) -> None:
-    """Raise unless a graph fails for inputs past an end."""
     try:
         run(inputs, case, **options)
     except RuntimeError:
@@ -326,13 +297,9 @@ CASES = ((1, 1, 1), (3, 7, 4), (2, 150, 20))
 
 
 def check_parts(
-    parts: Sequence[GraphPart],
-    files: Sequence[Path],
-    tolerance: float | None,
-    checks: list[Check],
-    *,
+    parts: Sequence[GraphPart], files: Sequence[Path], tolerance: float | None, checks: list[Check], *,
     operator: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless each graph, given torch's results of the part before, gives torch's results."""
     runs = [runner(file, part.inputs, operator=operator) for part, file in zip(parts, files, strict=True)]
     model: Any = parts[0].module.model
@@ -362,7 +329,6 @@ def check_parts(
 
 
 def _arguments(part: GraphPart, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return tensors as the arguments of a part's module."""
     first = len([x for x in part.example if isinstance(x, Tensor)])
     if first == len(inputs):
         return tuple(inputs)

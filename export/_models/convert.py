@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import onnx
 import torch
@@ -19,17 +19,17 @@ from torch.utils import _pytree as pytree
 from relskew_core import __version__
 from relskew_core._array.checks import describe
 from relskew_core.backends._torch.decomposed import operators_kept
-from relskew_core.export._form.plan import EXPORTER_OPSET, checked_opset
+from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, checked_opset
+from relskew_core.export._form.weights import check_dtype
 from relskew_core.export._models.exported import ExportOptions
-from relskew_core.export._models.names import compute_in_float32, expand_rotary, name_lengths, name_nodes, store_once
+from relskew_core.export._models.names import name_lengths, name_nodes
+from relskew_core.export._models.rewrites import compute_in_float32, expand_rotary, store_once
 from relskew_core.export._translate.translation import REACH, torch_translation_table
 
 _PREFIX = "model."
-
 _SIZE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
-Axis = tuple[int, int]
-"""An input and one of its axes."""
+Axis = tuple[int, int]  # an input and one of its axes
 
 
 class Flat(nn.Module):
@@ -50,7 +50,6 @@ class Flat(nn.Module):
         return tuple(self._given[place].detach() for place in self._places)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Call the model."""
         given = list(self._given)
         for place, value in zip(self._places, inputs, strict=True):
             given[place] = value
@@ -61,8 +60,7 @@ class Flat(nn.Module):
         return tuple(value for _, value in found)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(NamedTuple):
     """A graph, and torch's facts about the lengths of its inputs: ints, and expressions of symbols."""
 
     model: onnx.ModelProto
@@ -71,38 +69,25 @@ class Conversion:
 
 
 def convert(
-    flat: Flat,
-    axes: Sequence[Mapping[int, Any]],
-    options: ExportOptions,
-    *,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    lengths: Callable[[Sequence[tuple[Any, ...]]], Mapping[tuple[int, int], str]],
-    sums: Mapping[str, str] | None = None,
-    metadata: Mapping[str, str],
-    prefix: str = _PREFIX,
+    flat: Flat, axes: Sequence[Mapping[int, Any]], options: ExportOptions, *, input_names: Sequence[str],
+    output_names: Sequence[str], lengths: Callable[[Sequence[tuple[Any, ...]]], Mapping[tuple[int, int], str]],
+    sums: Mapping[str, str] | None = None, metadata: Mapping[str, str] | None = None, prefix: str = _PREFIX,
     chunk_size: int | Literal["auto"] | None = None,
-) -> Conversion:
+) -> Conversion:  # fmt: skip
     """Export a model; ``axes`` lists the varying axes of each input, and ``lengths`` names them from all shapes.
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
-    opset = checked_opset(options.opset)
+    opset = checked_opset(PROFILES["ort"].opset if options.opset is None else options.opset)
     exported = min(opset, EXPORTER_OPSET)
     table = torch_translation_table(exported, chunk_size=chunk_size, operator=options.operator)
     table[torch.ops.aten.rsub.Scalar] = _subtraction_from_a_number(exported)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(
-            flat,
-            flat.inputs(),
-            dynamo=True,
-            opset_version=exported,
-            dynamic_shapes=(tuple(axes),),
-            custom_translation_table=table,
-            input_names=list(input_names),
-            output_names=list(output_names),
+            flat, flat.inputs(), dynamo=True, opset_version=exported, dynamic_shapes=(tuple(axes),),
+            custom_translation_table=table, input_names=list(input_names), output_names=list(output_names),
             verbose=False,
-        )
+        )  # fmt: skip
     assert program is not None
     assert program.exported_program is not None
     shapes = _shapes(program.exported_program)
@@ -115,7 +100,7 @@ def convert(
         compute_in_float32(model)
     name_nodes(model, prefix)
     name_lengths(model, {**names, **(sums or {})})
-    noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
+    noted = {"relskew.version": __version__, **(metadata or {}), **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
     made = table.model(program)
     store_once(made)
@@ -148,8 +133,7 @@ def _subtraction_from_a_number(opset: int) -> Callable[..., Any]:
     return translate
 
 
-@dataclass(frozen=True, slots=True)
-class Varying:
+class Varying(NamedTuple):
     """The axes of each input that vary, those that cannot, and the reasons for fixed ones, if known."""
 
     axes: list[dict[int, Any]]
@@ -158,7 +142,6 @@ class Varying:
 
 
 def varying(flat: Flat) -> Varying:
-    """Return the axes of a model's inputs that vary, which torch's ONNX exporter would only check at run time."""
     # torch fixes an axis of length 1 in any case, and prints a warning if it was asked about it.
     every = [
         {axis: torch.export.Dim.AUTO for axis, size in enumerate(value.shape) if size > 1} for value in flat.inputs()
@@ -180,7 +163,6 @@ def varying(flat: Flat) -> Varying:
 
 
 def _heads_and_widths(program: torch.export.ExportedProgram) -> set[Any]:
-    """Return the symbols in the numbers of heads and the widths of attention, which are not lengths."""
     calls = [node for node in program.graph.nodes if node.target in torch_translation_table()]
     arrays = [x.meta["val"] for node in calls for x in node.args[:3]]
     sizes = [size for x in arrays for size in (x.shape[-3], x.shape[-1]) if not isinstance(size, int)]
@@ -202,7 +184,6 @@ def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """Return a torch module on the CPU, without the wrappers of ``torch.compile``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -220,7 +201,6 @@ def checked_model(model: Any) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode temporarily."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -232,7 +212,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the messages of torch's exporter."""
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -255,7 +234,6 @@ def _plain(size: Any) -> Any:
 
 
 def _input_name(path: Any, parameters: Sequence[str]) -> str:
-    """Return the name of an argument, or the path of a tensor in it."""
     by_name, first, *rest = map(_part, path)
     if not by_name:
         first = parameters[first] if first < len(parameters) else f"input_{first}"
@@ -263,7 +241,6 @@ def _input_name(path: Any, parameters: Sequence[str]) -> str:
 
 
 def _output_name(path: Any) -> str:
-    """Return the path of a tensor in the results."""
     if not path:
         return "output"
     name = "_".join(str(_part(key)) for key in path)
@@ -271,5 +248,49 @@ def _output_name(path: Any) -> str:
 
 
 def _part(key: Any) -> Any:
-    """Return the index, key or name of one step into a structure."""
     return next(getattr(key, kind) for kind in ("idx", "key", "name") if hasattr(key, kind))
+
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def torch_dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    named: torch.dtype = getattr(torch, check_dtype(dtype))
+    return named
+
+
+def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
+    """Return a copy of a model whose floating parameters and buffers have ``dtype``, or the model if that is None.
+
+    The frequencies of rotary positions stay as ``from_pretrained(dtype=...)`` leaves them: rounded to half precision,
+    they turn a thousandth position by another angle.
+    """
+    if dtype is None:
+        return model
+    # Each tensor is cast once and then released, and shared tensors stay shared.
+    known: dict[int, Any] = {}
+    exact = _frequencies(model)
+    for value in (*model.parameters(), *model.buffers()):
+        new = value.detach().clone() if id(value) in exact else cast(value.detach(), dtype)
+        is_parameter = isinstance(value, nn.Parameter)
+        known[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    # torch.nn.utils.weight_norm keeps the product of its parameters as a plain attribute, which torch refuses to copy
+    # and the module computes anew in each call.
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            known[id(value)] = cast(value.detach(), dtype)
+    with torch.no_grad():
+        return copy.deepcopy(model, known)
+
+
+def _frequencies(model: nn.Module) -> set[int]:
+    """Return the buffers from which Hugging Face models compute rotary positions, in float32 for every dtype."""
+    homes = [module for module in model.modules() if type(module).__module__.startswith("transformers.")]
+    named = [pair for module in homes for pair in module.named_buffers(recurse=False)]
+    return {id(value) for name, value in named if name.endswith("inv_freq")}
+
+
+def cast(given: Any, dtype: torch.dtype) -> Any:
+    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given

@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_bool, check_choice, check_int, describe, explains
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.publish import check_target, target_path
 from relskew_core.export._form.plan import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._models.caches import INT8, PAST_LENGTH, caches_in_place
-from relskew_core.export._models.exported import ExportOptions, ExportReport, publish
+from relskew_core.export._models.exported import ExportOptions, exports, publish
 from relskew_core.export._models.genai import NAME as CONFIG
 from relskew_core.export._models.genai import check_config, config_text
-from relskew_core.export._models.memory import memory_path, split_off
+from relskew_core.export._models.rewrites import memory_path, split_off
 from relskew_core.export._nodes.in_place import CACHE_LENGTH
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-GROWING = "growing"
-"""The caches of a graph: all keys and values so far, one longer with every token."""
-
-IN_PLACE = "in_place"
-"""The caches of a graph: buffers of a fixed length; the input ``past_length`` is the filled part."""
+GROWING = "growing"  # the caches of a graph: all keys and values so far, one longer with every token
+IN_PLACE = "in_place"  # the caches of a graph: buffers of a fixed length; the input ``past_length`` is the filled part
 
 
-@explains
+@exports
 def decoder_to_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    opset: int | None = None,
-    dtype: Any = None,
     memory: Tensor | Sequence[Tensor] | None = None,
     past: Callable[[int], Any] | None = None,
     in_place: bool = False,
     length: int | None = None,
     cache_dtype: Literal["int8"] | None = None,
     genai: Literal[False] | Mapping[str, Any] = False,
-    tolerance: float | None = None,
-    operator: bool = False,
-    check: bool = True,
-    report: Callable[[ExportReport], object] | None = None,
-    overwrite: bool = False,
-    external_threshold: int = 2**30,
+    options: ExportOptions,
 ) -> Path:
     """Write a torch decoder as one ONNX graph with caches, checked against torch.
 
@@ -58,6 +49,14 @@ def decoder_to_onnx(
     ``present.N.key`` and ``present.N.value``: the names of optimum and onnxruntime-genai. One graph serves prompts,
     pieces and single tokens of any batch; :func:`generate` decodes with it. Needs torch, onnxscript and, for the check,
     onnxruntime.
+
+    The check compares logits and caches for single tokens, whole prompts, prompts in pieces, other batches and long
+    pasts; and the graph must fail past the tables and when a cache is full. If the results differ from torch's, a
+    ``RuntimeError`` says where, and nothing is written.
+
+    ``metadata_props`` contain ``relskew.decoder``, the kind of the caches, and ``relskew.reach``, the number of
+    positions that the tables allow, if it is limited. Beyond it the runtime fails; its error names the module, the
+    table and its reach.
 
     Parameters
     ----------
@@ -68,13 +67,6 @@ def decoder_to_onnx(
         model is exported in evaluation mode, and its mode is restored.
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
-    opset : int, optional
-        Version of the standard operators, 18 … 28; by default 23, or 24, the lowest that is possible, with
-        ``in_place``.
-    dtype : str or dtype, optional
-        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
-        caches have this dtype, for example to export a bfloat16 model in float16. The check compares with that copy.
-        Frequencies of rotary positions in a model of transformers keep their dtype, as when it is loaded in a dtype.
     memory : Tensor or sequence of Tensor, optional
         Tensors to which the decoder attends besides its text, such as the states of an encoder
         ``(batch, memory_length, width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model
@@ -92,7 +84,8 @@ def decoder_to_onnx(
         Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input,
         ``past_length (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A
         runtime writes into the buffer that is bound as past and as present, and copies nothing, whereas growing caches
-        are copied at every step. The runtime must support ``TensorScatter``.
+        are copied at every step. The runtime must support ``TensorScatter``. With ``operator``, its nodes write the
+        caches themselves.
     length : int, optional
         With ``in_place``, the number of positions of the caches, at most what the tables reach; by default the runtime
         accepts any ``cache_length``.
@@ -107,42 +100,12 @@ def decoder_to_onnx(
         ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. The token, or the list of tokens, that
         ends a text must be among them: the runtime would otherwise stop at token 0, and it accepts no token outside the
         vocabulary. Not with ``in_place``.
-    tolerance : float, optional
-        Largest relative L2 error of the check; by default 1e-4 for float32, and 5e-2 with caches in int8.
-    operator : bool, default False
-        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
-        :func:`to_onnx` does; with ``in_place`` they write the caches themselves. The check runs the
-        graph with the operator library and without it; :func:`generate` registers the library automatically.
-    check : bool, default True
-        Compare logits and caches with torch in onnxruntime, for single tokens, whole prompts, prompts in pieces, other
-        batches and long pasts; and check that the graph fails past the tables and when a cache is full.
-    report, overwrite, external_threshold : optional
-        As in :func:`torch_to_onnx`.
+    {options}
 
     Returns
     -------
     pathlib.Path
         The path of the graph.
-
-    Raises
-    ------
-    RuntimeError
-        If the results of the graph differ from torch's; then nothing is written.
-    FileExistsError, ValueError, TypeError, OSError
-        If an argument, or what the model returns, does not fit; if the check would have to run a bfloat16 model that
-        onnxruntime cannot run; torch's errors if it cannot export the model.
-
-    See Also
-    --------
-    generate : tokens from the file.
-    torch_to_onnx : a model without caches.
-    encoder_decoder_to_onnx : encoder and decoder.
-
-    Notes
-    -----
-    ``metadata_props`` contain ``relskew.decoder``, the kind of the caches, and ``relskew.reach``, the number of
-    positions that the tables allow, if it is limited. Beyond it the runtime fails; its error names the module, the
-    table and its reach.
 
     Examples
     --------
@@ -151,13 +114,12 @@ def decoder_to_onnx(
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.export import decoder_to_onnx, generate
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
     >>> class Decoder(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.embedding = torch.nn.Embedding(10, 8)
-    ...         self.attention = RelativeMultiheadAttention(
-    ...             BlockSpec(8, 2, Span.causal(16), causal=True)
-    ...         )
+    ...         self.attention = RelativeMultiheadAttention(spec)
     ...
     ...     def forward(self, tokens, past):
     ...         y, cache = self.attention(self.embedding(tokens), past=past[0])
@@ -176,38 +138,33 @@ def decoder_to_onnx(
 
     In half precision, without the comparison with torch, which takes most of the time:
 
-    >>> half = folder / "half.onnx"
-    >>> path = decoder_to_onnx(Decoder(), half, dtype="float16", check=False)
-    >>> half.stat().st_size < (folder / "decoder.onnx").stat().st_size
-    True
+    >>> half = decoder_to_onnx(
+    ...     Decoder(), folder / "half.onnx", dtype="float16", check=False
+    ... )
     >>> place.cleanup()
     """
     import torch
 
-    from relskew_core.export._models.cast import in_dtype, torch_dtype
+    from relskew_core.export._models import convert
     from relskew_core.export._models.compare import OF_INT8, after, check_decoder, check_full, runner, runner_in_place
-    from relskew_core.export._models.convert import Flat, checked_model, convert, evaluating
     from relskew_core.export._models.decoder_calls import Causal, Memories, called_alike, empty_past, example, memory_of
 
-    model = checked_model(model)
-    options = ExportOptions(
-        _opset(opset, in_place, length, genai), dtype, tolerance, operator, check, report, overwrite, external_threshold
-    )
-    wanted = torch_dtype(options.dtype)
+    model = convert.checked_model(model)
+    options = _for_caches(options, in_place, length, cache_dtype, genai)
+    wanted = convert.torch_dtype(options.dtype)
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
-    _check_cache_dtype(cache_dtype, in_place, operator)
     target = target_path(path)
     targets = [target] if memory is None else [target, memory_path(target)]
     for one in targets:
-        check_target(one, overwrite)
+        check_target(one, options.overwrite)
     if genai is not False:
-        check_config(target.parent, genai, overwrite)
-    decoder = in_dtype(called_alike(model, past), wanted)
+        check_config(target.parent, genai, options.overwrite)
+    decoder = convert.in_dtype(called_alike(model, past), wanted)
     empty, seen = empty_past(decoder, past), memory_of(memory, wanted)
-    with evaluating(decoder), torch.no_grad():
+    with convert.evaluating(decoder), torch.no_grad():
         shown = example(decoder, empty, seen, wanted)
-    flat = Flat(decoder, shown, {})
+    flat = convert.Flat(decoder, shown, {})
     count = len(flat.inputs()) - 1 - len(seen)
     kinds = [(layer, kind) for layer in range(count // 2) for kind in ("key", "value")]
     seen_names = flat.input_names[1 + count :]
@@ -219,18 +176,12 @@ def decoder_to_onnx(
     called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
     # Axes with the same length as the first one share its name.
     of_memory = {(index, 1): f"{input_names[index]}_length" if index > added[0] else "memory_length" for index in added}
-    converted = convert(
-        flat,
-        [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *varies],
-        options,
-        input_names=input_names,
-        output_names=output_names,
-        lengths=lambda _: {**called, **of_memory},
-        sums={"length + past_length": "total_length"},
-        metadata={"relskew.decoder": GROWING},
+    converted = convert.convert(
+        flat, [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *varies], options,
+        input_names=input_names, output_names=output_names, lengths=lambda _: {**called, **of_memory},
+        sums={"length + past_length": "total_length"}, metadata={"relskew.decoder": GROWING},
         prefix="model.model." if isinstance(decoder, Causal) else "model.",
-    )
-
+    )  # fmt: skip
     graphs, reach = [converted.model], converted.reach
     if seen:
         graphs = list(reversed(split_off(converted.model, seen_names)))
@@ -238,9 +189,7 @@ def decoder_to_onnx(
         graphs[0] = _in_place(graphs[0], reach, length, cache_dtype)
     graph = graphs[0]
     read = [*input_names[: 1 + count], *(value.name for value in graphs[-1].graph.output if seen)]
-    lengths = [shape[1] if isinstance(shape[1], int) else None for shape in converted.shapes[1 + count :]]
-
-    draw = Memories(seen, lengths)
+    draw = Memories(seen, [x[1] if isinstance(x[1], int) else None for x in converted.shapes[1 + count :]])
 
     def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
         run = (
@@ -250,10 +199,10 @@ def decoder_to_onnx(
         )
         if seen:
             run = after(files[1], run, seen_names, operator=library)
-        with evaluating(flat):
+        with convert.evaluating(flat):
             check_decoder(
                 flat, run, output_names, draw, reach=length or reach, checks=checks,
-                tolerance=OF_INT8 if tolerance is None and cache_dtype is not None else tolerance,
+                tolerance=OF_INT8 if options.tolerance is None and cache_dtype is not None else options.tolerance,
             )  # fmt: skip
             if in_place and length is None:  # with a length, check_decoder has filled it
                 check_full(flat, run, draw)
@@ -264,7 +213,6 @@ def decoder_to_onnx(
 
 
 def _why(length: int | None, name: str, axis: int) -> str:
-    """Return why an axis of a decoder's input is fixed."""
     if name == PAST_LENGTH:
         return "one number for all rows"
     if not name.startswith("past_key_values."):
@@ -272,44 +220,37 @@ def _why(length: int | None, name: str, axis: int) -> str:
     return {1: "the heads of the layer", 2: f"`length` is {length}", 3: "the width of a head"}[axis]
 
 
-def _opset(opset: int | None, in_place: bool, length: int | None, genai: Any) -> int:
-    """Return the opset, if the arguments for caches in place fit together."""
+def _for_caches(options: ExportOptions, in_place: bool, length: int | None, dtype: Any, genai: Any) -> ExportOptions:
+    """Return the options with the opset that the caches need, if the arguments about caches fit together."""
     check_bool("in_place", in_place)
+    if dtype is not None:
+        check_choice("cache_dtype", dtype, (INT8,))
+        if not (in_place and options.operator):
+            raise ValueError(
+                f"`cache_dtype` requires `in_place=True` and `operator=True`, got in_place={in_place} and "
+                f"operator={options.operator}"
+            )
     if not in_place:
         if length is not None:
             raise ValueError(f"`length` requires `in_place=True`: caches that grow have none, got length={length!r}")
-        return 23 if opset is None else opset
+        return options
     if genai is not False:
         raise ValueError(
             "`in_place=True` excludes `genai`: onnxruntime-genai passes no `past_length` to a graph, got genai="
             f"{describe(genai)}"
         )
-    if opset is not None and checked_opset(opset) < IN_PLACE_OPSET:
+    opset = IN_PLACE_OPSET if options.opset is None else checked_opset(options.opset)
+    if opset < IN_PLACE_OPSET:
         raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}` or newer, for TensorScatter, got {opset}")
     if length is not None:
         check_int("length", length, minimum=1)
-    return IN_PLACE_OPSET if opset is None else opset
+    return replace(options, opset=opset)
 
 
-def _check_cache_dtype(cache_dtype: Any, in_place: bool, operator: bool) -> None:
-    """Refuse a dtype of caches that is unknown, or that nothing would read."""
-    if cache_dtype is None:
-        return
-    check_choice("cache_dtype", cache_dtype, (INT8,))
-    if not (in_place and operator):
-        raise ValueError(
-            f"`cache_dtype` requires `in_place=True` and `operator=True`, got in_place={in_place} and "
-            f"operator={operator}"
-        )
-
-
-def _in_place(
-    growing: onnx.ModelProto, reach: int | None, length: int | None, cache_dtype: str | None
-) -> onnx.ModelProto:
-    """Return a decoder with caches in place, of ``length`` if given."""
+def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, dtype: str | None) -> onnx.ModelProto:
     if length is not None and reach is not None and length > reach:
         raise ValueError(f"`length` must be at most {reach}, the positions that the model's tables reach, got {length}")
-    fixed = caches_in_place(growing, cache_dtype=cache_dtype)
+    fixed = caches_in_place(growing, cache_dtype=dtype)
     for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if length is not None and size.dim_param == CACHE_LENGTH:

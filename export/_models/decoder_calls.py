@@ -1,4 +1,4 @@
-"""The arguments of a decoder: the caches of a first call, an example, and a common form of Hugging Face decoders."""
+"""What decoders and encoder–decoders are called with: examples, caches, and modules around Hugging Face models."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relskew_core._array.checks import describe
-from relskew_core.export._models.cast import cast
+from relskew_core.export._models.convert import cast
 from relskew_core.export._models.fixed import drawn
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 Layers = Sequence[Sequence[Tensor]]
 """The caches of every layer: keys and values, and four tensors with those of a memory."""
 
-BATCH = 2
-"""The number of rows of the examples."""
+BATCH = 2  # the number of rows of the examples
 
 
 def cache_of(past: Layers) -> Any:
-    """Return a transformers cache with these keys and values."""
     cache = _caches().DynamicCache()
     _fill(cache, past)
     return cache
@@ -56,7 +54,6 @@ def cache_name(model: nn.Module) -> str:
 
 
 def pairs_of(cache: Any) -> list[list[Tensor]]:
-    """Return the keys and values in a transformers cache."""
     return [[layer.keys, layer.values] for layer in cache.layers]
 
 
@@ -76,13 +73,9 @@ class Causal(nn.Module):
         self.cache_name = cache_name(model)
 
     def forward(
-        self,
-        tokens: Tensor,
-        past: Layers,
-        encoder_hidden_states: Tensor | None = None,
+        self, tokens: Tensor, past: Layers, encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-    ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Call the model with a transformers cache without keys of a memory."""
+    ) -> tuple[Tensor, list[list[Tensor]]]:  # fmt: skip
         given: dict[str, Any] = {"encoder_attention_mask": encoder_attention_mask}
         if encoder_hidden_states is None:
             given, cache = {}, cache_of(past)
@@ -95,7 +88,6 @@ class Causal(nn.Module):
         return results.logits, pairs_of(own)
 
     def empty_cache(self, batch: int) -> list[list[Tensor]]:
-        """Return the caches of a first call, with the shapes that the model fills."""
         token = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         with torch.no_grad():
             _, pairs = self(token, ())
@@ -109,7 +101,6 @@ class Causal(nn.Module):
 
 
 def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Module:
-    """Return a model that is called with tokens and pairs, wrapping transformers models."""
     generates = callable(getattr(model, "prepare_inputs_for_generation", None))
     if past is not None or callable(getattr(model, "empty_cache", None)) or not generates:
         return model
@@ -122,7 +113,6 @@ def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Modu
 
 
 def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """Return a function that makes the caches of a first call."""
     if past is not None:
         if not callable(past):
             raise TypeError(f"`past` must be a function that returns the caches of a batch, got {describe(past)}")
@@ -172,7 +162,6 @@ def example(
 
 
 def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the arguments of a decoder besides tokens and a past."""
     if given is None:
         return []
     tensors = list(given) if isinstance(given, tuple | list) else [given]
@@ -198,7 +187,6 @@ class Memories:
         self._turns = itertools.cycle((1, 9, 4))
 
     def __call__(self, rows: int) -> list[Tensor]:
-        """Return a memory for this many rows."""
         sizes = dict.fromkeys(x.shape[1] for x in self._shown)
         lengths = dict(zip(sizes, self._turns, strict=False))
         return [
@@ -223,3 +211,137 @@ def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple
                 f"{describe(tensor)}"
             )
     return [(tensor.shape[1], tensor.shape[3]) for pair in pairs for tensor in pair]
+
+
+KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+"""The caches of a layer: of self-attention, and of the memory."""
+
+
+class Encoder(nn.Module):
+    """From tokens, or audio features, and their mask to the memory.
+
+    ``broadcasts``: the mask is added as ``(batch, 1, 1, memory_length)``, so that the model makes none of all pairs.
+    """
+
+    def __init__(self, model: Any, *, embedded: bool, broadcasts: bool) -> None:
+        super().__init__()
+        self.model, self.broadcasts = model, broadcasts
+        self.argument = "inputs_embeds" if embedded else "input_ids"
+
+    def forward(self, source: Tensor, mask: Tensor) -> Tensor:
+        if self.broadcasts:
+            dtype = self.model.dtype
+            mask = (1 - mask[:, None, None]).to(dtype) * torch.finfo(dtype).min
+        memory: Tensor = self.model.get_encoder()(**{self.argument: source}, attention_mask=mask)[0]
+        return memory
+
+
+class _TextDecoder(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.cache_name = cache_name(model)
+
+    def decode(self, mask: Tensor, tokens: Tensor, memory: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
+        cache = cache_with_memory([layer[:2] for layer in past], [layer[2:] for layer in past])
+        results = self.model(
+            decoder_input_ids=tokens, attention_mask=mask, encoder_outputs=(memory,), use_cache=True, return_dict=True,
+            **{self.cache_name: cache},
+        )  # fmt: skip
+        caches = pairs_of(cache.self_attention_cache), pairs_of(cache.cross_attention_cache)
+        return results.logits, [own + of for own, of in zip(*caches, strict=True)]
+
+
+class FirstCall(_TextDecoder):
+    def forward(self, mask: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        return self.decode(mask, tokens, memory, ())
+
+
+class LaterCall(_TextDecoder):
+    """From the memory's mask, tokens and all caches to logits and the caches that have grown."""
+
+    def __init__(self, model: Any, width: int) -> None:
+        super().__init__(model)
+        self.width = width
+
+    def forward(self, mask: Tensor, tokens: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
+        keys = past[0][2]
+        memory = keys.new_zeros((1, 1, 1)).expand(keys.shape[0], keys.shape[2], self.width)
+        logits, layers = self.decode(mask, tokens, memory, past)
+        return logits, [layer[:2] for layer in layers]
+
+
+class GraphPart(NamedTuple):
+    module: nn.Module
+    example: tuple[Any, ...]
+    inputs: list[str]
+    outputs: list[str]
+    axes: list[dict[int, str]]
+
+    def called(self, _: Sequence[tuple[Any, ...]]) -> dict[tuple[int, int], str]:
+        return {(index, axis): name for index, names in enumerate(self.axes) for axis, name in names.items()}
+
+
+def source_of(model: Any, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    if takes_sounds(model):
+        return torch.randn(
+            (batch, length, model.config.d_model), generator=generator, dtype=torch.float32, device="cpu"
+        ).to(model.dtype)
+    size = getattr(model.config, "vocab_size", None)
+    if size is None:
+        raise TypeError(
+            "`model` must encode tokens, of a `config.vocab_size`, or `input_features`, got "
+            f"{type(model).__name__} without that size"
+        )
+    return torch.randint(size, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
+
+
+def takes_sounds(model: Any) -> bool:
+    return "input_features" in inspect.signature(model.forward).parameters
+
+
+def _encoder(model: Any, source: Tensor, mask: Tensor) -> Encoder:
+    padded = mask.clone()
+    padded[-1, -2:] = 0
+    plain, wide = (Encoder(model, embedded=takes_sounds(model), broadcasts=which) for which in (False, True))
+    wanted = plain(source, padded)
+    try:
+        found = wide(source, padded)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # the shape does not broadcast
+        return plain
+    return wide if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) else plain
+
+
+def parts_of(model: Any) -> list[GraphPart]:
+    generator = torch.Generator("cpu").manual_seed(0)
+    batch, length, memory_length = 2, 3, 5
+    source = source_of(model, batch, memory_length, generator)
+    mask = torch.ones((batch, memory_length), dtype=torch.int64, device="cpu")
+    tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
+    encoder, first = _encoder(model, source, mask), FirstCall(model)
+    memory = encoder(source, mask)
+    _, past = first(mask, tokens, memory)
+    if not past or any(not isinstance(x, Tensor) or x.ndim != 4 for layer in past for x in layer):
+        raise TypeError(
+            "`model` must fill an EncoderDecoderCache with keys and values (batch, heads, length, D), got "
+            f"{describe(past)}"
+        )
+    later = LaterCall(model, memory.shape[-1])
+    of_memory, of_text = {0: "batch", 1: "memory_length"}, {0: "batch", 1: "length"}
+    kinds = [f"{layer}.{kind}" for layer in range(len(past)) for kind in KINDS]
+    caches = [{0: "batch", 2: "past_length" if "decoder" in kind else "memory_length"} for kind in kinds]
+    return [
+        GraphPart(
+            encoder, (source, mask), ["input_features" if takes_sounds(model) else "input_ids", "attention_mask"],
+            ["last_hidden_state"], [of_memory, of_memory],
+        ),
+        GraphPart(
+            first, (mask, tokens, memory), ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
+            ["logits", *(f"present.{kind}" for kind in kinds)], [of_memory, of_text, of_memory],
+        ),
+        GraphPart(
+            later, (mask, tokens[:, :2], past),
+            ["encoder_attention_mask", "input_ids", *(f"past_key_values.{kind}" for kind in kinds)],
+            ["logits", *(f"present.{kind}" for kind in kinds if "decoder" in kind)], [of_memory, of_text, *caches],
+        ),
+    ]  # fmt: skip

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relskew_core._array.checks import explains
 from relskew_core._files import cannot_write
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.publish import check_target, target_path
-from relskew_core.export._models.exported import ExportOptions, ExportReport, publish
+from relskew_core.export._models.exported import ExportOptions, exports, publish
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,24 +19,16 @@ if TYPE_CHECKING:
 FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 """The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
 
-START = "relskew.decoder_start_token_id"
-"""The metadata's key for the token with which a text begins."""
+START = "relskew.decoder_start_token_id"  # the metadata's key for the token with which a text begins
 
 
-@explains
+@exports
 def encoder_decoder_to_onnx(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    opset: int = 23,
-    dtype: Any = None,
     chunk_size: int | Literal["auto"] | None = "auto",
-    tolerance: float | None = None,
-    operator: bool = False,
-    check: bool = True,
-    report: Callable[[ExportReport], object] | None = None,
-    overwrite: bool = False,
-    external_threshold: int = 2**30,
+    options: ExportOptions,
 ) -> Path:
     """Write an encoder–decoder of transformers as three ONNX graphs with caches, checked against torch.
 
@@ -45,6 +36,10 @@ def encoder_decoder_to_onnx(
     inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Pass
     ``replace_attention(model)``: its attention does not materialise a bias for all pairs of positions. Needs torch,
     onnxscript, transformers and, for the check, onnxruntime.
+
+    The check compares all three graphs for memories of several lengths and batches, with padding, prompts of the
+    decoder and single tokens after them. If the results differ from torch's, a ``RuntimeError`` says where, and nothing
+    is written.
 
     ``encoder_model.onnx``
         ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 →
@@ -66,47 +61,15 @@ def encoder_decoder_to_onnx(
     folder : str or path-like
         A directory, created if it does not exist. Other files in it are kept: ``model.config.save_pretrained(folder)``
         adds the configuration that optimum needs.
-    opset : int, default 23
-        Version of the standard operators, 18 … 28.
-    dtype : str or dtype, optional
-        As in :func:`decoder_to_onnx`.
     chunk_size : int, "auto" or None, default "auto"
-        For more positions than this number, the encoder attends in a ``Loop`` over this many at a time, and memory
-        grows linearly with the length. ``"auto"``: from 257 positions and opset 23 on, 512 divided by the number of
-        heads. None: no control flow.
-    tolerance : float, optional
-        Largest relative L2 error of the check; by default 1e-4 for float32.
-    operator : bool, default False
-        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
-        :func:`torch_to_onnx` does. The check runs the graphs with the operator library and without it;
-        :func:`generate` registers the library automatically.
-    check : bool, default True
-        Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
-        batches, with padding, prompts of the decoder and single tokens after them.
-    report, overwrite, external_threshold : optional
-        As in :func:`torch_to_onnx`.
+        As in :func:`torch_to_onnx`, for the encoder.
+    {options}
 
     Returns
     -------
     pathlib.Path
-        The folder.
-
-    Raises
-    ------
-    RuntimeError
-        If the results of a graph differ from torch's; then nothing is written.
-    FileExistsError, ValueError, TypeError, OSError
-        If an argument does not fit, or ``model`` is not such a model; torch's errors if it cannot export the model.
-
-    See Also
-    --------
-    generate : tokens from the folder.
-    decoder_to_onnx : a decoder alone.
-
-    Notes
-    -----
-    The metadata entry ``relskew.set`` is the same in all three files; :func:`generate` rejects files that were not
-    written together.
+        The folder. The metadata entry ``relskew.set`` is the same in all three files; :func:`generate` rejects files
+        that were not written together.
 
     Examples
     --------
@@ -116,15 +79,8 @@ def encoder_decoder_to_onnx(
     >>> from transformers import T5Config, T5ForConditionalGeneration
     >>> from relskew_core.export import encoder_decoder_to_onnx, generate
     >>> from relskew_core.huggingface import replace_attention
-    >>> config = T5Config(
-    ...     d_model=16,
-    ...     d_kv=8,
-    ...     num_heads=2,
-    ...     num_layers=1,
-    ...     d_ff=16,
-    ...     vocab_size=50,
-    ...     decoder_start_token_id=0,
-    ... )
+    >>> sizes = {"d_model": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1, "d_ff": 16}
+    >>> config = T5Config(**sizes, vocab_size=50, decoder_start_token_id=0)
     >>> model = replace_attention(T5ForConditionalGeneration(config))
     >>> place = tempfile.TemporaryDirectory()
     >>> folder = encoder_decoder_to_onnx(model, place.name)
@@ -139,52 +95,41 @@ def encoder_decoder_to_onnx(
     A batch with padding, which ends where the model ends its text:
 
     >>> inputs, mask = [[3, 4, 5, 6], [7, 8, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]]
-    >>> tokens = generate(folder, inputs, 5, mask=mask, stop=config.eos_token_id)
-    >>> len(tokens)
+    >>> len(generate(folder, inputs, 5, mask=mask, stop=config.eos_token_id))
     2
     >>> place.cleanup()
     """
     import torch
 
-    from relskew_core.export._models.cast import in_dtype, torch_dtype
+    from relskew_core.export._models import convert
     from relskew_core.export._models.compare import check_parts
-    from relskew_core.export._models.convert import Flat, checked_model, convert, evaluating
-    from relskew_core.export._models.encoder_decoder_parts import parts_of
+    from relskew_core.export._models.decoder_calls import parts_of
 
-    model = checked_model(model)
-    options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)
+    model = convert.checked_model(model)
     start = _start(model)
-    model = in_dtype(model, torch_dtype(options.dtype))
+    model = convert.in_dtype(model, convert.torch_dtype(options.dtype))
     home = target_path(folder, "folder")
     made = _directory(home)
     try:
         targets = [home / name for name in FILES]
         for target in targets:
-            check_target(target, overwrite)
-        with evaluating(model), torch.no_grad():
+            check_target(target, options.overwrite)
+        with convert.evaluating(model), torch.no_grad():
             parts = parts_of(model)
         vary = torch.export.Dim.DYNAMIC
-        graphs = []
-        for part in parts:
-            flat = Flat(part.module, part.example, {})
-            graphs.append(
-                convert(
-                    flat,
-                    [dict.fromkeys(names, vary) for names in part.axes],
-                    options,
-                    input_names=part.inputs,
-                    output_names=part.outputs,
-                    lengths=part.called,
-                    sums={"length + past_length": "total_length"},
-                    metadata={START: str(start)},
-                    prefix="model.model.",
-                    chunk_size=chunk_size if part is parts[0] else None,
-                ).model
-            )
+        graphs = [
+            convert.convert(
+                convert.Flat(part.module, part.example, {}), [dict.fromkeys(names, vary) for names in part.axes],
+                options, input_names=part.inputs, output_names=part.outputs, lengths=part.called,
+                sums={"length + past_length": "total_length"}, metadata={START: str(start)}, prefix="model.model.",
+                chunk_size=chunk_size if part is parts[0] else None,
+            ).model
+            for part in parts
+        ]  # fmt: skip
 
         def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
-            with evaluating(model):
-                check_parts(parts, files, tolerance, checks, operator=library)
+            with convert.evaluating(model):
+                check_parts(parts, files, options.tolerance, checks, operator=library)
 
         publish(graphs, targets, options, compare, path=home, why=_why)
     except BaseException:
@@ -196,14 +141,12 @@ def encoder_decoder_to_onnx(
 
 
 def _why(name: str, axis: int) -> str:
-    """Return the reason for a fixed axis of an input; lengths are never fixed."""
     if name.startswith("past_key_values."):
         return "the heads of the layer" if axis == 1 else "the width of a head"
     return "the width of the model"
 
 
 def _directory(home: Path) -> bool:
-    """Make the directory unless it exists; return whether it was made."""
     if os.path.islink(home) or (os.path.exists(home) and not os.path.isdir(home)):
         raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
     if os.path.isdir(home):
@@ -218,7 +161,6 @@ def _directory(home: Path) -> bool:
 
 
 def _start(model: Any) -> int:
-    """Return the token with which an encoder–decoder begins its text."""
     config = getattr(model, "config", None)
     if not callable(getattr(model, "get_encoder", None)) or not getattr(config, "is_encoder_decoder", False):
         flag = getattr(config, "is_encoder_decoder", None)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from relskew_core._array.checks import check_bool, check_int, check_real, describe
+from relskew_core._array.checks import check_bool, check_int, check_real, describe, explains, wraps
 from relskew_core._array.extras import warn_caller
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.save import write
+from relskew_core.export._nodes.functions import opset_of
 
-Why = Callable[[str, int], str]
-"""Returns the reason why an axis of an input is fixed."""
+Result = TypeVar("Result")
+Why = Callable[[str, int], str]  # returns the reason why an axis of an input is fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +28,10 @@ class GraphTensor:
 
     Parameters
     ----------
-    name, dtype : str
-        Its name and its type.
-    shape : tuple of int or str
-        Lengths, and names of lengths that vary.
+    name, dtype, shape : str, str, tuple of int or str
+        Its name and its type; its lengths, and names of those that vary.
     fixed : mapping of int to str
         For each axis of an input with a fixed length, the reason why it does not vary.
-
-    See Also
-    --------
-    ExportedGraph : the graph of the tensor.
     """
 
     name: str
@@ -55,17 +51,8 @@ class ExportedGraph:
 
     Parameters
     ----------
-    file : str
-        The name of its file; empty if there is none.
-    opset : int
-        Version of the standard operators.
-    inputs, outputs : tuple of GraphTensor
-        In the order of the graph.
-
-    See Also
-    --------
-    ExportReport : all graphs of an export.
-    GraphTensor : an input or an output.
+    file, opset, inputs, outputs : str, int, tuple of GraphTensor, tuple of GraphTensor
+        The name of its file, empty if there is none; the version of the standard operators; tensors in order.
     """
 
     file: str
@@ -82,17 +69,10 @@ class ExportReport:
     ----------
     path : pathlib.Path or None
         The file or folder that was written, if one was requested.
-    graphs : tuple of ExportedGraph
-        One, or several that belong together.
-    checks : tuple of Check
-        Every comparison with torch, with its relative L2 error and the bound; empty with ``check=False``.
+    graphs, checks : tuple of ExportedGraph, tuple of Check
+        Graphs that belong together, and every comparison with torch, with its relative L2 error and the bound.
     unchecked : tuple of str
         Inputs that the graph accepts and the model rejects, so that there is nothing to compare with.
-
-    See Also
-    --------
-    torch_to_onnx : takes ``report=``.
-    ExportedGraph : one of its graphs.
 
     Examples
     --------
@@ -147,16 +127,42 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """The options that all exporters of torch models share, checked before anything is made."""
+    """The options of all exporters of torch models, which take their signatures and this text from here.
 
-    opset: int
-    dtype: Any
-    tolerance: float | None
-    operator: bool
-    check: bool
-    report: Callable[[ExportReport], object] | None
-    overwrite: bool
-    external_threshold: int
+    Parameters
+    ----------
+    opset : int, optional
+        Version of the standard operators, 18 … 28; by default 23, or 24, the lowest one possible, with caches in place.
+    dtype : str or dtype, optional
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
+        caches have this dtype, for example to export a bfloat16 model in float16. Floating tensors of an example are
+        cast too, and the check compares with that copy. Frequencies of rotary positions in a model of transformers
+        keep their dtype, as when it is loaded in a dtype.
+    tolerance : float, optional
+        Largest relative L2 error of the check; by default 1e-4 for float32, and 5e-2 with caches in int8.
+    operator : bool, default False
+        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
+        :func:`to_onnx` does. Calls that the operator does not support, such as those with a span that depends on the
+        input, are written as without it. The check runs the graph with the operator library and without it.
+    check : bool, default True
+        Compare with torch in onnxruntime before a file appears.
+    report : callable, optional
+        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
+        axes vary, why others are fixed, and every comparison with its error.
+    overwrite : bool, default False
+        Replace existing files.
+    external_threshold : int, default 2**30
+        As in :func:`save`.
+    """
+
+    opset: int | None = None
+    dtype: Any = None
+    tolerance: float | None = None
+    operator: bool = False
+    check: bool = True
+    report: Callable[[ExportReport], object] | None = None
+    overwrite: bool = False
+    external_threshold: int = 2**30
 
     def __post_init__(self) -> None:
         for name in ("operator", "check", "overwrite"):
@@ -168,21 +174,31 @@ class ExportOptions:
             raise ValueError(f"`tolerance` must be at least 0, got {self.tolerance}")
 
 
+def exports(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Give an exporter the arguments and the text of :class:`ExportOptions`, which it is passed as ``options``."""
+    own, shared = inspect.signature(function), inspect.signature(ExportOptions).parameters
+    _, _, text = inspect.cleandoc(ExportOptions.__doc__ or "").partition("----------\n")
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", text)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        chosen = {name: kwargs.pop(name) for name in shared if name in kwargs}
+        return function(*args, **kwargs, options=ExportOptions(**chosen))
+
+    parameters = [one for name, one in own.parameters.items() if name != "options"]
+    parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shared.values()]
+    vars(call)["__signature__"] = own.replace(parameters=parameters)
+    return explains(call)
+
+
 Compare = Callable[[Sequence[Path], bool, list[Check]], None]
 """Compares files with a model, perhaps with the operator library, and records the comparisons, or raises an error."""
 
 
 def publish(
-    graphs: Sequence[onnx.ModelProto],
-    targets: Sequence[Path],
-    options: ExportOptions,
-    compare: Compare,
-    *,
-    path: Path | None,
-    why: Why,
-    texts: Mapping[str, str] | None = None,
-    unchecked: Sequence[str] = (),
-) -> None:
+    graphs: Sequence[onnx.ModelProto], targets: Sequence[Path], options: ExportOptions, compare: Compare, *,
+    path: Path | None, why: Why, texts: Mapping[str, str] | None = None, unchecked: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Save graphs that belong together if the finished files do what the model does; then warn and report.
 
     ``compare`` may add to ``unchecked``, inputs that the graph accepts and the model rejects. ``path`` is None for a
@@ -207,11 +223,9 @@ def publish(
 
 
 def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:
-    """Return the inputs and outputs of a graph; ``why`` explains the fixed axes of inputs."""
     inputs = tuple(_tensor(value, why) for value in model.graph.input)
     outputs = tuple(_tensor(value, None) for value in model.graph.output)
-    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    return ExportedGraph(file, opset, inputs, outputs)
+    return ExportedGraph(file, opset_of(model), inputs, outputs)
 
 
 def _tensor(value: onnx.ValueInfoProto, why: Why | None) -> GraphTensor:

@@ -67,7 +67,6 @@ def _takes_more(flat: Flat, leaves: Sequence[Tensor], group: Sequence[Axis]) -> 
 def explained(
     groups: Sequence[Sequence[Axis]], names: Sequence[str], leaves: Sequence[Tensor], frames: Mapping[Axis, Any]
 ) -> Iterator[str]:
-    """Return a message about fixed axes: which, by which line, and what to do."""
     for group in groups:
         index, axis = group[0]
         listed = " and ".join(f"axis {axis} of {names[index]!r}" for index, axis in group)
@@ -103,10 +102,6 @@ def reasons_of(
 
 
 def _where(group: Sequence[Axis], frames: Mapping[Axis, Any]) -> str:
-    """Return the line of a model that fixed axes, if torch reports it."""
-    frame = next((frames[place] for place in group if place in frames and not _of_torch(frames[place])), None)
+    known = [frames[place] for place in group if place in frames]
+    frame = next((one for one in known if _TORCH not in Path(one.filename).parents), None)
     return "" if frame is None else f", by `{frame.line}` in {frame.filename}:{frame.lineno}"
-
-
-def _of_torch(frame: Any) -> bool:
-    return _TORCH in Path(frame.filename).parents

@@ -11,40 +11,37 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
-from relskew_core._array.checks import check_int, describe, explains
+from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import warn_caller
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.publish import check_target, target_path
-from relskew_core.export._models.exported import ExportOptions, ExportReport, publish
+from relskew_core.export._models.exported import ExportOptions, exports, publish
 from relskew_core.export._models.names import first_free
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@explains
+@exports
 def torch_to_onnx(
     model: nn.Module,
     inputs: Any,
     path: str | os.PathLike[str] | None = None,
     *,
-    opset: int = 23,
-    dtype: Any = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     vary: Mapping[str, Iterable[int]] | None = None,
     chunk_size: int | Literal["auto"] | None = "auto",
-    tolerance: float | None = None,
-    operator: bool = False,
-    check: bool = True,
-    report: Callable[[ExportReport], object] | None = None,
-    overwrite: bool = False,
-    external_threshold: int = 2**30,
+    options: ExportOptions,
 ) -> onnx.ModelProto:
     """Write a torch model as an ONNX graph with dynamic batch and lengths, checked against torch.
 
     Every call of :func:`relskew_core.relative_attention` and every module of this library becomes a few nodes, as with
     :func:`to_onnx`; torch's exporter writes the rest. This needs torch, onnxscript and, for the check, onnxruntime.
+
+    The check compares the example, and other lengths of the axes that vary, including 1, with values drawn from those
+    of the example. A length that ``model`` rejects cannot be compared; a warning says where the graph still returns
+    numbers. If the results differ from torch's, a ``RuntimeError`` says where, and nothing is written.
 
     Parameters
     ----------
@@ -55,11 +52,6 @@ def torch_to_onnx(
         mappings are inputs too; other values are constants of the graph.
     path : str or path-like, optional
         Where to save the graph too, all or nothing, as :func:`save` does.
-    opset : int, default 23
-        Version of the standard operators, 18 … 28.
-    dtype : str or dtype, optional
-        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters and buffers
-        have this dtype, and cast the floating tensors of ``inputs``. The check compares with that copy.
     input_names, output_names : sequence of str, optional
         Names for the tensors of the arguments and the results; by default those that the model uses. A result with the
         name of an argument, such as a mask that is returned, is then called ``output_mask``.
@@ -69,43 +61,14 @@ def torch_to_onnx(
         batch of 2 and lengths above 1. If an axis is fixed although ``model`` accepts other lengths, a warning names
         it, with the line that fixed it if torch reports the line.
     chunk_size : int, "auto" or None, default "auto"
-        For more queries than this number, attention is a ``Loop`` over this many queries at a time, and memory grows
-        linearly with the length. ``"auto"``: from 257 queries and opset 23 on, 512 divided by the number of heads.
-        None: no control flow. As in :func:`torch_translation_table`.
-    tolerance : float, optional
-        Largest relative L2 error of the check; by default 1e-4 for float32.
-    operator : bool, default False
-        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
-        :func:`to_onnx` does. Calls that the operator does not support, such as those with a span that depends on the
-        input, are written as without it. The check runs the graph with the operator library and without it.
-    check : bool, default True
-        Compare with torch in onnxruntime, for the example and for other lengths of the axes that vary, including 1,
-        with values drawn from those of the example. A length that ``model`` rejects cannot be compared; a warning says
-        where the graph still returns numbers.
-    report : callable, optional
-        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
-        axes vary, why others are fixed, and every comparison with its error.
-    overwrite : bool, default False
-        Replace an existing file.
-    external_threshold : int, default 2**30
-        As in :func:`save`.
+        As in :func:`torch_translation_table`: for more queries than this number, attention is a ``Loop`` over this many
+        queries at a time, and memory grows linearly with the length. None: no control flow.
+    {options}
 
     Returns
     -------
     onnx.ModelProto
         The graph.
-
-    Raises
-    ------
-    RuntimeError
-        If the results of the graph differ from torch's; then nothing is written.
-    ValueError, TypeError, OSError
-        If an argument does not fit; torch's errors if it cannot export the model.
-
-    See Also
-    --------
-    to_onnx : one attention block, without torch.
-    decoder_to_onnx : a decoder with caches.
 
     Examples
     --------
@@ -116,23 +79,17 @@ def torch_to_onnx(
     >>> encoder = RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(4)))
     >>> graph = torch_to_onnx(encoder, torch.randn(2, 5, 8), output_names=["y"]).graph
     >>> [
-    ...     [size.dim_param or size.dim_value for size in x.type.tensor_type.shape.dim]
-    ...     for x in graph.input
+    ...     size.dim_param or size.dim_value
+    ...     for size in graph.input[0].type.tensor_type.shape.dim
     ... ]
-    [['batch', 'x_length', 8]]
+    ['batch', 'x_length', 8]
 
     Two inputs, by the names of the arguments, of which only the batch varies:
 
-    >>> given = {
-    ...     "x": torch.randn(2, 5, 8),
-    ...     "mask": torch.ones(5, 5, dtype=torch.bool).tril(),
-    ... }
+    >>> given = {"x": torch.randn(2, 5, 8), "mask": torch.ones(5, 5, dtype=torch.bool)}
     >>> graph = torch_to_onnx(encoder, given, vary={"x": [0]}, check=False).graph
-    >>> (
-    ...     [x.name for x in graph.input],
-    ...     graph.input[0].type.tensor_type.shape.dim[1].dim_value,
-    ... )
-    (['x', 'mask'], 5)
+    >>> [x.name for x in graph.input]
+    ['x', 'mask']
 
     Into a file, with attention over all queries at once for longer inputs too:
 
@@ -147,38 +104,29 @@ def torch_to_onnx(
     import torch
     from torch.utils import _pytree as pytree
 
-    from relskew_core.export._models.cast import cast, in_dtype, torch_dtype
-    from relskew_core.export._models.convert import Flat, Varying, checked_model, convert, evaluating, varying
+    from relskew_core.export._models import convert
     from relskew_core.export._models.fixed import explained, fixed_by_chance, reasons_of
 
-    model = checked_model(model)
-    options = ExportOptions(opset, dtype, tolerance, operator, check, report, overwrite, external_threshold)
+    model = convert.checked_model(model)
     target = None if path is None else target_path(path)
     if target is not None:
-        check_target(target, overwrite)
-    wanted = torch_dtype(options.dtype)
-    args, kwargs = pytree.tree_map(lambda x: x if wanted is None else cast(x, wanted), _arguments(inputs))
-    flat = Flat(in_dtype(model, wanted), args, kwargs)
+        check_target(target, options.overwrite)
+    wanted = convert.torch_dtype(options.dtype)
+    args, kwargs = pytree.tree_map(lambda x: x if wanted is None else convert.cast(x, wanted), _arguments(inputs))
+    flat = convert.Flat(convert.in_dtype(model, wanted), args, kwargs)
     leaves = flat.inputs()
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
-    with evaluating(flat), torch.no_grad():
+    with convert.evaluating(flat), torch.no_grad():
         if not flat(*leaves):  # which also records the names of the results
             raise ValueError("`model` must return a tensor for `inputs`, got none")
     names = _names("input_names", input_names, flat.input_names)
     results = _names("output_names", output_names, flat.output_names, names)
-    varies = varying(flat) if vary is None else Varying(_axes(leaves, names, vary), frozenset(), {})
-    converted = convert(
-        flat,
-        varies.axes,
-        options,
-        input_names=names,
-        output_names=results,
-        lengths=partial(_lengths, names),
-        metadata={},
+    varies = convert.varying(flat) if vary is None else convert.Varying(_axes(leaves, names, vary), frozenset(), {})
+    converted = convert.convert(
+        flat, varies.axes, options, input_names=names, output_names=results, lengths=partial(_lengths, names),
         chunk_size=chunk_size,
-    )
-
+    )  # fmt: skip
     chance = [] if vary is not None else fixed_by_chance(flat, converted.shapes, varies.never)
     for text in explained(chance, names, leaves, varies.frames):
         warn_caller(text)
@@ -188,7 +136,7 @@ def torch_to_onnx(
         from relskew_core.export._models.compare import check_equal, gives_numbers, results_of, runner
 
         run = runner(files[0], names, operator=library)
-        with evaluating(flat):
+        with convert.evaluating(flat):
             for number, case in enumerate(_cases(leaves, converted.shapes)):
                 label = "inputs of " + ", ".join(
                     f"{name} {tuple(x.shape)}" for name, x in zip(names, case, strict=True)
@@ -201,7 +149,7 @@ def torch_to_onnx(
                     if not library and gives_numbers(run, case):
                         unchecked.append(f"{label} ({type(error).__name__}: {error})")
                     continue
-                check_equal(results, run(case, label), wanted, label, tolerance, checks)
+                check_equal(results, run(case, label), wanted, label, options.tolerance, checks)
 
     reasons = reasons_of(leaves, varies, chance, named=vary is not None)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,10 +166,8 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
+    if isinstance(inputs, Tensor | tuple | list):
+        return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}
     raise TypeError(f"`inputs` must be a tensor, a tuple of arguments or a mapping of names, got {describe(inputs)}")
 
 
@@ -245,7 +191,6 @@ def _names(argument: str, given: Any, usual: list[str], inputs: Sequence[str] = 
 
 
 def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Iterable[int]]) -> list[dict[int, Any]]:
-    """Return the axes of each input that vary, in the form of ``torch.export``."""
     from torch.export import Dim
 
     if not isinstance(vary, Mapping):

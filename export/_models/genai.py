@@ -13,12 +13,10 @@ import onnx
 from relskew_core._array.checks import describe
 
 NAME = "genai_config.json"
-UNLIMITED = 2**20
-"""The ``context_length`` of models whose tables have no end."""
+UNLIMITED = 2**20  # the ``context_length`` of models whose tables have no end
 
 
 def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
-    """Refuse unknown keys of a config, texts without an end token, and an existing file."""
     if genai is not True and not isinstance(genai, Mapping):
         raise TypeError(f"`genai` must be False or a mapping of entries for {NAME}, got {describe(genai)}")
     ends = None if genai is True else genai.get("eos_token_id")
@@ -33,7 +31,6 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
 
 
 def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any], reach: int | None) -> str:
-    """Return the config of a decoder's graph, of the simplest type with one cache per layer."""
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.input, *model.graph.output)}
     caches = [shape for name, shape in shapes.items() if name.startswith("past_key_values.")]
     sizes = {(shape[1].dim_value, shape[3].dim_value) for shape in caches}
@@ -46,32 +43,17 @@ def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any
     ends = entries["eos_token_id"]
     if not all(token < vocabulary for token in (ends if isinstance(ends, list) else [ends])):
         raise ValueError(f"`genai` must have an `eos_token_id` below {vocabulary}, the model's vocabulary, got {ends}")
-    own = {
-        "type": "llama",
-        "vocab_size": vocabulary,
-        "context_length": context,
-        "bos_token_id": 0,
-        "pad_token_id": 0,
-        **entries,
-        "decoder": {
-            "filename": filename,
-            "session_options": {},
-            "head_size": width,
-            "hidden_size": heads * width,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "num_hidden_layers": len(caches) // 2,
-            "inputs": {
-                "input_ids": "input_ids",
-                "past_key_names": "past_key_values.%d.key",
-                "past_value_names": "past_key_values.%d.value",
-            },
-            "outputs": {
-                "logits": "logits",
-                "present_key_names": "present.%d.key",
-                "present_value_names": "present.%d.value",
-            },
-        },
-    }
+    decoder = {
+        "filename": filename, "session_options": {}, "head_size": width, "hidden_size": heads * width,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": len(caches) // 2,
+        "inputs": {"input_ids": "input_ids"} | _names("past", "past_key_values"),
+        "outputs": {"logits": "logits"} | _names("present", "present"),
+    }  # fmt: skip
+    own = {"type": "llama", "vocab_size": vocabulary, "context_length": context, "bos_token_id": 0, "pad_token_id": 0}
+    own |= {**entries, "decoder": decoder}
     search = {"do_sample": False, "max_length": own["context_length"], "past_present_share_buffer": False}
     return json.dumps({"model": own, "search": search}, indent=2) + "\n"
+
+
+def _names(kind: str, prefix: str) -> dict[str, str]:
+    return {f"{kind}_{name}_names": f"{prefix}.%d.{name}" for name in ("key", "value")}

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
-import numpy as np
-import onnx
-from onnx import numpy_helper
-
-from relskew_core.export._nodes.functions import rename
-
 SCOPES = "pkg.torch.onnx.name_scopes"
 _RELSKEW = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
-_COMPILED = re.compile(r"\b_orig_mod\.|\._orig_mod$")
-"""The parts that ``torch.compile`` adds to the names of modules."""
-
+_COMPILED = re.compile(r"\b_orig_mod\.|\._orig_mod$")  # the parts that ``torch.compile`` adds to the names of modules
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def first_free(name: str, taken: Collection[str]) -> str:
-    """Return a name, followed by a number if it is taken."""
     return next(found for found in chain([name], (f"{name}_{number}" for number in count(2))) if found not in taken)
 
 
@@ -104,7 +94,6 @@ def _homes(nodes: Sequence[Any], prefix: str) -> list[str]:
 
 
 def _module_of(node: Any, prefix: str) -> str:
-    """Return the path of the module that made a node, empty for the model itself or if unknown."""
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
     path: str = scopes[-2] if len(scopes) > 1 else ""
     return _COMPILED.sub("", path.removeprefix(prefix)) if path.startswith(prefix) else ""
@@ -113,89 +102,3 @@ def _module_of(node: Any, prefix: str) -> str:
 def _values(model: Any, nodes: Sequence[Any]) -> list[Any]:
     made = [value for node in nodes for value in node.outputs]
     return [*model.graph.inputs, *model.graph.initializers.values(), *made]
-
-
-SMALLEST = 256
-"""The least bytes of tensors that are compared."""
-
-
-def store_once(model: onnx.ModelProto) -> None:
-    """Remove tensors that equal others, as they are or transposed; a ``Transpose`` then makes the latter."""
-    large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= SMALLEST]
-    results = {value.name for value in model.graph.output}
-    # Results stay; tensors of the state dict keep their names.
-    large.sort(key=lambda tensor: (tensor.name not in results, tensor.name.endswith("/constant")))
-    shapes = {(tensor.data_type, tuple(tensor.dims)) for tensor in large}
-    kept: dict[tuple[int, tuple[int, ...], bytes], str] = {}
-    names: dict[str, str] = {}
-    turned: dict[str, onnx.NodeProto] = {}
-    for tensor in large:
-        kind, shape, content = tensor.data_type, tuple(tensor.dims), _digest(tensor.raw_data)
-        same, other = kept.get((kind, shape, content)), None
-        if same is None and len(shape) == 2 and (kind, shape[::-1]) in shapes:
-            across = _digest(np.ascontiguousarray(numpy_helper.to_array(tensor).T).view(np.uint8).data)
-            other = kept.get((kind, shape[::-1], across))
-            same = other and f"{other}/transposed"
-        if same is None or tensor.name in results:
-            kept[kind, shape, content] = tensor.name
-            continue
-        names[tensor.name] = same
-        if other is not None:
-            turned[same] = onnx.helper.make_node("Transpose", [other], [same], name=same, perm=[1, 0])
-    if not names:
-        return
-    remaining = [tensor for tensor in model.graph.initializer if tensor.name not in names]
-    nodes = [*turned.values(), *model.graph.node]
-    rename(nodes, names)
-    del model.graph.initializer[:], model.graph.node[:]
-    model.graph.initializer.extend(remaining)
-    model.graph.node.extend(nodes)
-
-
-def _digest(content: bytes | memoryview) -> bytes:
-    """Return a hash of the content, because keeping all contents would take as much memory as the model."""
-    return hashlib.sha256(content).digest()
-
-
-_EXACT = ("Add", "Sub", "Mul", "Div")
-"""Float32 has so many more bits that these results, rounded to bfloat16, are the same as those in bfloat16."""
-
-
-def compute_in_float32(model: Any) -> None:
-    """Compute sums and products of bfloat16 in float32, and round the results: Falcon has such in ALiBi's bias."""
-    import onnx_ir as ir
-
-    def cast(x: Any, node: Any, dtype: ir.DataType) -> Any:
-        return ir.node("Cast", [x], attributes={"to": dtype}, metadata_props=dict(node.metadata_props))
-
-    for node in list(model.graph):
-        (result, *_) = node.outputs
-        if node.op_type not in _EXACT or node.domain or result.dtype != ir.DataType.BFLOAT16:
-            continue
-        wide = [cast(x, node, ir.DataType.FLOAT) for x in node.inputs]
-        inner = ir.node(node.op_type, [x.outputs[0] for x in wide], metadata_props=dict(node.metadata_props))
-        rounded = cast(inner.outputs[0], node, ir.DataType.BFLOAT16)
-        made = [*wide, inner, rounded]
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [result], rounded.outputs)
-
-
-def expand_rotary(model: Any) -> None:
-    """Expand the cosines and sines of ``RotaryEmbedding`` to the batch: onnxruntime rejects a batch of one."""
-    import onnx_ir as ir
-
-    def constant(name: str, numbers: list[int]) -> Any:
-        return ir.node("Constant", [], attributes={"value": ir.tensor(np.array(numbers, np.int64), name=name)})
-
-    for node in list(model.graph):
-        if node.op_type != "RotaryEmbedding" or node.domain or any(node.inputs[3:]):  # position ids select these rows
-            continue
-        x, *caches = node.inputs[:3]
-        if any(cache.shape is not None and cache.shape[0] != 1 for cache in caches):
-            continue
-        ones = constant("ones", [1, 1])
-        batch = ir.node("Shape", [x], attributes={"start": 0, "end": 1})
-        sizes = ir.node("Concat", [batch.outputs[0], ones.outputs[0]], attributes={"axis": 0})
-        made = [ir.node("Expand", [cache, sizes.outputs[0]]) for cache in caches]
-        for place, expand in enumerate(made, 1):
-            node.replace_input_with(place, expand.outputs[0])
-        model.graph.insert_before(node, [ones, batch, sizes, *made])

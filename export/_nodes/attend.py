@@ -8,21 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from relskew_core.export._form.plan import GraphPlan
+from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
-from relskew_core.export._nodes.fused import attend_fused, without_dead_rows
-from relskew_core.export._nodes.parts import (
-    AttentionInputs,
-    Heads,
-    Present,
-    as_given,
-    hide,
-    keys_and_values,
-    merge_heads,
-    present_values,
-    relative_logits,
-    split_heads,
-    weighted_heads,
-)
 from relskew_core.export._nodes.visible import Segments, visible
 from relskew_core.export._nodes.window import HeadRange, Lengths, TableWindow
 
@@ -55,8 +42,7 @@ def even_chunks(g: Emitter, n: Value, most: int) -> tuple[Value, Value, Value]:
     return count, size, g.index("Sub", [n, size], "chunks/last_start")
 
 
-def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
-    """Return the chunks of an attention, made before any loop."""
+def chunks_of(g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs) -> Chunks:
     lengths = inputs.lengths
     assert plan.chunk_size is not None
     count, size, last = even_chunks(g, g.dim(lengths.queries), plan.chunk_size)
@@ -67,8 +53,9 @@ def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
     return Chunks(size, count, last, condition)
 
 
-def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
-    """Return the heads side by side, ``(batch, queries, H * D)``."""
+def attend_chunks(
+    g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs, heads: parts.Heads, chunks: Chunks
+) -> Value:
     lengths, (size, count, last, causal) = inputs.lengths, chunks
     n = g.dim(lengths.queries)
 
@@ -98,7 +85,9 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         else:
             columns = body.minus(lengths.keys, seen.keys, "chunk/unseen")
             condition = body.cut(causal, 1, columns, INT64_MAX, "chunk_keys", "chunk/visible")
-        return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
+        return parts.merge_heads(
+            body, parts.weighted_heads(body, plan, parts.Heads(rows, k, v, heads.sinks), window, seen, condition)
+        )
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     _, batch, _, width = turns.shape
@@ -159,7 +148,9 @@ def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Di
     return mask
 
 
-def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
+def attend_by_head(
+    g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs, heads: parts.Heads, chunks: Chunks
+) -> Value:
     """Return the heads side by side, ``(batch, queries, H * D)``, from a loop over key heads, each over chunks.
 
     A turn has the query heads that share a key head, and only their part of the tables.
@@ -174,7 +165,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
 
         key_head = _range(body, iteration, 1, "key_head")
         query_heads = key_head if group == 1 else _range(body, iteration, group, "query_heads")
-        own = Heads(
+        own = parts.Heads(
             take(heads.queries, 1, query_heads, "head/queries"),
             take(heads.keys, 1, key_head, "head/keys"),
             take(heads.values, 1, key_head, "head/values"),
@@ -242,34 +233,36 @@ def _ramp(g: Emitter, end: Dim, name: str, symbol: str) -> Value:
     return g.range((0, ""), (end, f"guard/{name}_end"), f"guard/{name}_counted", symbol)
 
 
-def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
+def attend(g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs) -> tuple[Value, parts.Present | None]:
     """Return the heads, laid out like the queries, and the presents if there is a past."""
     if plan.looped:
         return (_by_length if plan.profile.branches else _in_chunks)(g, plan, inputs)
-    queries = split_heads(g, inputs.projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
+    queries = parts.split_heads(g, inputs.projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
     window = TableWindow(g, plan, inputs.tables, inputs.lengths)
     if plan.fused:
-        bias = relative_logits(g, plan, queries, window, inputs.lengths)
+        bias = parts.relative_logits(g, plan, queries, window, inputs.lengths)
         condition = _condition(g, plan, inputs)
-        bias = hide(g, plan, bias, condition)
-        heads, present = attend_fused(g, plan, inputs, queries, bias)
-        return without_dead_rows(g, plan, heads, condition), present
+        bias = parts.hide(g, plan, bias, condition)
+        heads, present = parts.attend_fused(g, plan, inputs, queries, bias)
+        return parts.without_dead_rows(g, plan, heads, condition), present
     condition = _condition(g, plan, inputs)
-    keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
-    heads = weighted_heads(g, plan, Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition)
-    return as_given(g, inputs.projected, heads), present
+    keys, values, present = parts.keys_and_values(g, plan, inputs.projected, inputs.past)
+    heads = parts.weighted_heads(
+        g, plan, parts.Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition
+    )
+    return parts.as_given(g, inputs.projected, heads), present
 
 
-def _by_length(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
+def _by_length(g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs) -> tuple[Value, parts.Present | None]:
     """Attention in chunks, or at once for a single chunk of queries, for which a loop would cost more than it saves."""
 
-    def results(heads: Value, present: Present | None) -> list[Value]:
+    def results(heads: Value, present: parts.Present | None) -> list[Value]:
         return [heads, *(present or ())]
 
     compared = [g.dim(inputs.lengths.queries), g.constant([plan.chunk_size])]
     one_chunk = g.index("LessOrEqual", compared, "chunks/one_is_enough", (1,), BOOL)
     heads = Value(g.path("heads"), inputs.projected.q.shape, g.dtype)
-    present = None if inputs.past is None else present_values(g, plan, inputs.past)
+    present = None if inputs.past is None else parts.present_values(g, plan, inputs.past)
     g.choose(
         one_chunk, "attention_by_length", results(heads, present),
         short=lambda g: results(*attend(g, replace(plan, looped=False, guarded=False), inputs)),
@@ -278,20 +271,19 @@ def _by_length(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Va
     return heads, present
 
 
-def _in_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value, Present | None]:
-    """Attention in a loop over chunks of queries."""
+def _in_chunks(g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs) -> tuple[Value, parts.Present | None]:
     count, width, projected = plan.spec.num_heads, plan.spec.head_dim, inputs.projected
-    queries = split_heads(g, projected.q, count, width, "q")
-    keys, values, present = keys_and_values(g, plan, projected, inputs.past)
+    queries = parts.split_heads(g, projected.q, count, width, "q")
+    keys, values, present = parts.keys_and_values(g, plan, projected, inputs.past)
     inputs = replace(inputs, lengths=guarded(g, plan, inputs.lengths))
     form = attend_by_head if plan.profile.by_head and plan.spec.num_kv_heads > 1 else attend_chunks
-    heads = form(g, plan, inputs, Heads(queries, keys, values, inputs.sinks), chunks_of(g, plan, inputs))
+    heads = form(g, plan, inputs, parts.Heads(queries, keys, values, inputs.sinks), chunks_of(g, plan, inputs))
     if len(projected.q.shape) == 4:
-        heads = split_heads(g, heads, count, width, "out")
+        heads = parts.split_heads(g, heads, count, width, "out")
     return heads, present
 
 
-def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | None:
+def _condition(g: Emitter, plan: GraphPlan, inputs: parts.AttentionInputs) -> Value | None:
     if inputs.condition is not None:
         return inputs.condition
     return visible(g, plan, inputs.lengths, inputs.mask, inputs.segments)

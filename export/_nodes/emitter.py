@@ -16,8 +16,7 @@ from relskew_core.export._form.weights import DTYPES
 
 Shape: TypeAlias = tuple[int | str, ...]
 INT64_MAX = 2**63 - 1
-CONSTANT = "relskew/constant/"
-"""The prefixes of tensors that are not weights."""
+CONSTANT = "relskew/constant/"  # the prefixes of tensors that are not weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,9 @@ class Value:
     dtype: np.dtype[Any]
 
 
-Dim: TypeAlias = "int | Value"
-"""A length: an int if it is known at export, else an int64 tensor of shape (1,)."""
-
+Dim: TypeAlias = "int | Value"  # a length: an int if it is known at export, else an int64 tensor of shape (1,)
 INT64 = np.dtype(np.int64)
-BFLOAT16 = DTYPES["bfloat16"]
-"""The type in which onnxruntime has no ``Pad``."""
+BFLOAT16 = DTYPES["bfloat16"]  # the type in which onnxruntime has no ``Pad``
 BOOL = np.dtype(np.bool_)
 
 
@@ -63,17 +59,14 @@ class Emitter:
 
     @property
     def initializers(self) -> Any:  # a repeated field, with the methods of a list
-        """The tensors that are stored so far."""
         return self._model.graph.initializer
 
     def input(self, name: str, shape: Shape, doc: str, dtype: np.dtype[Any] | None = None) -> Value:
-        """Declare a graph input."""
         value = Value(self._claim(name), shape, dtype or self.dtype)
         self._inputs.append(_info(value, doc))
         return value
 
     def rename(self, value: Value, name: str) -> Value:
-        """Rename an output of the last node."""
         outputs = self._nodes[-1].output
         outputs[list(outputs).index(value.name)] = self._claim(name)
         for info in self._infos:
@@ -82,11 +75,9 @@ class Emitter:
         return Value(name, value.shape, value.dtype)
 
     def output(self, value: Value, doc: str) -> None:
-        """Declare ``value`` a graph output."""
         self._outputs.append(_info(value, doc))
 
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
-        """Store an array under its name."""
         tensor = self._model.graph.initializer.add()
         tensor.dims.extend(array.shape)
         tensor.data_type, tensor.name, tensor.doc_string = element_type(array.dtype), self._claim(name), doc
@@ -94,7 +85,6 @@ class Emitter:
         return Value(name, array.shape, array.dtype)
 
     def constant(self, values: Any, dtype: Any = INT64) -> Value:
-        """Store a constant once; its name describes its content."""
         array = np.asarray(values, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
@@ -107,15 +97,9 @@ class Emitter:
         return self._constants[key]
 
     def compute(
-        self,
-        op_type: str,
-        inputs: Sequence[Value],
-        name: str,
-        shape: Shape,
-        dtype: np.dtype[Any] | None = None,
-        output: str | None = None,
-        **attributes: Any,
-    ) -> Value:
+        self, op_type: str, inputs: Sequence[Value], name: str, shape: Shape, dtype: np.dtype[Any] | None = None,
+        output: str | None = None, **attributes: Any,
+    ) -> Value:  # fmt: skip
         """Add a node on data; its output has the graph's element type unless ``dtype`` is given."""
         path = self.path(name)
         value = Value(output or path, shape, dtype or self.dtype)
@@ -123,14 +107,9 @@ class Emitter:
         return value
 
     def index(
-        self,
-        op_type: str,
-        inputs: Sequence[Value],
-        name: str,
-        shape: Shape = (1,),
-        dtype: np.dtype[Any] = INT64,
+        self, op_type: str, inputs: Sequence[Value], name: str, shape: Shape = (1,), dtype: np.dtype[Any] = INT64,
         **attributes: Any,
-    ) -> Value:
+    ) -> Value:  # fmt: skip
         """Add a node on lengths and positions, by default int64 of shape (1,); equal nodes are added once."""
         path = f"relskew/shape/{self.scope}{name}"
         key = (op_type, *(value.name for value in inputs), shape, repr(attributes))
@@ -140,14 +119,8 @@ class Emitter:
         return self._lengths[key]
 
     def node(
-        self,
-        op_type: str,
-        inputs: Sequence[Value | None],
-        path: str,
-        outputs: Sequence[Value],
-        **attributes: Any,
+        self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
     ) -> None:
-        """Add a node with any number of outputs; ``None`` omits an optional input."""
         names = [self._claim(value.name) for value in outputs]
         self._infos.extend(_info(value) for value in outputs)
         given = ["" if value is None else value.name for value in inputs]
@@ -155,7 +128,6 @@ class Emitter:
         self._domains |= {attributes.get("domain", "")}
 
     def path(self, name: str) -> str:
-        """Return the name of a node on data."""
         return f"relskew/compute/{self.scope}{name}"
 
     def choose(
@@ -186,12 +158,10 @@ class Emitter:
         return stacked
 
     def length(self, value: Value, axis: int, name: str) -> Dim:
-        """Return the length of an axis, as an int if it is known."""
         known = value.shape[axis]
         return known if isinstance(known, int) else self.index("Shape", [value], name, start=axis, end=axis + 1)
 
     def plus(self, a: Dim, b: Dim, name: str) -> Dim:
-        """Return ``a + b``."""
         if isinstance(a, int) and isinstance(b, int):
             return a + b
         if a == 0 or b == 0:
@@ -199,7 +169,6 @@ class Emitter:
         return self.index("Add", [self.dim(a), self.dim(b)], name)
 
     def minus(self, a: Dim, b: Dim, name: str) -> Dim:
-        """Return ``a - b``."""
         if isinstance(a, int) and isinstance(b, int):
             return a - b
         if b == 0:
@@ -207,38 +176,30 @@ class Emitter:
         return self.index("Sub", [self.dim(a), self.dim(b)], name)
 
     def times(self, a: Dim, b: int, name: str) -> Dim:
-        """Return ``a * b``."""
         return a * b if isinstance(a, int) else self.index("Mul", [a, self.constant([b])], name)
 
     def dim(self, value: Dim) -> Value:
-        """Return a length as an int64 tensor of shape (1,)."""
         return self.constant([value]) if isinstance(value, int) else value
 
     def scalar(self, value: Dim, name: str) -> Value:
-        """Return a length as an int64 tensor of shape ()."""
         return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
 
     def cut(self, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
-        """Return the part ``start … end - 1`` of an axis, which then has this symbol."""
         bounds = [self.dim(start), self.dim(end), self.constant([axis])]
         return self.compute("Slice", [x, *bounds], name, (*x.shape[:axis], symbol, *x.shape[axis + 1 :]), x.dtype)
 
     def transpose(self, x: Value, name: str, perm: Sequence[int] | None = None) -> Value:
-        """Return a tensor with its axes in another order, by default with its last two exchanged."""
         *leading, row, column = range(len(x.shape))
         perm = [*leading, column, row] if perm is None else perm
         return self.compute("Transpose", [x], name, tuple(x.shape[axis] for axis in perm), x.dtype, perm=perm)
 
     def cast(self, x: Value, dtype: np.dtype[Any], name: str) -> Value:
-        """Return a tensor in another element type."""
         return self.compute("Cast", [x], name, x.shape, dtype, to=element_type(dtype))
 
     def range(self, start: tuple[Dim, str], end: tuple[Dim, str], name: str, symbol: int | str) -> Value:
-        """Return ``start … end - 1``, each with the name of its scalar."""
         return self.index("Range", [self.scalar(*start), self.scalar(*end), self.constant(1)], name, (symbol,))
 
     def dims(self, name: str, *parts: Dim) -> Value:
-        """Return a shape: neighbouring ints become one constant, and all ints need no node."""
         groups: list[list[int] | Value] = []
         for part in parts:
             if not isinstance(part, int):
@@ -252,7 +213,6 @@ class Emitter:
         return values[0] if len(values) == 1 else self.index("Concat", values, name, (rank,), axis=0)
 
     def model(self, name: str, opset: int, ir_version: int, doc: str) -> onnx.ModelProto:
-        """Return the collected nodes as a model."""
         self._model.graph.MergeFrom(self.graph(name, doc))
         self._model.ir_version = ir_version
         self._model.opset_import.append(helper.make_opsetid("", opset))
@@ -273,7 +233,6 @@ class Emitter:
 
 
 def element_type(dtype: np.dtype[Any]) -> int:
-    """Return the ONNX number of an element type."""
     return helper.np_dtype_to_tensor_dtype(dtype)
 
 

@@ -33,15 +33,9 @@ def fold_into_operator(
 
 
 def _fold(
-    graph: onnx.GraphProto,
-    nodes: list[onnx.NodeProto],
-    constants: Mapping[str, onnx.TensorProto],
-    model: onnx.ModelProto,
-    inputs: list[str],
-    outputs: list[str],
-    attributes: Mapping[str, Any],
-) -> onnx.FunctionProto:
-    """Move nodes of a graph into a function, and replace them by a call; some of its inputs are empty."""
+    graph: onnx.GraphProto, nodes: list[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto],
+    model: onnx.ModelProto, inputs: list[str], outputs: list[str], attributes: Mapping[str, Any],
+) -> onnx.FunctionProto:  # fmt: skip
     path = "relskew/compute/relative_attention"
     kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
     kept = [node for node in graph.node if node.name in kept_names]
@@ -55,7 +49,7 @@ def _fold(
         for one in read
         if one in constants
     ]
-    opset = next(entry.version for entry in model.opset_import if not entry.domain)
+    opset = opset_of(model)
     foreign = [entry for entry in model.opset_import if entry.domain]
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION), *foreign]
     infos = [info for info in graph.value_info if info.name in made]
@@ -76,12 +70,23 @@ def _fold(
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Iterate over a graph and those of its branches and loops."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield from all_graphs(attribute.g)
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+
+
+def metadata_of(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def results_of(graph: onnx.GraphProto) -> set[str]:
+    return {value.name for part in all_graphs(graph) for value in part.output}
 
 
 def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
@@ -95,7 +100,6 @@ def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
 
 
 def vectors_of(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
-    """Return the stored tensors with one axis, among them the axes of slices."""
     return {one.name: numpy_helper.to_array(one) for one in graph.initializer if len(one.dims) == 1}
 
 
@@ -112,7 +116,6 @@ def read_once(graph: onnx.GraphProto) -> set[str]:
 
 
 def refill(field: Any, entries: Iterable[Any]) -> None:
-    """Replace all entries of a repeated field."""
     kept = list(entries)
     del field[:]
     field.extend(kept)
@@ -131,7 +134,6 @@ def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Rename the inputs and outputs of nodes, including those in their loops and branches."""
     for node in nodes:
         for field in (node.input, node.output):
             if any(name in names for name in field):

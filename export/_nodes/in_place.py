@@ -8,36 +8,18 @@ from typing import Any
 import numpy as np
 
 from relskew_core.export._form.plan import GraphPlan
+from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.emitter import BFLOAT16, BOOL, Dim, Emitter, Shape, Value
-from relskew_core.export._nodes.fused import fused_attributes, without_dead_rows
-from relskew_core.export._nodes.parts import (
-    Present,
-    Projected,
-    as_given,
-    content_logits,
-    hide,
-    split_heads,
-    weighted_values,
-    with_sinks,
-)
 from relskew_core.export._nodes.visible import Segments, visible
 from relskew_core.export._nodes.window import Lengths, StoredTables, TableWindow, skew, unskew
 
-CACHE_LENGTH = "cache_length"
-"""The symbol of the caches' length."""
+CACHE_LENGTH = "cache_length"  # the symbol of the caches' length
 
 
 def attend_filled(
-    g: Emitter,
-    queries: Value,
-    present: Present,
-    bias: Value,
-    lengths: tuple[Dim, Dim, Dim],
-    heads: Value,
-    *,
-    branches: bool = True,
-    **attributes: Any,
-) -> None:
+    g: Emitter, queries: Value, present: parts.Present, bias: Value, lengths: tuple[Dim, Dim, Dim], heads: Value, *,
+    branches: bool = True, **attributes: Any,
+) -> None:  # fmt: skip
     """Assign the result of an Attention to the first ``total`` positions of the caches to ``heads``.
 
     The mask ``bias`` has ``total`` keys; ``lengths`` are the number of queries, ``total`` and the caches' length.
@@ -54,8 +36,8 @@ def attend_filled(
         return [out]
 
     def of_filled(g: Emitter, out: Value) -> list[Value]:
-        parts = zip(present, ("keys", "values"), strict=True)
-        keys, values = (g.cut(x, 2, 0, total, "total_length", f"cache/{name}") for x, name in parts)
+        pairs = zip(present, ("keys", "values"), strict=True)
+        keys, values = (g.cut(x, 2, 0, total, "total_length", f"cache/{name}") for x, name in pairs)
         return attention(g, keys, values, bias, out)
 
     if not branches or g.dtype == BFLOAT16:
@@ -80,20 +62,16 @@ def attend_filled(
 
 
 def attend_in_place(
-    g: Emitter,
-    plan: GraphPlan,
-    projected: Projected,
-    tables: StoredTables,
-    given: Mapping[str, Value],
+    g: Emitter, plan: GraphPlan, projected: parts.Projected, tables: StoredTables, given: Mapping[str, Value],
     sinks: Value | None,
-) -> tuple[Value, Present]:
+) -> tuple[Value, parts.Present]:  # fmt: skip
     """Return the heads, laid out like the queries, and the caches with the new keys and values.
 
     ``past (batch, Hkv, cache_length, D)`` holds ``past_lengths (batch,)`` positions of each row; what lies behind them
     is not seen, but must be finite. Attention reads of the caches what the longest row has filled.
     """
     spec, past, past_lengths = plan.spec, (given["past_key"], given["past_value"]), given["past_lengths"]
-    queries = split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
+    queries = parts.split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
     rows = _Rows(g, plan, tables, given, queries)
     bias = rows.logits(queries)
     condition = visible(g, plan, rows.lengths, rows.mask, rows.segments)
@@ -107,27 +85,27 @@ def attend_in_place(
             seen = g.compute("And", [seen, condition], "visible/all", shape, BOOL)
         condition = seen
     if plan.fused:
-        bias = hide(g, plan, bias, condition)
+        bias = parts.hide(g, plan, bias, condition)
     present = (Value("present_key", past[0].shape, g.dtype), Value("present_value", past[1].shape, g.dtype))
     named = ((projected.k, "k"), (projected.v, "v"))
-    new = [split_heads(g, x, spec.num_kv_heads, spec.head_dim, name) for x, name in named]
+    new = [parts.split_heads(g, x, spec.num_kv_heads, spec.head_dim, name) for x, name in named]
     for cached, added, whole in zip(past, new, present, strict=True):
         added = rows.that_fit(added, whole.name)
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
     if plan.fused:
         heads = Value(g.path("attention/output"), queries.shape, g.dtype)
         lengths = rows.lengths.queries, rows.total, g.length(past[0], 2, CACHE_LENGTH)
-        attributes = fused_attributes(g, plan)
+        attributes = parts.fused_attributes(g, plan)
         attend_filled(g, queries, present, bias, lengths, heads, branches=plan.branches, **attributes)
-        return as_given(g, projected, without_dead_rows(g, plan, heads, condition)), present
+        return parts.as_given(g, projected, parts.without_dead_rows(g, plan, heads, condition)), present
     keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     turned = g.transpose(keys, "cache/keys_transposed")
     n = rows.lengths.queries
-    logits = content_logits(g, plan, queries, turned, bias, n)
-    heads, softmax = weighted_values(g, plan, logits, condition, values, n, rows.relative_values)
+    logits = parts.content_logits(g, plan, queries, turned, bias, n)
+    heads, softmax = parts.weighted_values(g, plan, logits, condition, values, n, rows.relative_values)
     if sinks is not None:
-        heads = with_sinks(g, heads, softmax, sinks)
-    return as_given(g, projected, heads), present
+        heads = parts.with_sinks(g, heads, softmax, sinks)
+    return parts.as_given(g, projected, heads), present
 
 
 class _Rows:
@@ -171,7 +149,6 @@ class _Rows:
         return g.cut(skewed, 3, self._longest, end, "total_length", "relative/by_key")
 
     def relative_values(self, weights: Value) -> Value:
-        """Return the contribution of ``rel_v`` to the output."""
         g, n = self._g, self._n
         width = g.plus(self.total, self.total, "unskew/width_of_rows")
         behind = g.index("Sub", [g.dim(self._longest), self._past], "unskew/behind_longest", self._past.shape)
@@ -196,7 +173,6 @@ class _Rows:
         return g.compute("Reshape", [new, g.dims("cache/new_shape", 0, 0, count, 0)], f"cache/new_{name}", shape)
 
     def of_filled(self, x: Value, axis: int, name: str, symbol: str = "total_length") -> Value:
-        """Return the part of an axis of the cache's length that the longest row has filled."""
         return self._g.cut(x, axis, 0, self.total, symbol, name)
 
     def _checked(self, x: Value) -> Value:

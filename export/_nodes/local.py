@@ -65,7 +65,6 @@ class _Blocks:
         self.lengths = Lengths(self._size, self._wide, past, "block", self._wide_symbol)
 
     def of_queries(self, x: Value, name: str) -> Value:
-        """Return the blocks of a tensor."""
         g, width = self._g, int(x.shape[2])
         filled = self._filled(x, name, front=False)
         shape = g.dims(f"blocks/{name}_shape", -1, self._size, width)
@@ -129,7 +128,6 @@ class _Blocks:
         return self._g.range((0, ""), (count, f"blocks/{name}_count"), f"blocks/{name}_numbers", symbol)
 
     def _causal(self, keys: Value) -> Value:
-        """Return the keys of its blocks that are not after a query, ``(queries, keys)``."""
         g, queries = self._g, keys
         if self._before:
             bounds = [self._front, g.constant([INT64_MAX])]

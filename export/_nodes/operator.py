@@ -34,33 +34,23 @@ OUTPUTS = (
 
 
 def attributes_of(options: Options) -> dict[str, Any]:
-    """Return the attributes of a node for the options of a call."""
     span, pattern = options.span, options.visibility
     block = pattern.block_size or 0
     return {
-        "left": span.left,
-        "right": span.right,
-        "beyond": span.beyond,
-        "causal": int(pattern.right == 0),
-        "window_left": _side(pattern.left),
-        "window_right": _side(pattern.right),
-        "block_size": block,
+        "left": span.left, "right": span.right, "beyond": span.beyond, "causal": int(pattern.right == 0),
+        "window_left": _side(pattern.left), "window_right": _side(pattern.right), "block_size": block,
         "blocks_before": pattern.whole_blocks_before if block else -1,
-        "offset": pattern.offset if isinstance(pattern.offset, int) else 0,
-        **_number("scale", options.scale),
-        **_number("rel_scale", options.rel_scale),
-        **_number("softcap", options.softcap or 0.0),
-    }
+        "offset": pattern.offset if isinstance(pattern.offset, int) else 0, **_number("scale", options.scale),
+        **_number("rel_scale", options.rel_scale), **_number("softcap", options.softcap or 0.0),
+    }  # fmt: skip
 
 
-Places: TypeAlias = "tuple[list[str], list[str]]"
-"""The names of inputs and outputs, by their index in a node."""
+Places: TypeAlias = "tuple[list[str], list[str]]"  # the names of inputs and outputs, by their index in a node
 
 
 def places_of(
     projected: Projected, stored: Mapping[str, Value], given: Mapping[str, Value], heads: Value, present: Present | None
 ) -> Places:
-    """Return the inputs and outputs of the attention of a block."""
     named = {**stored, **given, "q": projected.q, "k": projected.k, "v": projected.v}
     called = {"k_segments": "segments", "offset": "past_lengths"}
     found = [named[key].name if (key := called.get(name, name)) in named else "" for name in INPUTS]
@@ -70,7 +60,6 @@ def places_of(
 
 
 def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
-    """Return the attributes of a node for a plan, whose tables are as the graph stores them."""
     spec = plan.spec
     ends = {plan.left.past_edge, plan.right.past_edge} - {"hidden", "endless"}
     if len(ends) > 1:
@@ -84,22 +73,15 @@ def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
             "`operator=True` excludes a bias by distance in half precision, whose slopes are stored in float32, got "
             f"dtype {plan.dtype.name}"
         )
+    # The projection already scales the queries.
     return {
-        "num_heads": spec.num_heads,
-        "kv_num_heads": spec.num_kv_heads,
-        "left": 0 if plan.endless else plan.left.rows,
-        "right": 0 if plan.endless else plan.right.rows,
-        "lead": -1 if plan.endless else plan.lead,
-        "by_distance": int(slopes),
-        "beyond": next(iter(ends - {"limited"}), "error"),
-        "causal": int(spec.causal),
+        "num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads, "left": 0 if plan.endless else plan.left.rows,
+        "right": 0 if plan.endless else plan.right.rows, "lead": -1 if plan.endless else plan.lead,
+        "by_distance": int(slopes), "beyond": next(iter(ends - {"limited"}), "error"), "causal": int(spec.causal),
         "window_left": _side(spec.window[0] if spec.window else None),
-        "window_right": _side(spec.window[1] if spec.window else None),
-        "block_size": spec.block_size or 0,
-        "blocks_before": plan.blocks_before if spec.block_size else -1,
-        "scale": 1.0,  # the projection already scales the queries
-        "rel_scale": 1.0,
-    }
+        "window_right": _side(spec.window[1] if spec.window else None), "block_size": spec.block_size or 0,
+        "blocks_before": plan.blocks_before if spec.block_size else -1, "scale": 1.0, "rel_scale": 1.0,
+    }  # fmt: skip
 
 
 def _side(bound: int | None) -> int:

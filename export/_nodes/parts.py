@@ -1,13 +1,14 @@
-"""Attention on heads from standard operators: relative logits, softmax, weighted sums."""
+"""Attention on heads from standard operators: relative logits, softmax, weighted sums, or one Attention node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from onnx import TensorProto
 
 from relskew_core.export._form.plan import GraphPlan
 from relskew_core.export._nodes.emitter import BOOL, Dim, Emitter, Shape, Value, element_type
@@ -67,7 +68,6 @@ def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, t
 
 
 def scaled(g: Emitter, x: Value, scale: float, name: str) -> Value:
-    """Return ``scale · x``."""
     # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
     return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
 
@@ -82,14 +82,8 @@ def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWi
 
 
 def weighted_heads(
-    g: Emitter,
-    plan: GraphPlan,
-    heads: Heads,
-    window: TableWindow,
-    lengths: Lengths,
-    condition: Value | None,
+    g: Emitter, plan: GraphPlan, heads: Heads, window: TableWindow, lengths: Lengths, condition: Value | None
 ) -> Value:
-    """Return the result of each query and head, ``(batch, H, queries, D)``."""
     bias, count = relative_logits(g, plan, heads.queries, window, lengths), lengths.queries
     logits = content_logits(g, plan, heads.queries, heads.keys, bias, count)
     relative = partial(relative_values, g, window, lengths)
@@ -98,7 +92,6 @@ def weighted_heads(
 
 
 def relative_values(g: Emitter, window: TableWindow, lengths: Lengths, weights: Value) -> Value:
-    """Return the contribution of ``rel_v`` to the output."""
     moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
     rows = window.rows()
     return g.compute("MatMul", [moved, rows], "relative/values", (*weights.shape[:3], rows.shape[-1]))
@@ -166,7 +159,6 @@ class Softmax(NamedTuple):
 
 
 def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value, count: Dim) -> Value:
-    """Return the products of ``count`` queries and the keys, plus ``bias``."""
     shape: Shape = (*queries.shape[:3], bias.shape[3])
     logits = grouped_product(g, plan, queries, keys, count, "attention/content", shape)
     return g.compute("Add", [logits, bias], "attention/logits", shape)
@@ -234,7 +226,6 @@ def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim,
 
 
 def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
-    """Return heads ``(batch, heads, length, D)`` side by side, ``(batch, length, heads * D)``."""
     batch, count, length, head_dim = heads.shape
     turned = g.transpose(heads, f"{name}/turn", [0, 2, 1, 3])
     width = int(count) * int(head_dim)
@@ -242,5 +233,58 @@ def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
 
 
 def as_given(g: Emitter, projected: Projected, heads: Value) -> Value:
-    """Return heads side by side if the queries were given so."""
     return heads if len(projected.q.shape) == 4 else merge_heads(g, heads)
+
+
+def attend_fused(
+    g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
+) -> tuple[Value, Present | None]:
+    """Attention by the standard operator, with the relative logits as its additive mask."""
+    spec, projected, past = plan.spec, inputs.projected, inputs.past
+    attributes = fused_attributes(g, plan)
+    path = g.path("attention")
+    if past is not None and not plan.profile.cache_inputs:
+        keys, values, present = keys_and_values(g, plan, projected, past, transpose_keys=False)
+        heads = Value(f"{path}/output", queries.shape, g.dtype)
+        g.node("Attention", [queries, keys, values, bias], path, [heads], **attributes)
+        return as_given(g, projected, heads), present
+    if len(projected.q.shape) == 3:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+    output = Value(f"{path}/output", projected.q.shape, g.dtype)
+    operands = [projected.q, projected.k, projected.v, bias]
+    if past is None:
+        g.node("Attention", operands, path, [output], **attributes)
+        return output, None
+    present = present_values(g, plan, past)
+    g.node("Attention", [*operands, *past], path, [output, *present], **attributes)
+    return output, present
+
+
+def fused_attributes(g: Emitter, plan: GraphPlan, scale: float = 1.0) -> dict[str, Any]:
+    attributes: dict[str, Any] = {"scale": scale, "is_causal": int(plan.causal_attribute)}
+    return attributes | ({"softmax_precision": TensorProto.FLOAT} if g.dtype.itemsize == 2 else {})
+
+
+def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Value | None) -> Value:
+    """Return zeros for queries that see no key; runtimes return zeros, NaN or the mean of all values.
+
+    The heads are (batch, H, queries, D), or (batch, queries, H · D).
+    """
+    if condition is None or not plan.dead_rows:
+        return heads
+    seen = g.cast(condition, FLOAT32, "attention/seen")
+    shape = (*condition.shape[:-1], 1)
+    most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)
+    alive = g.cast(most, BOOL, "attention/alive")
+    zero = g.constant(0.0, g.dtype)
+    if len(heads.shape) == 4:
+        return g.compute("Where", [alive, heads, zero], "attention/dead_rows", heads.shape)
+    batch, length, width = heads.shape
+    shape = (batch, length, plan.spec.num_heads, plan.spec.head_dim)
+    apart = g.compute("Reshape", [heads, g.constant([0, 0, *shape[2:]])], "attention/apart", shape)
+    if len(alive.shape) == 2:
+        alive = g.compute("Unsqueeze", [alive, g.constant([1])], "attention/alive_by_query", (*alive.shape, 1), BOOL)
+    else:
+        alive = g.transpose(alive, "attention/alive_by_query", [0, 2, 1, 3])
+    apart = g.compute("Where", [alive, apart, zero], "attention/dead_rows", shape)
+    return g.compute("Reshape", [apart, g.constant([0, 0, int(width)])], "attention/together", (batch, length, width))

@@ -88,7 +88,6 @@ class TableWindow:
         return self._extended(self._hidden(logits) if hide else logits, 3, "relative")
 
     def rows(self) -> Value:
-        """Return the window of ``rel_v``, ``(…, window, head_dim)``."""
         table = self._tables.rel_v
         if table is None:
             raise ValueError("a block without `rel_values` has no table for them")
@@ -189,7 +188,6 @@ class TableWindow:
         return g.compute("Unsqueeze", [bias, g.constant([1])], "window/rel_bias_row", (shape[0], 1, self.symbol))
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
-        """Return the stored part of the window of a table whose positions are on ``axis``."""
         g, shape = self._g, list(table.shape)
         shape[axis] = self._stored_symbol
         if self._index is not None:
@@ -226,7 +224,6 @@ class TableWindow:
         return g.compute("Concat", pieces, f"{name}/extended", whole, axis=axis)
 
     def _hidden(self, logits: Value) -> Value:
-        """Add the mask of columns that no query may see, if there are any."""
         g, plan = self._g, self._plan
         if self._r is not None and plan.endless:
             sides = (("Less", -1, plan.left), ("Greater", 1, plan.right))
@@ -250,7 +247,6 @@ class TableWindow:
 
 
 def _range(g: Emitter, start: Dim, end: Dim, name: str, symbol: int | str) -> Value:
-    """Return ``start … end - 1``."""
     ends = (start, f"window/{name}_start"), (end, f"window/{name}_end")
     return g.range(*ends, f"window/{name}_range", symbol)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +14,16 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe, explains
 from relskew_core._array.extras import warn_caller
 from relskew_core._array.namespace import check_plain
 from relskew_core.export._files.save import save
-from relskew_core.export._nodes.functions import all_graphs, cut_axes, names_read, readers_of, refill, vectors_of
+from relskew_core.export._nodes import functions
 from relskew_core.export._quantise import table_products as table_products
-from relskew_core.export._quantise.table_products import round_tables
+from relskew_core.export._quantise.table_products import is_large, round_tables
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)
@@ -31,10 +32,8 @@ MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 FUSED = ("Attention", "GroupQueryAttention")
 """Operators of whole attention, whose first three inputs are queries, keys and values."""
 OLDEST = 13
-LEAST = 1024
-"""The number of entries from which a table is quantised."""
-BLOCK = 32
-"""Rows of a weight that share a scale, if activations are not quantised."""
+LEAST = 1024  # the number of entries from which a table is quantised
+BLOCK = 32  # rows of a weight that share a scale, if activations are not quantised
 INT8_PRODUCTS = 4
 """``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
 
@@ -81,18 +80,6 @@ def quantize(
     pathlib.Path
         The file.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit.
-    FileExistsError, IsADirectoryError
-        If there is a file and ``overwrite`` is false, or ``model`` is a folder.
-
-    See Also
-    --------
-    to_onnx : makes the graph.
-    validate : checks the result with ``tolerance=``.
-
     Examples
     --------
     >>> import tempfile
@@ -115,10 +102,8 @@ def quantize(
         raise IsADirectoryError(
             f"`model` must be one file, got the folder {os.fspath(model)!r}: quantise every file in it"
         )
-    given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
-    if isinstance(model, onnx.ModelProto):
-        given.CopyFrom(model)
-    opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    given = copy.deepcopy(model) if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
+    opset = functions.opset_of(given)
     if opset < OLDEST:
         raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
     for index, node in enumerate(given.graph.node):  # quantisation tools look for names of nodes
@@ -156,17 +141,17 @@ def _move(model: onnx.ModelProto) -> None:
         results: Any = ReferenceEvaluator(node).run(None, given)
         known[node.output[0]] = results[0]
         graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
-    refill(graph.node, nodes)
+    functions.refill(graph.node, nodes)
     _drop_unread(graph)
     # The tools transpose weights in place, and then reject a shape that was declared before.
-    refill(graph.value_info, [value for value in graph.value_info if value.name not in known])
+    functions.refill(graph.value_info, [value for value in graph.value_info if value.name not in known])
 
 
 def _write_as_products(model: onnx.ModelProto) -> None:
     """Write convolutions whose kernel is one entry, and products of matrices with a bias, as ``MatMul``."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    for part in all_graphs(graph):
+    for part in functions.all_graphs(graph):
         nodes: list[onnx.NodeProto] = []
         for node in part.node:
             weight = stored.get(node.input[1]) if node.op_type in ("Conv", "Gemm") and not node.domain else None
@@ -189,14 +174,14 @@ def _write_as_products(model: onnx.ModelProto) -> None:
                 made = y if index == len(steps) - 1 else f"{y}/{index}"
                 nodes.append(helper.make_node(op, [x, *others], [made], f"{node.name}/{index}", **options))
                 x = made
-        refill(part.node, nodes)
+        functions.refill(part.node, nodes)
     _drop_unread(graph)
 
 
 def _matrix(node: onnx.NodeProto, weight: onnx.TensorProto) -> np.ndarray | None:
     """Return the matrix by which a node multiplies its first input, if it does nothing else but add."""
     own = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if weight.data_type != TensorProto.FLOAT or np.prod(weight.dims) < LEAST:
+    if not is_large(weight, LEAST):
         return None
     if node.op_type == "Gemm":
         plain = own.get("alpha", 1) == own.get("beta", 1) == 1 and not own.get("transA", 0)
@@ -209,24 +194,21 @@ def _matrix(node: onnx.NodeProto, weight: onnx.TensorProto) -> np.ndarray | None
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    read = {*readers_of(graph), *(value.name for value in graph.output)}
-    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+    read = {*functions.readers_of(graph), *(value.name for value in graph.output)}
+    functions.refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
 
 def _convolutions(model: onnx.ModelProto) -> None:
-    """Store the weights of convolutions as int8 with a scale for each channel of their result."""
     graph = model.graph
     axes = {"Conv": 0, "ConvTranspose": 1}
-    readers = readers_of(graph)
-    results = {value.name for part in all_graphs(graph) for value in part.output}
+    readers = functions.readers_of(graph)
+    results = functions.results_of(graph)
     for tensor in list(graph.initializer):
         found = {node.op_type if tensor.name in node.input[1:2] else "" for node in readers.get(tensor.name, ())}
-        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
-        if large and tensor.name not in results and len(found) == 1 and (op := found.pop()) in axes:
-            scaled = _store_as_int8(graph, tensor, axes[op])
-            path = f"{tensor.name}/dequantize"
-            node = helper.make_node("DequantizeLinear", scaled, [tensor.name], path, axis=axes[op])
-            refill(graph.node, [node, *graph.node])
+        if is_large(tensor, LEAST) and tensor.name not in results and len(found) == 1 and (op := found.pop()) in axes:
+            names, path = _store_as_int8(graph, tensor, axes[op]), f"{tensor.name}/dequantize"
+            node = helper.make_node("DequantizeLinear", names, [tensor.name], path, axis=axes[op])
+            functions.refill(graph.node, [node, *graph.node])
 
 
 def _store_as_int8(graph: onnx.GraphProto, tensor: onnx.TensorProto, axis: int) -> list[str]:
@@ -243,14 +225,13 @@ def _store_as_int8(graph: onnx.GraphProto, tensor: onnx.TensorProto, axis: int) 
 
 def _left(model: onnx.ModelProto) -> str:
     """Return what reads large weights in float32, and their size; nothing if there are none."""
-    readers = readers_of(model.graph)
+    readers = functions.readers_of(model.graph)
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:
-        size = int(np.prod(tensor.dims))
-        if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and size >= LEAST:
+        if is_large(tensor, LEAST) and len(tensor.dims) > 1:
             found = sorted({node.op_type for node in readers.get(tensor.name, ())})
             key = " and ".join(found) or "no node"
-            sizes[key] = sizes.get(key, 0) + 4 * size
+            sizes[key] = sizes.get(key, 0) + 4 * int(np.prod(tensor.dims))
     return ", ".join(f"{size / 2**20:.2g} MiB of {op}" for op, size in sizes.items())
 
 
@@ -308,7 +289,7 @@ def _excluded(model: onnx.ModelProto) -> Iterator[str]:
     The former are transposed convolutions in groups, the latter products with stored matrices in a batch.
     """
     ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
-    for part in all_graphs(model.graph):
+    for part in functions.all_graphs(model.graph):
         for node in part.node:
             batched = node.op_type == "MatMul" and any(ranks.get(name, 0) > 2 for name in node.input)
             grouped = any(attribute.name == "group" and attribute.i > 1 for attribute in node.attribute)
@@ -320,9 +301,10 @@ def _sort(graph: onnx.GraphProto) -> None:
     """Put each node behind what it and its branches read: onnxruntime's tool sorts nodes by what they read alone."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
     read = {
-        index: [makers[name] for name in names_read([node]) if name in makers] for index, node in enumerate(graph.node)
+        index: [makers[name] for name in functions.names_read([node]) if name in makers]
+        for index, node in enumerate(graph.node)
     }
-    refill(graph.node, [graph.node[index] for index in TopologicalSorter(read).static_order()])
+    functions.refill(graph.node, [graph.node[index] for index in TopologicalSorter(read).static_order()])
 
 
 def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
@@ -363,21 +345,19 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _tables(model: onnx.ModelProto) -> None:
-    """Store the tables that are cut or looked up as int8, and dequantise the parts that are read."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    vectors = vectors_of(graph)
-    readers = readers_of(graph)
-    results = {value.name for part in all_graphs(graph) for value in part.output}
+    vectors = functions.vectors_of(graph)
+    readers = functions.readers_of(graph)
+    results = functions.results_of(graph)
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
         found, rank = [_axes(node, vectors) for node in readers.get(name, ())], len(tensor.dims)
-        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
-        if name not in results and large and found and all(found):
+        if name not in results and is_large(tensor, LEAST) and found and all(found):
             axes = {axis % rank for one in found for axis in one}
             if whole := {0, rank - 1} - axes:  # the axes along which scales may vary
                 cut[name] = 0 if 0 in whole else -1
-    for part in all_graphs(graph):
+    for part in functions.all_graphs(graph):
         _cut_as_int8(part, cut)
     for name, axis in cut.items():
         _store_as_int8(graph, stored[name], axis)
@@ -391,14 +371,13 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
         if node.input and (name := node.input[0]) in cut:
             made, whole = node.output[0], f"{node.output[0]}_int8"
             node.input[0], node.output[0] = f"{name}_int8", whole
-            scaled = [whole, f"{name}_scale"]
-            path = f"{node.name}/dequantize"
+            scaled, path = [whole, f"{name}_scale"], f"{node.name}/dequantize"
             nodes.append(helper.make_node("DequantizeLinear", scaled, [made], path, axis=cut[name]))
-    refill(graph.node, nodes)
+    functions.refill(graph.node, nodes)
 
 
 def _axes(node: onnx.NodeProto, vectors: Mapping[str, np.ndarray]) -> list[int]:
     """Return the axes along which a node slices or gathers its first input; none if it does anything else."""
     if node.op_type == "Gather" and not node.domain:
         return [next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)]
-    return cut_axes(node, vectors)
+    return functions.cut_axes(node, vectors)

@@ -9,14 +9,16 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from relskew_core.export._nodes.functions import all_graphs, cut_axes, readers_of, refill, vectors_of
+from relskew_core.export._nodes.functions import all_graphs, cut_axes, readers_of, refill, results_of, vectors_of
 
-OLDEST = 18
-"""The opset in which the axes of a maximum are an input, as in these nodes."""
+OLDEST = 18  # the opset in which the axes of a maximum are an input, as in these nodes
 ROWS, COLUMNS = 1, 2
-MIDDLE = 128
-"""The zero point: products of uint8 by uint8 overflow on no processor."""
+MIDDLE = 128  # the zero point: products of uint8 by uint8 overflow on no processor
 PREFIX = "relskew/in_bits"
+
+
+def is_large(tensor: onnx.TensorProto, least: int) -> bool:
+    return bool(tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= least)
 
 
 class _Chain(NamedTuple):
@@ -36,12 +38,7 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
     find = _Finder(graph)
     found = {}
     for tensor in list(graph.initializer):
-        if (
-            tensor.name in find.results
-            or tensor.data_type != TensorProto.FLOAT
-            or len(tensor.dims) != 3
-            or np.prod(tensor.dims) < least
-        ):
+        if tensor.name in find.results or len(tensor.dims) != 3 or not is_large(tensor, least):
             continue
         chains = [find(node, tensor.name) for node in find.readers.get(tensor.name, ())]
         whole = [chain for chain in chains if chain is not None]
@@ -57,14 +54,11 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
 
 
 class _Finder:
-    """Finds the uses of a table."""
-
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.readers, self._vectors = readers_of(graph), vectors_of(graph)
-        self.results = {value.name for part in all_graphs(graph) for value in part.output}
+        self.results = results_of(graph)
 
     def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
-        """Return a node that reads a table and its successors, if they only multiply."""
         # A slice of rows is as fast along columns; gathering columns is far slower.
         turn = self._behind(cut) if cut.input[0] == table and cut_axes(cut, self._vectors) == [ROWS] else []
         if len(turn) != 1 or turn[0].op_type != "Transpose" or [list(x.ints) for x in turn[0].attribute] != [[0, 2, 1]]:
@@ -80,18 +74,13 @@ class _Finder:
 
 
 _CONSTANTS: dict[str, np.ndarray] = {
-    "columns": np.array([COLUMNS], np.int64),
-    "last": np.array([-1], np.int64),
-    "nothing": np.array(0, np.float32),
-    "part": np.array(1 / 127, np.float32),
-    "least": np.array(1e-30, np.float32),
-    "middle": np.array(MIDDLE, np.float32),
-    "zero": np.array(MIDDLE, np.uint8),
-}
+    "columns": np.array([COLUMNS], np.int64), "last": np.array([-1], np.int64), "nothing": np.array(0, np.float32),
+    "part": np.array(1 / 127, np.float32), "least": np.array(1e-30, np.float32),
+    "middle": np.array(MIDDLE, np.float32), "zero": np.array(MIDDLE, np.uint8),
+}  # fmt: skip
 
 
 def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
-    """Replace a table ``(heads, rows, D)`` by its columns, and a scale for each head."""
     table = numpy_helper.to_array(tensor)
     scale = np.maximum(np.max(np.abs(table), axis=(1, 2), keepdims=True) / 127, np.float32(1e-30)).astype(np.float32)
     columns = np.ascontiguousarray((np.rint(table / scale) + MIDDLE).astype(np.uint8).swapaxes(1, 2))
@@ -101,7 +90,6 @@ def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
 
 
 def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
-    """Let nodes slice columns, and multiply them in 8 bits."""
     cuts = {chain.cut.output[0]: name for name, chains in found.items() for chain in chains}
     turns = {chain.turn.output[0]: chain.cut.output[0] for chains in found.values() for chain in chains}
     nodes = []
@@ -120,7 +108,6 @@ def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
 
 
 def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that multiply queries by columns in 8 bits."""
     queries, result = node.input[0], node.output[0]
 
     def step(kind: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
@@ -173,8 +160,7 @@ def round_tables(model: onnx.ModelProto, least: int) -> None:
     elsewhere |= {value.name for value in graph.output}
     vectors = vectors_of(graph)
     for tensor in list(graph.initializer):
-        large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= least
-        if not large or tensor.name in elsewhere:
+        if not is_large(tensor, least) or len(tensor.dims) < 2 or tensor.name in elsewhere:
             continue
         parts = [_part(node, tensor.name, readers, elsewhere) for node in readers.get(tensor.name, ())]
         found = [part for part in parts if part is not None]

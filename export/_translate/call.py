@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -51,14 +50,12 @@ class TracedCall:
         return g.tensor(g.compute("Reshape", [x, whole], name, shape, x.dtype, allowzero=1))
 
     def labels(self, operands: Operands, kind: str) -> Segments | None:
-        """Return integers of the queries and of the keys, ``(batch or 1, length)``."""
         of_queries, of_keys = (getattr(operands, f"{side}_{kind}") for side in "qk")
         if of_queries is None:
             return None
         return Segments(self._label(of_queries, f"q_{kind}"), self._label(of_keys, f"k_{kind}"))
 
     def consecutive(self) -> Segments:
-        """Return the consecutive positions of queries and keys, ``(1, length)``."""
         g, lengths = self._g, self.lengths
         ends = (lengths.queries, "queries", lengths.query_symbol), (lengths.keys, "keys", lengths.key_symbol)
         queries, keys = (
@@ -105,7 +102,6 @@ class TracedCall:
         return Lengths(queries, keys, past, "queries", "queries" if self.square else "keys")
 
     def _masks(self, mask: Any) -> tuple[Value | None, Value | None]:
-        """Return the condition and the additive part of a mask."""
         if mask is None:
             return None, None
         g = self._g
@@ -137,7 +133,6 @@ def with_one_leading_axis(g: TracedEmitter, operands: Operands) -> Operands:
 
 
 def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
-    """Return a table of a call."""
     return None if table is None else g.adopt(table, name, shape_of(table, name))
 
 
@@ -201,7 +196,6 @@ def _length_of(offset: Any) -> Any:
 
 
 def _is_sum(total: Any, *parts: Any) -> bool:
-    """Whether a length is provably the sum of others."""
     if any(part is None for part in parts):
         return False
     lengths = [length for length in (total, *parts) if not isinstance(length, int)]
@@ -213,22 +207,17 @@ def _is_sum(total: Any, *parts: Any) -> bool:
     return rest == 0 if isinstance(rest, int) else rest.value == "0"
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The reach of tables if it depends on lengths, the form of their ends, and the reach of queries."""
-
+class Reach(NamedTuple):
     left: Dim
     right: Dim
     beyond: Beyond
     sees: tuple[int | None, int | None]
 
     def turned(self) -> Reach:
-        """Return the same seen from the keys."""
         return Reach(self.right, self.left, self.beyond, self.sees[::-1])
 
 
-Ends = tuple[Any, Any]
-"""The reach of tables to both sides: ints, or numbers that exist only in the graph."""
+Ends = tuple[Any, Any]  # the reach of tables to both sides: ints, or numbers that exist only in the graph
 
 
 def ends_of(args: Sequence[Any]) -> tuple[Ends | None, list[Any]]:
@@ -245,8 +234,6 @@ def ends_of(args: Sequence[Any]) -> tuple[Ends | None, list[Any]]:
 
 
 def dims_of(g: TracedEmitter, ends: Ends) -> tuple[Dim, Dim]:
-    """Return the reach as dimensions of the graph."""
-
     def dim(end: Any, name: str) -> Dim:
         if isinstance(end, int):
             return end

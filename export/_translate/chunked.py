@@ -20,8 +20,7 @@ Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
 AUTO_ROWS = 512
 """Rows of logits that a chunk of ``"auto"`` has in all heads together: its memory depends on no number of heads."""
 
-LEAST = 16
-"""The least number of queries of such a chunk."""
+LEAST = 16  # the least number of queries of such a chunk
 
 
 class ChunkSizes(NamedTuple):
@@ -127,17 +126,13 @@ def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value,
 
 
 class _Cut:
-    """Cuts the arrays of a call for one chunk, as operands of a call."""
-
     def __init__(self, body: InnerEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
         self._body, self._queries, self._keys, self._whole = body, queries, keys, whole
 
     def sequence(self, x: Value, name: str) -> Any:
-        """Return some positions of queries, keys or values ``(batch, heads, length, D)``."""
         return self._body.typed(self._axis(x, 2, name, of_queries="q" in name))
 
     def __call__(self, x: Any, name: str) -> Any:
-        """Return some rows and columns of a mask, or some integers of queries or of keys."""
         if x is None:
             return None
         body, of_integers = self._body, name in LABELS

@@ -26,22 +26,18 @@ class TracedEmitter(Emitter):
 
     @contextmanager
     def within(self, scope: str) -> Iterator[None]:
-        """Prefix the names of everything that is made inside."""
         outer, self.scope = self.scope, f"{self.scope}{scope}/"
         yield
         self.scope = outer
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Register a tensor of the graph under a name."""
         self._tensors[self._claim(name)] = tensor
         return Value(name, shape, dtype or self.dtype)
 
     def note(self, value: Value, key: str, text: str) -> None:
-        """Annotate the node that made a value, for the graph builder."""
         self.tensor(value).producer().metadata_props[key] = text
 
     def tensor(self, value: Value) -> Any:
-        """Return the tensor of the graph for a value."""
         return self._tensors[value.name]
 
     def typed(self, value: Value, *, known: bool = True) -> Any:
@@ -55,20 +51,13 @@ class TracedEmitter(Emitter):
         return tensor
 
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
-        """Store an array."""
         import onnx_ir
 
         return self.adopt(self._op.Constant(value=onnx_ir.tensor(array)), name, array.shape, array.dtype)
 
     def node(
-        self,
-        op_type: str,
-        inputs: Sequence[Value | None],
-        path: str,
-        outputs: Sequence[Value],
-        **attributes: Any,
+        self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
     ) -> None:
-        """Add a node with exactly these outputs, because an `Attention` computes all outputs that are present."""
         given = [None if value is None else self.tensor(value) for value in inputs]
         made = getattr(self._op, op_type)(*given, **attributes)
         made = made if isinstance(made, Sequence) else [made]
@@ -132,7 +121,6 @@ class InnerEmitter(TracedEmitter):
         self._op = _Recorder(self.nodes)
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Register a tensor under a name that is unused outside the loop."""
         if tensor.name is None:  # names must be unique across a body and the graph around it
             tensor.name = f"{self.path('')}{name}"
         return super().adopt(tensor, f"{self.scope}{name}", shape, dtype)
@@ -140,7 +128,6 @@ class InnerEmitter(TracedEmitter):
     def node(
         self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
     ) -> None:
-        """Add a node, and name its outputs."""
         super().node(op_type, inputs, path, outputs, **attributes)
         for value in outputs:
             self.tensor(value).name = value.name

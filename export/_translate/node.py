@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,30 +14,15 @@ from onnx import helper
 from relskew_core._kernel.call import Operands, Options
 from relskew_core.export._form.weights import DTYPES
 from relskew_core.export._nodes.emitter import Emitter, Shape, Value
-from relskew_core.export._nodes.in_place_node import ALIGNED
 from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS, VERSION, attributes_of
+from relskew_core.export._nodes.operator_nodes import ALIGNED
 from relskew_core.export._translate.call import Ends
 from relskew_core.export._translate.emitter import TracedEmitter
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """An operand inside the function: its name there, and its facts from the call."""
-
-    name: str
-    given: Any
-
-    @property
-    def shape(self) -> Any:
-        return self.given.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.given.dtype
-
-    def producer(self) -> Any:
-        """Return the node that makes it in the graph, for tracing the source of a length."""
-        return self.given.producer()
+def _argument(name: str, given: Any) -> Any:
+    """Return an operand inside the function: its name there, and its facts from the call."""
+    return SimpleNamespace(name=name, shape=given.shape, dtype=given.dtype, producer=given.producer)
 
 
 class BodyEmitter(TracedEmitter):
@@ -50,15 +36,12 @@ class BodyEmitter(TracedEmitter):
         self.notes: dict[str, str] = {}
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
-        """Return an argument of the function, or a value made in it."""
         return Value(tensor.name, shape, dtype or self.dtype)
 
     def tensor(self, value: Value) -> Any:
-        """Return a value, which needs no conversion."""
         return value
 
     def note(self, value: Value, key: str, text: str) -> None:
-        """Record an annotation for the node."""
         self.notes[key] = text
 
     def function(self, inputs: Sequence[str], outputs: Sequence[str], opset: int, attributes: Any) -> Any:
@@ -73,13 +56,10 @@ class BodyEmitter(TracedEmitter):
 
 
 class Functions:
-    """The functions of a model, each stored once."""
-
     def __init__(self) -> None:
         self.made: dict[bytes, onnx.FunctionProto] = {}
 
     def add(self, function: onnx.FunctionProto) -> str:
-        """Return the overload by which nodes find a function among those of the same operator."""
         key = function.SerializeToString(deterministic=True)
         if key not in self.made:
             function.overload = f"call_{len(self.made) + 1}"
@@ -88,7 +68,6 @@ class Functions:
 
 
 def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
-    """Give a model the functions of its nodes."""
     used = {node.overload for node in model.graph.node if node.domain == DOMAIN}
     model.functions.extend(function for function in functions.made.values() if function.overload in used)
     if used and all(entry.domain != DOMAIN for entry in model.opset_import):
@@ -96,32 +75,26 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
 
 
 def is_served(operands: Operands) -> bool:
-    """Whether the operator supports the arrays of a call, and thus all of it."""
     return len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in DTYPES
 
 
 def write_node(
-    op: Any,
-    operands: Operands,
-    options: Options,
-    ends: Ends | None,
-    opset: int,
-    functions: Functions,
+    op: Any, operands: Operands, options: Options, ends: Ends | None, opset: int, functions: Functions,
     emit: Callable[..., Any],
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """Write a call as a node; ``emit(body, opset, operands, options, ends)`` makes its function."""
     import onnx_ir
 
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    arguments: dict[str, Any] = {name: _Argument(name, x) for name, x in given.items()}
+    arguments: dict[str, Any] = {name: _argument(name, x) for name, x in given.items()}
     mask = given.pop("mask", None)
     if mask is not None:
         given["mask" if mask.dtype.numpy() == np.bool_ else "added"] = mask
-        arguments["mask"] = _Argument("mask" if "mask" in given else "added", mask)
+        arguments["mask"] = _argument("mask" if "mask" in given else "added", mask)
     offset, within = options.visibility.offset, options
     if not isinstance(offset, int):
         given["offset"] = offset
-        within = replace(options, visibility=replace(options.visibility, offset=_Argument("offset", offset)))
+        within = replace(options, visibility=replace(options.visibility, offset=_argument("offset", offset)))
     within_ends = None
     if ends is not None:
         sides = ("span_left", "span_right")
@@ -129,7 +102,7 @@ def write_node(
             side: op.Constant(value_int=end) if isinstance(end, int) else end
             for side, end in zip(sides, ends, strict=True)
         }
-        within_ends = tuple(_Argument(side, given[side]) for side in sides)
+        within_ends = tuple(_argument(side, given[side]) for side in sides)
     last = max(place for place, name in enumerate(INPUTS) if name in given)
     names = INPUTS[: last + 1]
     attributes = attributes_of(options)

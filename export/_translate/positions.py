@@ -10,17 +10,9 @@ import numpy as np
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.span import Span
 from relskew_core.export._form.plan import GraphPlan, make_plan
+from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.attend import guarded
 from relskew_core.export._nodes.emitter import BOOL, Shape, Value
-from relskew_core.export._nodes.local import attend_blocks
-from relskew_core.export._nodes.parts import (
-    FLOAT32,
-    AttentionInputs,
-    Projected,
-    relative_logits,
-    relative_values,
-    scaled,
-)
 from relskew_core.export._nodes.visible import broadcast, by_pair, of_own_segment, visible
 from relskew_core.export._nodes.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._translate.call import FittedWindow, Reach, TracedCall, adopted_table, stored_table
@@ -33,14 +25,9 @@ class Skewed:
     """A call with consecutive queries and keys."""
 
     def __init__(
-        self,
-        g: TracedEmitter,
-        plan: GraphPlan,
-        call: TracedCall,
-        operands: Operands,
-        options: Options,
+        self, g: TracedEmitter, plan: GraphPlan, call: TracedCall, operands: Operands, options: Options,
         reach: Reach | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         lengths = call.lengths
         # There may be fewer keys than the offset, and no window of the keys' table detects that.
         if operands.key_table is not None or (not call.aligned and lengths.past != 0):
@@ -51,25 +38,22 @@ class Skewed:
         self._window = window_of(g, plan, tables_of(g, operands, plan if reach is None else None), lengths, reach)
 
     def logits(self) -> Value:
-        """Return the tables' contribution to the logits, ``(batch, H, queries, keys)``."""
         g, call = self._g, self._call
         queries = call.q if call.rel_q is None else call.rel_q
         if self._operands.rel_k is not None:
-            queries = scaled(g, queries, self._options.rel_scale, "relative/scaled")
-        logits = relative_logits(g, self._plan, queries, self._window, self._lengths)
+            queries = parts.scaled(g, queries, self._options.rel_scale, "relative/scaled")
+        logits = parts.relative_logits(g, self._plan, queries, self._window, self._lengths)
         if self._operands.key_table is None:
             return logits
         shape = (*call.q.shape[:3], logits.shape[3])
         return g.compute("Add", [logits, self._of_keys(shape)], "relative/of_both", shape)
 
     def condition(self) -> Value | None:
-        """Return the visible keys of each query, ``None`` if the tables hide the others."""
         segments = self._call.labels(self._operands, "segments")
         return visible(self._g, self._plan, self._lengths, self._call.mask, segments)
 
     def values(self, weights: Value) -> Value:
-        """Return the contribution of ``rel_v`` to the output."""
-        return relative_values(self._g, self._window, self._lengths, weights)
+        return parts.relative_values(self._g, self._window, self._lengths, weights)
 
     def _of_keys(self, shape: Shape) -> Value:
         """Return the products of keys and ``key_table``: seen from a key, past and future are exchanged."""
@@ -90,7 +74,7 @@ class Skewed:
             stored = stored_table(g, seen, flipped, "rel_k") if reach is None else flipped
             window = window_of(g, seen, StoredTables(stored, None, None), turned, reach and reach.turned())
             keys = keys_by_query_head(g, plan, self._call, self._options.rel_scale)
-            logits = relative_logits(g, seen, keys, window, turned)
+            logits = parts.relative_logits(g, seen, keys, window, turned)
             return g.compute("Transpose", [logits], "turned", shape, perm=[0, 1, 3, 2])
 
 
@@ -110,7 +94,6 @@ class LookedUp:
         self._r = g.index("Sub", [self._keys, self._queries], "positions/relative", self._loose)
 
     def logits(self) -> Value:
-        """Return the tables' contribution to the logits, ``(batch, H, queries, keys)``."""
         g, operands, zero = self._g, self._operands, self._g.constant(0.0, self._g.dtype)
         terms = [] if operands.rel_k is None and operands.rel_bias is None else [self._of_queries()]
         if operands.key_table is not None:
@@ -125,14 +108,12 @@ class LookedUp:
         return self._poisoned(whole)
 
     def condition(self) -> Value | None:
-        """Return the visible keys of each query, ``None`` if all are visible."""
         segments = self._call.labels(self._operands, "segments")
         conditions = [] if segments is None else [of_own_segment(self._g, segments)]
         conditions += [x for x in (self._seen, self._call.mask) if x is not None]
         return self._all("visible/seen", conditions)
 
     def values(self, weights: Value) -> Value:
-        """Return the contribution of ``rel_v`` to the output."""
         g, shape = self._g, (*self._pairs[:3], self._width)
         if self._options.span.beyond == "zero":
             zero = g.constant(0.0, g.dtype)
@@ -140,7 +121,7 @@ class LookedUp:
         sizes = g.index("Shape", [self._call.q], "relative/columns_sizes", (3,), start=0, end=3)
         wide = g.dtype
         if g.dtype.itemsize == 2:  # onnxruntime has no sums of half precision here
-            wide = FLOAT32
+            wide = parts.FLOAT32
             weights = g.cast(weights, wide, "relative/to_float32")
         empty = g.compute(
             "Expand", [g.constant([0], wide), g.dims("relative/columns_shape", sizes, self._width)],
@@ -157,7 +138,7 @@ class LookedUp:
         g, call, operands = self._g, self._call, self._operands
         shape, product, bias = (*self._pairs[:3], self._width), None, None
         if operands.rel_k is not None:
-            queries = scaled(
+            queries = parts.scaled(
                 g, call.q if call.rel_q is None else call.rel_q, self._options.rel_scale, "relative/scaled"
             )
             product = g.compute("MatMul", [queries, self._turned("rel_k")], "relative/product", shape)
@@ -192,7 +173,6 @@ class LookedUp:
         return g.compute("Where", [beyond, g.constant(np.nan, g.dtype), logits], "relative/poisoned", self._pairs)
 
     def _table(self, name: str) -> Value:
-        """Return the rows of a table that pairs may read."""
         g, table = self._g, adopted_table(self._g, getattr(self._operands, name), name)
         assert table is not None
         axis = len(table.shape) - (1 if name == "rel_bias" else 2)
@@ -212,7 +192,6 @@ class LookedUp:
 
     @cached_property
     def _columns(self) -> Value:
-        """Return the column of the product that every pair reads, for every head."""
         g = self._g
         first = g.index("Sub", [self._r, g.constant(self._low)], "positions/from_first", self._loose)
         limits = [g.constant(0), g.constant(self._width - 1)]
@@ -221,7 +200,6 @@ class LookedUp:
 
     @cached_property
     def _there(self) -> Value:
-        """Return the pairs for which the tables have a row."""
         g, span = self._g, self._options.span
         pairs = (("GreaterOrEqual", -span.left), ("LessOrEqual", span.right))
         ends = [
@@ -231,7 +209,6 @@ class LookedUp:
 
     @cached_property
     def _seen(self) -> Value | None:
-        """Return the keys that the pattern lets a query see, ``None`` if all."""
         g, pattern, conditions = self._g, self._options.visibility, []
 
         def compare(op_type: str, left: Value, bound: Value, name: str) -> None:
@@ -265,15 +242,6 @@ class LookedUp:
         return whole
 
 
-def attend_in_blocks(
-    g: TracedEmitter, plan: GraphPlan, call: TracedCall, operands: Operands, options: Options
-) -> Value:
-    """Return the heads of local attention, with blocks folded into the batch."""
-    queries = scaled(g, call.q, options.scale, "attention/scaled")
-    projected = Projected(queries, call.k, call.v)
-    return attend_blocks(g, plan, AttentionInputs(projected, tables_of(g, operands, plan), call.lengths))
-
-
 def tables_of(g: TracedEmitter, operands: Operands, plan: GraphPlan | None) -> StoredTables:
     """Return the tables of a call, in the form that the windows of a plan read, or unchanged without one."""
 
@@ -287,14 +255,13 @@ def tables_of(g: TracedEmitter, operands: Operands, plan: GraphPlan | None) -> S
 def window_of(
     g: TracedEmitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, reach: Reach | None
 ) -> TableWindow:
-    """Return the window of tables, whose ``reach`` may depend on lengths."""
     return TableWindow(g, plan, tables, lengths) if reach is None else FittedWindow(g, plan, tables, lengths, reach)
 
 
 def keys_by_query_head(g: TracedEmitter, plan: GraphPlan, call: TracedCall, scale: float) -> Value:
     """Return scaled keys, repeated for the query heads of their groups: ``(batch, H, keys, D)``."""
     spec, (batch, groups, m, width) = plan.spec, call.k.shape
-    x = scaled(g, call.k, scale, "keys/scaled")
+    x = parts.scaled(g, call.k, scale, "keys/scaled")
     size = spec.num_heads // spec.num_kv_heads
     if size == 1:
         return x

@@ -16,16 +16,16 @@ from relskew_core._kernel.call import TABLES, Operands, Options, unsupported
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, GraphPlan, checked_chunk, checked_opset, make_plan
+from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.emitter import Value
-from relskew_core.export._nodes.fused import fused_attributes, without_dead_rows
-from relskew_core.export._nodes.parts import content_logits, hide, scaled, weighted_values
-from relskew_core.export._nodes.side_by_side import read_side_by_side
+from relskew_core.export._nodes.local import attend_blocks
+from relskew_core.export._nodes.operator_nodes import read_side_by_side
 from relskew_core.export._nodes.visible import broadcast
 from relskew_core.export._translate.call import Ends, Reach, TracedCall, dims_of, ends_of, with_one_leading_axis
 from relskew_core.export._translate.chunked import attend_by_length, chunk_sizes
 from relskew_core.export._translate.emitter import TracedEmitter
 from relskew_core.export._translate.node import Functions, add_functions, is_served, write_node
-from relskew_core.export._translate.positions import LookedUp, Skewed, attend_in_blocks
+from relskew_core.export._translate.positions import LookedUp, Skewed, tables_of
 
 SUPPORTED = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
@@ -37,12 +37,7 @@ REACH = "relskew.reach"
 
 
 class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
-    """Translations by operator of torch, as :func:`torch_translation_table` returns them.
-
-    See Also
-    --------
-    torch_translation_table : makes the table.
-    """
+    """Translations by operator of torch, as :func:`torch_translation_table` returns them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +56,6 @@ class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
         onnx.ModelProto
             The graph. With ``operator=True`` its nodes ``relskew::RelativeAttention`` are functions of the model, too,
             so that it runs without the operator library, and read projections in their own layout.
-
-        Raises
-        ------
-        TypeError
-            If ``program`` is not such a program.
         """
         import torch
 
@@ -106,17 +96,8 @@ def torch_translation_table(
     Returns
     -------
     TranslationTable
-        A dict of translations by torch operator. Use one table for one export.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument, such as ``dropout``.
-
-    See Also
-    --------
-    torch_to_onnx : exports and checks a model in one call.
+        A dict of translations by torch operator. Use one table for one export. A call that cannot be translated fails
+        the export with a ``ValueError`` that names the argument, such as ``dropout``.
 
     Examples
     --------
@@ -196,7 +177,9 @@ def _attention(
     plan = _plan(g, opset, call, operands, options, fitted=reach is not None)
     nothing = g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
     if plan.local:
-        return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
+        projected = parts.Projected(parts.scaled(g, call.q, options.scale, "attention/scaled"), call.k, call.v)
+        inputs = parts.AttentionInputs(projected, tables_of(g, operands, plan), call.lengths)
+        return call.result(attend_blocks(g, plan, inputs), "out"), nothing
     related: LookedUp | Skewed
     if options.visibility.by_value:
         related = LookedUp(g, plan, call, operands, options)
@@ -206,15 +189,15 @@ def _attention(
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
-        logits = hide(g, plan, _with_additive(g, plan, call, logits), condition)
-        attributes = fused_attributes(g, plan, options.scale)
+        logits = parts.hide(g, plan, _with_additive(g, plan, call, logits), condition)
+        attributes = parts.fused_attributes(g, plan, options.scale)
         out = g.compute("Attention", [call.q, call.k, call.v, logits], "attention", call.out_shape, **attributes)
-        return call.result(without_dead_rows(g, plan, out, condition), "out"), nothing
+        return call.result(parts.without_dead_rows(g, plan, out, condition), "out"), nothing
     n = call.lengths.queries
     keys = g.transpose(call.k, "attention/keys")
-    logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
+    logits = parts.content_logits(g, plan, parts.scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
     logits = _with_additive(g, plan, call, _capped(g, logits, options.softcap))
-    out, softmax = weighted_values(g, plan, logits, condition, call.v, n, related.values)
+    out, softmax = parts.weighted_values(g, plan, logits, condition, call.v, n, related.values)
     if not options.return_lse:
         return call.result(out, "out"), nothing
     total = softmax.log_sum(g, lowest=None if condition is None else plan.masked_value)
@@ -238,20 +221,15 @@ def _plan(
             )
     heads, width = q.shape[-3], q.shape[-1]
     tables = any(getattr(operands, name) is not None for name in TABLES)
+    span = options.span if tables and not fitted else Span(0, 0, "zero")  # without a table nothing is out of reach
     spec = CallSpec(
-        heads * width,
-        heads,
-        options.span if tables and not fitted else Span(0, 0, "zero"),  # without a table no position is out of reach
-        num_kv_heads=int(operands.k.shape[-3]),
-        causal=pattern.right == 0,
-        cross=fitted or not (by_position and call.aligned),
-        window=(pattern.left, pattern.right),
+        heads * width, heads, span, num_kv_heads=int(operands.k.shape[-3]), causal=pattern.right == 0,
+        cross=fitted or not (by_position and call.aligned), window=(pattern.left, pattern.right),
         block_size=pattern.block_size if by_position else None,
         blocks_before=pattern.blocks_before if by_position else None,
         rel_keys=operands.rel_k is not None or (operands.rel_v is None and operands.rel_bias is None),
-        rel_values=operands.rel_v is not None,
-        rel_bias=operands.rel_bias is not None,
-    )
+        rel_values=operands.rel_v is not None, rel_bias=operands.rel_bias is not None,
+    )  # fmt: skip
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
     # onnxruntime's Attention only supports positive scales.
     in_parts = options.return_lse or options.softcap is not None or options.scale <= 0
@@ -268,7 +246,6 @@ def _plan(
 
 
 def _with_additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall, logits: Value) -> Value:
-    """Return logits, which may be for one head, plus the additive mask."""
     added = call.additive
     if added is None:
         return logits

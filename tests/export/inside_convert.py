@@ -24,7 +24,7 @@ from relskew_core.export._models.convert import Flat, checked_model, evaluating,
 from relskew_core.export._models.decoder_calls import empty_past
 from relskew_core.export._models.fixed import drawn, explained, fixed_by_chance
 from relskew_core.export._models.from_torch import _cases, _lengths, _names
-from relskew_core.export._models.names import store_once
+from relskew_core.export._models.rewrites import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from small_decoder import VOCABULARY, growing
 from torch_exports import of

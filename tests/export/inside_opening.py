@@ -24,7 +24,7 @@ from operator_runs import needs_library
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, custom_ops_library, save, to_onnx, validate
 from relskew_core.export._check import isolated, runtimes
-from relskew_core.export._check.run import Request
+from relskew_core.export._check.questions import Request
 
 CAUSAL = FORMS["causal"][0]
 # the package exports a function of the same name

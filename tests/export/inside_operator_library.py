@@ -24,8 +24,8 @@ from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.export import custom_ops_library
-from relskew_core.export._nodes.in_place_node import NUMBERS, _quantising
 from relskew_core.export._nodes.operator import INPUTS, OUTPUTS, attributes_of
+from relskew_core.export._nodes.operator_nodes import NUMBERS, _quantising
 
 pytestmark = needs_library
 

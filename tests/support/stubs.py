@@ -7,13 +7,17 @@ import builtins
 import importlib
 import inspect
 import re
+from collections import ChainMap
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from relskew_core._kernel.call import Gradients
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("relskew_core", "relskew_core.papers", "relskew_core.distributed.jax", "relskew_core.distributed.torch")
+PACKAGES = (
+    "relskew_core", "relskew_core.papers", "relskew_core.distributed.jax", "relskew_core.distributed.torch",
+    "relskew_core.export",
+)  # fmt: skip
 SUBMODULES = {
     "relskew_core": (
         "backends", "conventions", "distributed", "draw", "export", "huggingface", "layers", "papers",
@@ -21,9 +25,12 @@ SUBMODULES = {
 }  # fmt: skip
 HOMES = {
     "Any": "typing", "Array": "relskew_core._array.typing", "Mapping": "collections.abc",
-    "Sequence": "collections.abc",
+    "Sequence": "collections.abc", "Callable": "collections.abc", "Iterable": "collections.abc", "Tensor": "torch",
+    "nn": "torch.nn",
 }  # fmt: skip
 """Where names come from that do not say so themselves."""
+DECLARED = ("_kernel.call", "export._models.exported")
+"""The modules with the arguments that functions take from a declaration."""
 
 
 class Stub:
@@ -47,8 +54,13 @@ class Stub:
         """Write choices out, and import what else an annotation names."""
 
         def found(match: re.Match[str]) -> str:
-            name = match[0]
+            home, _, name = match[0].rpartition(".")
+            if home:
+                self.use(HOMES.get(home) or names[home].__name__, name)
+                return name
             value = names.get(name)
+            if isinstance(value, str):  # a union that is written as text
+                return self.type_of(value, names)
             if get_origin(value) is Literal:
                 self.use("typing", "Literal")
                 return repr(value).removeprefix("typing.").replace("'", '"')
@@ -61,13 +73,14 @@ class Stub:
             return name
 
         parts = re.split(r"('[^']*'|\"[^\"]*\")", annotation)  # the values of a Literal are not names
-        parts[::2] = (re.sub(r"\b[A-Za-z_]\w*", found, part) for part in parts[::2])
+        parts[::2] = (re.sub(r"\b[A-Za-z_][\w.]*\w|\b[A-Za-z_]", found, part) for part in parts[::2])
         return "".join(parts).replace("'", '"')
 
     def function(self, name: str, function: Any) -> None:
         """Declare a function, once for each kind of result that it has."""
         signature = inspect.signature(function)
-        names = {**vars(importlib.import_module("relskew_core._kernel.call")), **inspect.unwrap(function).__globals__}
+        places = (vars(importlib.import_module(f"relskew_core.{name}")) for name in DECLARED)
+        names = {**ChainMap(*places), **inspect.unwrap(function).__globals__}
         result, parameters = signature.return_annotation, dict(signature.parameters)
         first = next((p for p in parameters.values() if p.annotation in ("Array", "Sequence[Array]")), None)
         if first is not None and re.search(r"\b(Array|Gradients)\b", result):  # the type of the array that is passed
@@ -122,7 +135,8 @@ class Stub:
         for name in SUBMODULES.get(package, ()):
             self.use(package, f"{name} as {name}")
         order = sorted(self.imports.items(), key=lambda item: (item[0].startswith("relskew_core"), item[0]))
-        lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in order]
+        once = [(module, sorted(x for x in names if f"{x} as {x}" not in names)) for module, names in order]
+        lines = [f"from {module} import {', '.join(names)}" for module, names in once]
         if any(line.startswith("from typing import") and "TypeVar" in line for line in lines):
             body = f'A = TypeVar("A")\n\n{body}'
         if package == "relskew_core":
