@@ -35,7 +35,7 @@ def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotF
     return ModuleNotFoundError(f"{part} needs {package}: {to_install(extra)}", name=error.name)
 
 
-BETWEEN = frozenset(("", "relskew_core", "torch", "jax", "flax", "equinox", "mlx"))
+BETWEEN = frozenset(("", "relskew_core", "torch", "jax", "flax", "equinox", "keras", "mlx"))
 """Packages whose lines help no reader of a warning, and code without a module, which torch generates."""
 
 

@@ -63,7 +63,7 @@ memory : array, shape (..., Lk, E), optional
 past : cache, optional
     The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
     ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
-mask : array, optional
+{mask} : array, optional
     Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
     are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
 key_padding_mask : array, shape (..., Lk), optional
@@ -83,19 +83,24 @@ present : cache
 def _written_out(function: F) -> F:
     """Let the signature of a function name the options of :class:`Seen` that it takes as ``**seen``."""
     signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
+    *own, last = signature.parameters.values()
+    if last.kind is not inspect.Parameter.VAR_KEYWORD:
+        return function
     kind: Any = inspect.Parameter.KEYWORD_ONLY
     seen = (inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in Seen.__annotations__.items())
     function.__signature__ = signature.replace(parameters=[*own, *seen])  # type: ignore[attr-defined]
     return function
 
 
-def called(own: str = "") -> Callable[[F], F]:
-    """Document a module's call, with the arguments that only its framework has, and let it explain wrong ones."""
+def called(own: str = "", *, mask: str = "mask") -> Callable[[F], F]:
+    """Document a module's call, with the arguments that only its framework has, and let it explain wrong ones.
+
+    ``mask``: what its framework calls a mask by query and key.
+    """
 
     def decorate(function: F) -> F:
         more = inspect.cleandoc(own)
-        function.__doc__ = CALL.format(own=f"\n{more}" if more else "")
+        function.__doc__ = CALL.format(own=f"\n{more}" if more else "", mask=mask)
         hint = (
             "a module is called as module(x), and module(x, memory) where `spec.cross`; MultiheadAttention takes "
             "queries, keys and values"

@@ -1,3 +1,3 @@
-"""Modules for ``torch``, ``flax``, ``equinox`` and ``mlx``, in submodules of these names."""
+"""Modules for ``torch``, ``flax``, ``equinox``, ``keras`` and ``mlx``, in submodules of these names."""
 
 __all__: list[str] = []

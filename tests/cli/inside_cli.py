@@ -100,7 +100,7 @@ def test_a_closed_pipe_ends_with_141(monkeypatch: pytest.MonkeyPatch) -> None:
     *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
     ("layers.torch", "torch", "torch"),
     *((f"layers.{name}", package, name) for name in ("flax", "equinox") for package in (name, "jax")),
-    ("layers.mlx", "mlx", "mlx"),
+    *((f"layers.{name}", name, name) for name in ("keras", "mlx")),
     ("huggingface", "torch", "torch"),
 ])  # fmt: skip
 def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -> None:

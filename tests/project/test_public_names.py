@@ -24,8 +24,9 @@ def public_modules(package: ModuleType) -> Iterator[str]:
     yield package.__name__
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if not module.name.rpartition(".")[2].startswith("_"):
-            if module.name == "relskew_core.layers.mlx" and importlib.util.find_spec("mlx") is None:
-                continue  # it has no wheels for some platforms
+            part = module.name.removeprefix("relskew_core.layers.")
+            if part in ("keras", "mlx") and importlib.util.find_spec(part) is None:
+                continue  # Keras is a peer, and MLX has no wheels for some platforms
             if module.ispkg:
                 yield from public_modules(importlib.import_module(module.name))
             else:
