@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from importlib import import_module
+from typing import Any, ClassVar, Self
 
 import keras
 
 from relskew_core._array.checks import describe, explains
 from relskew_core._array.namespace import is_torch
-from relskew_core._array.typing import Array, Impl
+from relskew_core._array.typing import Array, Impl, Namespace
 from relskew_core._block.module import ModuleBlock, Settings, called
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 
 BACKEND = keras.backend.backend()
-if BACKEND == "torch":
-    import array_api_compat.torch as xp
+PARTS = {
+    "torch": ("array_api_compat.torch", "relskew_core.layers.torch._caches"),
+    "jax": ("jax.numpy", "relskew_core.layers._jax.caches"),
+}
+"""The namespace and the caches of each backend."""
 
-    from relskew_core.layers.torch import FixedCache, SlidingCache
-elif BACKEND == "jax":
-    import jax.numpy as xp
-
-    from relskew_core._block.cache import SlidingCache
-    from relskew_core.layers._jax.caches import FixedCache, JaxBlock
-else:
+if BACKEND not in PARTS:
     raise ImportError(
         f"relskew_core.layers.keras needs Keras on torch or JAX, and its backend is {BACKEND!r}; for TensorFlow, copy "
         "examples/keras_attention.py into your project"
     )
+xp, own = map(import_module, PARTS[BACKEND])
+FixedCache, SlidingCache = own.FixedCache, own.SlidingCache
 
 
 @keras.saving.register_keras_serializable(package="relskew_core")
-class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[FixedCache, SlidingCache]):
+class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # type: ignore[misc]  # Keras declares no types
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a Keras layer.
 
     The projections are ``Dense`` layers that are called, so LoRA and quantisation of Keras take part. Dropout goes by
@@ -70,8 +70,9 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[FixedCache, Sli
     (2, 7, 16)
     """
 
-    xp = xp
-    caches = (FixedCache, SlidingCache)
+    xp: ClassVar[Namespace] = xp
+    caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
+    built: bool
 
     def __init__(
         self,
@@ -121,7 +122,8 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[FixedCache, Sli
     @staticmethod
     def _copied(x: Any) -> Array:
         if BACKEND == "jax":
-            return JaxBlock._copied(x)
+            copied: Array = own.JaxBlock._copied(x)
+            return copied
         return x.detach().clone() if is_torch(x) else keras.ops.copy(keras.ops.convert_to_tensor(x))
 
     def block_weights(self) -> dict[str, Array]:
