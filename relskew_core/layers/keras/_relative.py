@@ -11,13 +11,14 @@ import keras
 from relskew_core._array.checks import describe, explains
 from relskew_core._array.namespace import is_torch
 from relskew_core._array.typing import Array, Impl, Namespace
+from relskew_core._block.cache import SlidingCache
 from relskew_core._block.module import ModuleBlock, Settings, called
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 
 BACKEND = keras.backend.backend()
 PARTS = {
-    "torch": ("array_api_compat.torch", "relskew_core.layers.torch._caches"),
+    "torch": ("array_api_compat.torch", "relskew_core.layers.torch"),
     "jax": ("jax.numpy", "relskew_core.layers._jax.caches"),
 }
 """The namespace and the caches of each backend."""
@@ -28,7 +29,7 @@ if BACKEND not in PARTS:
         "examples/keras_attention.py into your project"
     )
 xp, own = map(import_module, PARTS[BACKEND])
-FixedCache, SlidingCache = own.FixedCache, own.SlidingCache
+FixedCache = own.FixedCache
 
 
 @keras.saving.register_keras_serializable(package="relskew_core")
@@ -174,10 +175,9 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
             x_mask = mask if x_mask is None else x_mask
         counts = memory_mask if self.spec.cross else x_mask if mask is None else mask
         seed = keras.random.randint((), 0, 2**31 - 1, seed=self.seeds) if training and self.seeds is not None else None
-        return self._call(
-            x, memory, seed, past=past, mask=attention_mask, offset=offset, segments=segments, positions=positions,
-            key_padding_mask=_padding(counts, key_padding_mask, past),
-        )  # fmt: skip
+        options = {"mask": attention_mask, "offset": offset, "segments": segments, "positions": positions}
+        options["key_padding_mask"] = _padding(counts, key_padding_mask, past)
+        return self._call(x, memory, past, seed, options)
 
     @explains
     def attention_weights(
