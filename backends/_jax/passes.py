@@ -115,13 +115,11 @@ class CarriedSums:
         self.totals[name] = lax.dynamic_update_slice(total, piece, at)
 
     def add_queries(self, view: TracedView, **pieces: Array | None) -> None:
-        """Add a chunk's gradients of the operands by query."""
         for name, piece in pieces.items():
             if piece is not None and name in self.totals:
                 self.add(name, piece, {-2: view.place.start})
 
     def add_keys(self, view: TracedView, name: str, weights: Array, rows: Array, more: Array | None = None) -> None:
-        """Add to the gradient of keys or values: ``Σ_i weights_i rows_iᵀ`` and, if given, more of that shape."""
         # transposing the weights instead would copy them
         piece = grouped_outer(rows, weights, self.totals[name].shape[-3], xp=jnp)
         piece = piece if more is None else piece + jnp.matrix_transpose(more)
@@ -130,13 +128,11 @@ class CarriedSums:
         self.add(name, piece, {-1: view.place.first})
 
     def add_table(self, view: TracedView, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
-        """Add ``Σ_i rows_i relative_i`` to the chunk's columns of a table; ``rows`` of ones if ``None``."""
         rows = jnp.ones((*relative.shape[:-1], 1), relative.dtype) if rows is None else rows  # XLA's sums are slower
         piece = columns_gradient(relative, rows, self.totals[name].shape[:-2], xp=jnp)
         self.add(name, piece, {-1: view.column(name)})
 
     def add_mask(self, view: TracedView, d_logits: Array) -> None:
-        """Add a chunk's gradient of an additive mask."""
         if "mask" in self.totals:
             mask, place = self.totals["mask"], view.place
             starts = {axis: 0 if mask.shape[axis] == 1 else x for axis, x in ((-2, place.start), (-1, place.first))}

@@ -68,15 +68,12 @@ class TracedView(View):
         super().__init__(call.operands, call.options, call.tables, chunk, xp=jnp)
 
     def queries(self, x: Array, axis: int = -2) -> Array:
-        """Cut an array to the chunk's queries, along its last axis or the one before it."""
         return lax.dynamic_slice_in_dim(x, self.place.start, self.loop.n, axis=x.ndim + axis)
 
     def keys(self, x: Array, axis: int = -2) -> Array:
-        """Cut an array to the chunk's keys, along its last axis or the one before it."""
         return lax.dynamic_slice_in_dim(x, self.place.first, self.loop.m, axis=x.ndim + axis)
 
     def fresh(self, x: Array) -> Array:
-        """Cut (..., queries, D) to the chunk, with zeros for queries that an earlier chunk has."""
         x = self.queries(x)
         if not self.loop.overlap:
             return x
@@ -84,7 +81,6 @@ class TracedView(View):
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def seen(self, x: Array) -> Array:
-        """Cut (..., keys, D) to the chunk, with zeros for keys that none of its queries may see."""
         x, reached = super().seen(x), self.reached()
         return x if reached is None else jnp.where(reached[:, None], x, 0.0)
 
@@ -112,7 +108,6 @@ class TracedView(View):
         return lax.dynamic_slice_in_dim(columns, self.column(name), width, axis=columns.ndim - 1)
 
     def table(self, name: str) -> Table:
-        """Return a table with the columns of the chunk's window."""
         return Table(self.columns(name), -self.chunk.low, "zero")
 
     def reach(self) -> tuple[int, int]:
@@ -120,7 +115,6 @@ class TracedView(View):
         return self.chunk.low, self.chunk.high
 
     def sees(self) -> Array | None:
-        """Return which keys the queries may see by the pattern, (..., n, m), ``None`` if all of them."""
         pattern, x = in_small_numbers(self.options.visibility), self.operands
         if x.q_positions is not None:
             return pattern.sees(*self.labels(x.q_positions, x.k_positions), xp=jnp)
@@ -128,18 +122,15 @@ class TracedView(View):
         return pattern.sees(queries[:, None], _numbers(self.place.first, self.loop.m).astype(int), xp=jnp)
 
     def hashes(self) -> tuple[Array, Array]:
-        """Return what dropout draws from: hashes of the queries, (..., H, n, 1), and of the keys, (m,)."""
         assert self._drawn is not None
         queries, keys = self._drawn
         return self.queries(queries), self.keys(keys, -1)
 
     def key_side_logits(self, keys: Array) -> Array:
-        """Return ``k_j · e_r`` for the chunk's scaled keys, (..., H, n, m)."""
         heads = self.operands.q.shape[-3]
         return key_side.logits(keys, self.columns("key_table"), self.chunk, heads, product=jnp.matmul)
 
     def key_side_gradient(self, d_logits: Array, keys: Array, sums: Any) -> Array:
-        """Return the gradient of the chunk's keys through ``key_table``, and add to that of the table."""
         product, heads = key_side.product_of_seen, self.operands.q.shape[-3]
         logits = partial(key_side.logits, chunk=self.chunk, heads=heads, product=product)
         _, pull = jax.vjp(logits, keys, self.columns("key_table"))
