@@ -58,7 +58,6 @@ def attention_block(
     --------
     BlockSpec : describes the block.
     init_weights : makes its weights.
-    relative_attention : attention without projections.
 
     Examples
     --------

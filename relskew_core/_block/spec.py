@@ -125,7 +125,6 @@ class BlockSpec:
     --------
     attention_block : runs the block.
     init_weights : makes its weights.
-    relskew_core.export.to_onnx : exports it.
 
     Examples
     --------

@@ -130,8 +130,6 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     --------
     attention_weights : the weights themselves, for pictures and inspection.
     relative_attention_vjp : the gradients, for libraries that have no automatic differentiation.
-    relative_attention_2d : attention over a grid, with a table for each axis.
-    attention_block : the projections too, as one function of a mapping of weights.
 
     Notes
     -----
