@@ -9,7 +9,8 @@ from relskew_core._array.checks import LAYOUT, check_bool, check_int, check_offs
 from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.precision import bits_of, integer
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import KINDS, TABLES, Arguments, kind_of_table
+from relskew_core._kernel.call import KINDS, Arguments, kind_of_table
+from relskew_core._kernel.kinds import Mask, Rows
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span, span_hint
 from relskew_core._positions.visibility import FURTHEST, Visibility
@@ -100,9 +101,13 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
 
 def check_arrays(given: Arguments, *, xp: Namespace) -> Arguments:
     """Check every array but the tables by its kind; return the call, whose weakly typed arrays have a dtype."""
-    arrays = {name: x for name, x in given.arrays().items() if x is not None and name not in TABLES}
-    found = {name: KINDS[name].check(name, x, given.q, given.k, xp=xp) for name, x in arrays.items()}
-    return given if all(found[name] is x for name, x in arrays.items()) else replace(given, **found)
+    arrays = {name: x for name, x in given.arrays().items() if x is not None}
+    found = {
+        name: kind.check(name, x, given.q, given.k, xp=xp)
+        for name, x in arrays.items()
+        if isinstance(kind := KINDS[name], Rows | Mask)
+    }
+    return given if all(arrays[name] is x for name, x in found.items()) else replace(given, **found)
 
 
 def check_widths(given: Arguments) -> None:
