@@ -15,7 +15,17 @@ from relskew_core._array.softmax import log_sum_exp
 from relskew_core._array.typing import Array
 from relskew_core._functions.attention import Backward, attend, pull_back
 from relskew_core._kernel.by_head import HeadScales, with_sinks
-from relskew_core._kernel.call import BY_QUERY, DIFFERENTIABLE, TABLES, Arguments, Options, Part, kind_of_table, takes
+from relskew_core._kernel.call import (
+    BY_KEY,
+    BY_QUERY,
+    DIFFERENTIABLE,
+    TABLES,
+    Arguments,
+    Options,
+    Part,
+    kind_of_table,
+    takes,
+)
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run
@@ -115,8 +125,8 @@ class TracedRing:
     def _backward(self, x: Arrays, out: Any, whole: Any, d_out: Any, d_sums: Any, *, axes: frozenset[str]) -> Arrays:
         wide = out.dtype
         named = [name for name in x if name in DIFFERENTIABLE and jnp.issubdtype(x[name].dtype, jnp.floating)]
-        sums = varying({name: jnp.zeros(x[name].shape, wide) for name in named if name not in "kv"}, axes)
-        travelling = varying({name: jnp.zeros(x[name].shape, wide) for name in "kv"}, axes)
+        sums = varying({name: jnp.zeros(x[name].shape, wide) for name in named if name not in BY_KEY}, axes)
+        travelling = varying({name: jnp.zeros(x[name].shape, wide) for name in BY_KEY if name in x}, axes)
         results = {"d_out": d_out, "out": out, "sums": whole, "d_lse": d_sums[..., 1]}
 
         def step(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
@@ -204,7 +214,7 @@ FEW = 2
 
 
 def _held(x: Arrays) -> Arrays:
-    return {name: x[name] for name in ("k", "v", "k_segments") if name in x}
+    return {name: x[name] for name in (*BY_KEY, "k_segments") if name in x}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +231,7 @@ class TracedPart:
     def _call(self, x: Arrays, held: Arrays) -> tuple[Arguments, Part]:
         queries, keys, pairs = self.queries.here, self.keys.here, self.pairs
         arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
-        arrays |= {name: held[name][..., keys, :] for name in "kv"}
+        arrays |= {name: held[name][..., keys, :] for name in BY_KEY if name in held}
         arrays |= {name: x[name][..., queries, :] for name in BY_QUERY if name in x}
         arrays |= {name: self._rows(name, x[name]) for name in TABLES if name in x}
         if "mask" in x:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._functions.attention import Backward, attend, pull_back
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Part
+from relskew_core._kernel.call import BY_KEY, DIFFERENTIABLE, TABLES, Arguments, Part
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
@@ -22,7 +22,7 @@ from relskew_core.distributed.torch._sequence import Ranks, joined, taken_apart
 from relskew_core.distributed.torch._tables import RankTables, ShardedTables
 
 Held = Sequence[Tensor]
-"""The tensors that travel: keys and values, and the keys' labels if there are any."""
+"""The tensors that travel: those by key, such as keys and values, and the labels of keys if there are any."""
 
 Step = Callable[[int | None, Sequence[Run], Held], Any]
 """``step(distance, keys, held)``: the distance that the held keys have travelled, and their positions."""
@@ -151,12 +151,13 @@ class OnePart:
         if pairs is None:
             return None
         rows = tables.rows(pairs)
-        k, v, *labels = held
+        names = _by_key(x)
+        labels = held[len(names) :]
         arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
-        arrays |= {"k": k[..., keys.here, :], "v": v[..., keys.here, :]}
+        arrays |= {name: own[..., keys.here, :] for name, own in zip(names, held, strict=False)}
         for name in DIFFERENTIABLE:
             array = x[name]
-            if array is None or name in ("k", "v"):
+            if array is None or name in names:
                 continue
             if name in TABLES:
                 arrays[name] = tables.part(name, rows)
@@ -224,12 +225,13 @@ class PartsAttention(torch.autograd.Function):
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]
         wanted = {name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if needed}
-        others = wanted - {"k", "v", *TABLES}
+        others = wanted - {*BY_KEY, *TABLES}
         sums = {name: torch.zeros_like(x[name], dtype=out.dtype) for name in others}
+        by_key = _by_key(x)
 
         def step(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
             tables.begin(distance)
-            d_k, d_v = (torch.zeros_like(part, dtype=out.dtype) for part in given[:2])
+            d_given = [torch.zeros_like(part, dtype=out.dtype) for part in given[: len(by_key)]]
             for run in plan.queries:
                 for other in keys:
                     call = OnePart.of(plan, x, tables, given, run, other)
@@ -240,31 +242,36 @@ class PartsAttention(torch.autograd.Function):
                     cotangents["d_lse"] = d_lse[..., run.here]
                     arguments = {field.name: getattr(call.given, field.name) for field in fields(call.given)}
                     found = pull_back(Backward(**cotangents, **arguments), call.part, of_whole[rows])
-                    d_k[..., other.here, :] += found.k
-                    d_v[..., other.here, :] += found.v
+                    for name, total in zip(by_key, d_given, strict=True):
+                        total[..., other.here, :] += getattr(found, name)
                     for name, total in sums.items():
                         where = of_mask(x[name], run, other) if name == "mask" else rows
                         total[where] += getattr(found, name)
                     for name in wanted.intersection(TABLES):
                         tables.add(name, getattr(found, name), call.rows)
             tables.end(distance)
-            return [d_k, d_v]
+            return d_given
 
         with without_autocast(q):
             tables = plan.tables(x)
             tables.want(wanted, out.dtype)
             d_held = plan.rounds.backward(held, _like(x, out.dtype), step)
-            sums |= {**tables.gradients(), **dict(zip("kv", d_held, strict=True))}
+            sums |= {**tables.gradients(), **dict(zip(by_key, d_held, strict=True))}
         gradients = [sums[name].to(x[name].dtype) if name in wanted else None for name in DIFFERENTIABLE]
         return (None, *gradients, *(None for _ in LABELS))
 
 
 def _held(x: dict[str, Any]) -> Held:
-    return [x["k"], x["v"], *([] if x["k_segments"] is None else [x["k_segments"][..., None]])]
+    labels = [] if x["k_segments"] is None else [x["k_segments"][..., None]]
+    return [*(x[name] for name in _by_key(x)), *labels]
+
+
+def _by_key(x: dict[str, Any]) -> list[str]:
+    return [name for name in BY_KEY if x[name] is not None]
 
 
 def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
-    return [x[name].to(dtype) for name in "kv"]
+    return [x[name].to(dtype) for name in _by_key(x)]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
