@@ -63,7 +63,7 @@ NATIVE = {
 OF_BFLOAT16 = ("v4_bf16", "v4_amx")
 """Levels that differ from `v4` only in products of bfloat16; the last exists only on Linux."""
 
-WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "tasks.cpp", "threads.cpp")
+WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "integers.cpp", "tasks.cpp", "threads.cpp")
 OF_MODULE = ("module.cpp",)
 OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
 """The sources of the module only, and those of the library for hosts without Python only."""

@@ -283,7 +283,7 @@ def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ..
     table, sums = np.empty((keys, WIDTH), np.float32), np.empty((*q.shape[:-1], 2), np.float32)
     given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
     x = given.operands()
-    arguments = [*_compiled.Call.of(x, given.options)[:3], *_compiled._arrays(x), *_compiled.NO_INTEGERS]
+    arguments = [*_compiled.Call.of(x, given.options)[:3], *_compiled._arrays(x), *_compiled.NO_HASHES]
     if not backward:
         return tuple(_compiled.kernels.attend(*arguments, np.empty(q.shape, np.float32), None, None, 0, 0))
     of_names = (getattr(x, name) for name in _compiled.GRADIENTS)

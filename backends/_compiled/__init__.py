@@ -6,12 +6,10 @@ stays with the library's own path, as does everything where nothing was compiled
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from relskew_core._array.namespace import device
 from relskew_core._array.precision import cast, wide
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
@@ -37,14 +35,12 @@ from relskew_core.backends._compiled.call import Call as Call
 from relskew_core.backends._compiled.call import kernels as kernels
 from relskew_core.backends._path import OPTIONS
 
-_arrays = attrgetter(*(ARRAYS or Operands._fields))
+_arrays = attrgetter(*(ARRAYS or Operands._fields), *(name for name in INTEGERS if name in Operands._fields))
 ONE_THREAD = (0, 1)
 """The last arguments of a call on one thread."""
 
-NO_INTEGERS = (None,) * len(INTEGERS)
-"""The integers of a call without labels and dropout."""
-
-OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
+NO_HASHES = (None, None)
+"""The hashes of a call without dropout."""
 
 DTYPES = ("float16", "float32", "float64")  # and bfloat16
 """The end of the names of supported dtypes in all libraries."""
@@ -53,7 +49,7 @@ LONGEST = 2**16
 """The most rows of a table: their products with a block of queries are kept."""
 
 APART = 2**30
-"""The limit of the distance between integers of queries and keys."""
+"""Integers of queries and keys that are nearer to one another are only shifted."""
 
 SUPPORTED = frozenset(
     (*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout", "sides")
@@ -111,30 +107,29 @@ def serves_kind(x: Operands, options: Options, supported: frozenset[str] = SUPPO
         return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
         return False
-    # positions are relative to the first of a block
-    if x.k_positions is not None and (options.visibility.block_size or 0) >= APART:
-        return False
     if x.k_positions is None or not has_tables(x):
         return True
     # A query would multiply many rows of a longer table in vain.
     return options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
 
 
-def _ends(of_queries: Any, of_keys: Any) -> tuple[int, ...]:
-    """Return the minimum and maximum integer of queries, and of keys."""
-    return tuple(map(int, (of_queries.min(), of_queries.max(), of_keys.min(), of_keys.max())))
-
-
-def _near(*ends: int) -> bool:
-    return max(ends) - min(ends) < APART
+def fit(x: Operands, options: Options) -> bool:
+    """Whether any positions fit 32 bits: of long distances, the kernels keep a step that no table reaches over."""
+    step = max(options.span.left, options.span.right) + 1
+    return bool(step * (x.q.shape[-2] + x.k.shape[-2]) < 2 * APART)
 
 
 def _reached(x: Operands, options: Options) -> bool:
-    """Whether positions are close enough, and within tables with ``beyond="error"``; traced ones are not checked."""
-    positions, span = (x.q_positions, x.k_positions), options.span
-    first_query, last_query, first_key, last_key = ends = _ends(*positions)
-    if not _near(*ends) or span.beyond != "error" or not has_tables(x):
-        return _near(*ends)
+    """Whether positions fit 32 bits and are within tables with ``beyond="error"``; traced ones are not checked."""
+    positions: Any = x.q_positions, x.k_positions
+    span, fits = options.span, fit(x, options)
+    may_be_short = span.beyond == "error" and has_tables(x)
+    if fits and not may_be_short:
+        return True
+    (first_query, last_query), (first_key, last_key) = ((int(each.min()), int(each.max())) for each in positions)
+    fits = fits or max(last_query, last_key) - min(first_query, first_key) < APART
+    if not fits or not may_be_short:
+        return fits
     lowest, highest = options.positions()
     low, high = max(first_key - last_query, lowest), min(last_key - first_query, highest)
     if low >= -span.left and high <= span.right:
@@ -156,8 +151,8 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, sums: Any, *, library: L
 
 def _attend(x: Operands, call: Call, results: tuple[Any, ...], library: Library) -> None:
     buffers = library.buffers
-    integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
-    kernels.attend(*call[:3], *buffers(_arrays(x)), *integers, *buffers(results), *_threads(call, library))
+    drawn = _hashes(x, call.options, library) if call.options.dropout else NO_HASHES
+    kernels.attend(*call[:3], *buffers(_arrays(x)), *drawn, *buffers(results), *_threads(call, library))
 
 
 def _threads(call: Call, library: Library) -> tuple[int, int]:
@@ -211,9 +206,9 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
         if array is not None and (name != "mask" or learned):
             make = library.empty if isinstance(KINDS[name], Rows) else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
-    integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
+    drawn = _hashes(x, call.options, library) if call.options.dropout else NO_HASHES
     arrays, gradients = buffers(_arrays(x)), buffers([found.get(name) for name in GRADIENTS])
-    kernels.pull_back(*call[:3], *arrays, *integers, *buffers(given), *gradients, *_threads(call, library))
+    kernels.pull_back(*call[:3], *arrays, *drawn, *buffers(given), *gradients, *_threads(call, library))
     return found
 
 
@@ -232,36 +227,7 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
     return {name: cast(found.pop(name).reshape(like.shape), like.dtype, xp=xp) for name, like in originals.items()}
 
 
-def _in_32_bits(pair: Sequence[Any], block: int, *, xp: Namespace) -> Sequence[Any]:
-    """Return integers of queries and keys with the same differences or, of segments far apart, their ranks."""
-    ends = _ends(*pair)
-    first = min(ends) // block * block
-    if not _near(*ends):
-        ranks = xp.unique_inverse(xp.concat([xp.reshape(each, (-1,)) for each in pair])).inverse_indices
-        count, first = math.prod(pair[0].shape), 0
-        pair = [xp.reshape(part, each.shape) for part, each in zip((ranks[:count], ranks[count:]), pair, strict=True)]
-    return [xp.astype(each - first, xp.int32) for each in pair]
-
-
-def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
-    """Pass the integers of queries and keys: their labels, and the hashes for dropout.
-
-    The keys have some to spare for whole vectors.
-    """
-    xp, found = library.xp, dict[str, Any]()
-    for own, block in (("segments", 1), ("positions", options.visibility.block_size or 1)):
-        names = f"q_{own}", f"k_{own}"
-        pair: Sequence[Any] = [getattr(x, name) for name in names]
-        if pair[1] is not None:
-            if pair[1].dtype != xp.int32:
-                pair = _in_32_bits(pair, block, xp=xp)
-            found.update(zip(names, pair, strict=True))
-    if options.dropout:
-        n_queries, n_keys = x.q.shape[-2], x.k.shape[-2]
-        drawn = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
-        found.update(zip(("query_hashes", "key_hashes"), drawn, strict=True))
-    for name in OF_KEYS & found.keys():
-        keys = found[name]
-        spare = xp.zeros((*keys.shape[:-1], kernels.SPARE), dtype=keys.dtype, device=device(keys))
-        found[name] = xp.concat([keys, spare], axis=-1)
-    return tuple(library.buffers([found.get(name) for name in INTEGERS]))
+def _hashes(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
+    """Return the hashes of queries and keys for dropout."""
+    whole = Chunk(0, x.q.shape[-2], 0, x.k.shape[-2], 0, 0, 0)
+    return tuple(library.buffers(hashes(x, options, whole, xp=library.xp)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from relskew_core._kernel.call import GridOptions, Operands, Options, Side
 from relskew_core._kernel.dropout import threshold
+from relskew_core._positions.visibility import FURTHEST
 
 NOT_LOADED = (ImportError, SystemError)
 """The errors of kernels that this Python cannot load; without the GIL, those for the stable ABI are a `SystemError`."""
@@ -23,10 +24,7 @@ _declared: list[tuple[str, ...]] = [
 WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = _declared
 """The names of the kernels' arguments and results, as they declare them, in order."""
 
-FAR = 2**40
-"""Beyond every visible position, for offsets up to ``OFFSETS``."""
-
-OFFSETS = FAR // 2
+OFFSETS = 2**39
 """The limit of offsets; calls with larger ones are not supported."""
 
 FEWEST_QUERIES = 2
@@ -42,14 +40,11 @@ def has_additive_mask(x: Operands) -> bool:
 
 
 def numbers(x: Operands, options: Options) -> dict[str, Any]:
-    """Return the numbers of a call with four axes, by the names that the kernels declare."""
+    """Return the numbers of a call with four axes, by the names that the kernels declare.
+
+    The kernels bound them by one another.
+    """
     pattern, span = options.visibility, options.span
-    before = FAR if pattern.left is None else min(pattern.left, FAR)
-    after = FAR if pattern.right is None else min(pattern.right, FAR)
-    block, behind = min(pattern.block_size or 0, FAR), 0
-    if block:
-        behind = min(pattern.whole_blocks_before, FAR // block)
-        before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
     items, heads, queries, width = x.q.shape
     related = x.rel_k if x.axis_tables is None else x.q
     _, key_heads, keys, value_width = x.v.shape
@@ -58,7 +53,9 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
         "items": items, "heads": heads, "key_heads": key_heads, "queries": queries,
         "width": width, "rel_width": 0 if related is None else related.shape[-1], "value_width": value_width,
         "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
-        "before": before, "after": after, "block": block, "behind": behind,
+        "before": FURTHEST if pattern.left is None else pattern.left,
+        "after": FURTHEST if pattern.right is None else pattern.right,
+        "block": pattern.block_size or 0, "behind": pattern.whole_blocks_before,
         "mask_adds": has_additive_mask(x), "threshold": threshold(options.dropout),
         "scale": options.scale, "rel_scale": options.rel_scale,
         "softcap": options.softcap or 0.0, "kept": 1 - options.dropout, **_sides(options),
@@ -83,21 +80,19 @@ class Call(NamedTuple):
     work_per_key: int
     before: int  # how far back a query sees
     keys_seen: int  # the most keys that one query sees
-    labelled: bool  # whether queries and keys have integers: positions, segments, or hashes for dropout
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
         """Return the description of a call."""
         found = numbers(x, options)
-        keys, offset, before = found["keys"], found["offset"], found["before"]
-        labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
+        keys, offset, (low, high) = found["keys"], found["offset"], options.visibility.furthest()
         per_key = 3 * found["width"] * found["items"] * found["heads"] * max(found["queries"], FEWEST_QUERIES)
         others = tuple(found[name] for name in (*WHOLE, *REAL) if name not in ("keys", "offset"))
-        return cls(keys, offset, others, options, per_key, before, before + found["after"] + 1, labelled)
+        return cls(keys, offset, others, options, per_key, -low, high - low + 1)
 
     def at(self, keys: int, offset: int) -> Call | None:
         """Return a call like this one with one query at another position, ``None`` if a table may not reach."""
-        _, _, numbers, options, work_per_key, before, keys_seen, labelled = self
+        _, _, numbers, options, work_per_key, before, keys_seen = self
         if not keys or not -OFFSETS < offset < OFFSETS:
             return None
         span = options.span
@@ -105,7 +100,7 @@ class Call(NamedTuple):
             min(offset, before) > span.left or min(keys - offset, keys_seen - before) > span.right + 1
         ):
             return None
-        return Call(keys, offset, numbers, options, work_per_key, before, keys_seen, labelled)
+        return Call(keys, offset, numbers, options, work_per_key, before, keys_seen)
 
     @property
     def own_options(self) -> Options:

@@ -27,7 +27,6 @@ from relskew_core.backends._jax import eager, passes
 from relskew_core.backends._jax.explicit import explicitly_split, split_by_compiler
 from relskew_core.backends._jax.foreign import SHARED, by_kernels, is_registered, pulled
 from relskew_core.backends._jax.loops import Ranges
-from relskew_core.backends._jax.offsets import nearer, step_of
 from relskew_core.backends._jax.tangent import Primitive
 from relskew_core.backends._numpy import compiled as of_numpy
 
@@ -43,12 +42,10 @@ def serves(x: Operands, options: Options) -> bool:
         return False
     if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not is_registered():
         return False
-    if any(labels is not None and labels.dtype != jnp.int32 for labels in (x.k_segments, x.k_positions)):
-        return False  # the values may be traced, and may not fit into 32 bits
     if x.k_positions is None:
         return True
-    fit = 2 * step_of(options) * (x.q.shape[-2] + x.k.shape[-2]) < _compiled.APART
-    return fit and (options.span.beyond != "error" or not has_tables(x))
+    # the values may be traced
+    return _compiled.fit(x, options) and (options.span.beyond != "error" or not has_tables(x))
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
@@ -141,7 +138,6 @@ def _jitted(primitive: Primitive, *arrays: Array, **parameters: Any) -> list[Arr
 
 def _eagerly(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Array]:
     x, cotangents = _given(names, tuple(map(np.asarray, arrays)))
-    x = x if x.k_positions is None else nearer(x, options, xp=np)
     if cotangents is None:
         found = [each for each in of_numpy.attention(x, options, library=eager.LIBRARY) if each is not None]
     else:
@@ -153,7 +149,6 @@ def _eagerly(*arrays: Array, names: tuple[str, ...], options: Options) -> list[A
 
 def _by_kernels(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:
     x, cotangents = _given(names, arrays)
-    x = x if x.k_positions is None else nearer(x, options, maps=maps, xp=jnp)
     return by_kernels(x, cotangents, options, maps)
 
 

@@ -19,7 +19,6 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import (
     KINDS,
-    LABELS,
     TABLES,
     Operands,
     Options,
@@ -96,9 +95,6 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     if x is None or name == "seed":
         return None
     x = KINDS[name].flat(x, q.shape[:-3], maps=maps, xp=jnp)
-    if name in LABELS:  # one for each item; keys are padded to whole vectors
-        x = jnp.broadcast_to(x, (math.prod(q.shape[:-3]), x.shape[-1]))
-        x = jnp.pad(x, ((0, 0), (0, _compiled.kernels.SPARE))) if name.startswith("k_") else x
     return jnp.reshape(x, (*x.shape[:-1], *(1,) * (4 - x.ndim), x.shape[-1]))
 
 
@@ -110,7 +106,7 @@ def _of_gradient(name: str, x: Operands, entries: int) -> tuple[int, ...] | None
 
 
 def _drawn(x: Operands, options: Options, maps: int) -> tuple[Array, Array]:
-    """Return the hashes of queries and keys for dropout; those of keys are padded to whole vectors."""
+    """Return the hashes of queries and keys for dropout."""
     assert x.seed is not None
     n, m, lead = x.q.shape[-2], x.k.shape[-2], x.q.shape[:maps]
     own = x._replace(q=x.q[(0,) * maps])
@@ -121,5 +117,4 @@ def _drawn(x: Operands, options: Options, maps: int) -> tuple[Array, Array]:
     seeds = jnp.broadcast_to(x.seed, (*lead, 1)) if math.prod(x.seed.shape[:maps]) > 1 else x.seed
     queries, keys = jax.vmap(of)(jnp.reshape(seeds, (-1, 1)))
     queries = jnp.broadcast_to(queries, (math.prod(lead), *queries.shape[1:]))
-    keys = jnp.pad(keys, ((0, 0), (0, _compiled.kernels.SPARE)))
     return jnp.reshape(queries, (-1, *queries.shape[-3:])), keys[:, None, None, :]

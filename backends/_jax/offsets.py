@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -67,31 +66,3 @@ def in_small_numbers(pattern: Visibility) -> Visibility:
             f"got offset={offset}"
         )
     return pattern
-
-
-def step_of(options: Options) -> int:
-    """Return a distance, in whole blocks, beyond which all distances are equivalent for tables, windows and blocks."""
-    pattern, span = options.visibility, options.span
-    size = pattern.block_size or 1
-    behind = pattern.whole_blocks_before * size if pattern.block_size else 0
-    return (max(span.left, span.right, pattern.left or 0, pattern.right or 0, behind) // size + 2) * size
-
-
-def nearer(x: Operands, options: Options, *, maps: int = 0, xp: Any) -> Operands:
-    """Return equivalent positions whose differences fit 31 bits.
-
-    Of the positions of an item, one after the other, what two are further apart than a step is left out.
-    """
-    lead, step, size = x.q.shape[:-3], step_of(options), options.visibility.block_size or 1
-    labels: tuple[Array, Array] = (x.q_positions, x.k_positions)
-    given = [xp.reshape(p, (*p.shape[:maps], *(1,) * (x.q.ndim - 2 - p.ndim), *p.shape[maps:])) for p in labels]
-    all_of_item = xp.concat([xp.broadcast_to(p, (*lead, p.shape[-1])) for p in given], axis=-1)
-    order = xp.argsort(all_of_item, axis=-1)
-    ordered = xp.take_along_axis(all_of_item, order, axis=-1)
-    distances = ordered.view(xp.uint32)
-    distances = distances[..., 1:] - distances[..., :-1]  # correct even for unsigned integers, which wrap
-    distances = xp.where(distances > step, step + (distances - step) % size, distances).astype(xp.int32)
-    places = xp.concat([ordered[..., :1] % size, distances], axis=-1).cumsum(axis=-1, dtype=xp.int32)
-    places = xp.take_along_axis(places, xp.argsort(order, axis=-1), axis=-1)
-    n = labels[0].shape[-1]
-    return x._replace(q_positions=places[..., :n], k_positions=places[..., n:])

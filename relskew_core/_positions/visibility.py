@@ -105,7 +105,7 @@ class Visibility:
     def positions(self) -> tuple[int, int] | None:
         """Return the lowest and highest visible relative position, ``None`` if no key is visible."""
         if self.by_value:
-            return self._positions_by_value()
+            return self.furthest()
         low, high = self.offset, self.offset + self.n_queries - 1  # positions of the queries that see a key
         if self.right is not None:
             low = max(low, -self.right)
@@ -123,8 +123,8 @@ class Visibility:
             ahead.append(min(high, -(-low // self.block_size) * self.block_size))
         return min(self.first_key(p) - p for p in back), max(self.last_key(p) - p for p in ahead)
 
-    def _positions_by_value(self) -> tuple[int, int]:
-        """Return the visible part of all relative positions that integers can have."""
+    def furthest(self) -> tuple[int, int]:
+        """Return the relative positions that a query at any position may see, of all that integers can have."""
         low = -FURTHEST if self.left is None else -self.left
         high = FURTHEST if self.right is None else self.right
         if self.block_size is not None:

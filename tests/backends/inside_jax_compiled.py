@@ -96,7 +96,7 @@ def test_results_and_gradients_equal_those_of_the_portable_code(case: dense.Case
         results, pull = jax.vjp(lambda x: attend(**x), given)
         return results, pull(cotangents)[0]
 
-    with jax.enable_x64(not case.labels):  # integers have 32 bits unless it is enabled
+    with jax.enable_x64(way == "jit" or not case.labels):  # integers have 32 bits unless it is enabled
         arguments = *apart(arrays, dtype), (jnp.asarray(narrow(d_out, dtype)), jnp.asarray(narrow(d_lse, dtype)))
         results, calls = counted(both, *arguments)
         (found, sums), gradients = results if way == "jit" else both(*arguments)

@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
-    *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("tasks.cpp", "threads.cpp", *OF_LIBRARY)),
+    *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("integers.cpp", "tasks.cpp", "threads.cpp", *OF_LIBRARY)),
     *(
         Unit(SOURCE / "level.cpp", level, [*FLAGS, *FAST, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS

@@ -83,7 +83,7 @@ struct Backward {
           zeros_after(has_tables(x) ? margin : HIGH),
           queries(x),
           span(Span::of(x)),
-          relative(x.rel_k, x.bias, span, x.rel_width),
+          relative(x.rel_k, x.rel_bias, span, x.rel_width),
           relative_values(x.rel_v, {}, span, x.value_width),
           key_side(x),
           sight(x),
@@ -115,7 +115,7 @@ struct Backward {
                d_v.make(room, x.value_width) && make_tables();
     }
 
-    static bool has_tables(const Problem &x) { return x.rel_k || x.rel_v || x.bias || x.key_table; }
+    static bool has_tables(const Problem &x) { return x.rel_k || x.rel_v || x.rel_bias || x.key_table; }
 
     bool make_pairs() {
         return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
@@ -127,7 +127,7 @@ struct Backward {
 
     bool make_tables() {
         return (!queries.apart || d_rel_q.make(tasks.most_queries_of_a_group(), x.rel_width)) &&
-               (!x.bias || d_bias.make(1, x.rows)) &&
+               (!x.rel_bias || d_bias.make(1, x.rows)) &&
                (!x.rel_k ||
                 (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
                (!x.key_table ||
@@ -202,8 +202,8 @@ struct Backward {
         if (x.key_table)  // its rows are in the opposite order
             d_key_table.hand_over(x.rows - high, x.rows - low, x.d_key_table.of(entry, head, high - 1),
                                   -x.d_key_table.row, x.width);
-        for (Index c = low; x.bias && c < high; c++)
-            x.d_bias.of(entry, head)[c] += d_bias.at.get()[c] / queries.rest, d_bias.at.get()[c] = 0;
+        for (Index c = low; x.rel_bias && c < high; c++)
+            x.d_rel_bias.of(entry, head)[c] += d_bias.at.get()[c] / queries.rest, d_bias.at.get()[c] = 0;
         hand_over_mask(item, head, first, end);
     }
 
@@ -291,7 +291,7 @@ struct Backward {
                                   d_rel_k.row);
         }
         if (x.rel_v) mixed_by_row.spread(count, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
-        if (x.bias) changed_by_row.add_to(d_bias.at.get(), count);
+        if (x.rel_bias) changed_by_row.add_to(d_bias.at.get(), count);
     }
 
     // A query that is not finite may only reach the gradients of the keys that it sees: 0 · NaN is not 0.
@@ -372,7 +372,7 @@ struct Backward {
         else if (x.rel_k)
             changed.spread(span, queries.rel_q(), queries.rel_q_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
-        if (x.bias) add_to_bias(changed);
+        if (x.rel_bias) add_to_bias(changed);
     }
 
     // The keys that a position sees, without labels.
@@ -449,7 +449,7 @@ struct Backward {
             const Real *const sums = x.given_sums.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
             for (Index j = row.start(); rest != 1 && j < row.end(); j += LANES) store(s + j, load(s + j) * rest);
             grid.add(m, row, start);
-            finish_logits(x, row, MaskRow::of(x, item, head, first + m), start, slopes.get() + margin);
+            finish_logits(x, item, head, first + m, row, start, slopes.get() + margin);
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
             const Real origin = lost[m] ? NAN : sums[0] == -INF ? INF : sums[0], log = sums[0] == -INF ? 0 : sums[1];

@@ -121,7 +121,7 @@ struct Few {
         for (Index n = 0; n < count; n++) take(item, head, n, i);
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);
-            if (x.rel_k || x.bias) write_relative(head, count, key - p, keys);
+            if (x.rel_k || x.rel_bias) write_relative(head, count, key - p, keys);
             for (Index n = 0; n < count; n++)
                 if (x.in_int8)
                     process(item, head, n, i, key, keys, x.k_int8, x.v_int8);
@@ -151,10 +151,10 @@ struct Few {
         multiply_rows(same(n), keys, k.row, count, x.width, s);
         if (x.key_table) add_key_side(keys, k.row, head + n, r, count, s);
         if (x.in_int8) multiply_by(x.k_scale.of(item, own, key), x.k_scale.row, s, count, s);
-        if (x.rel_k || x.bias)
+        if (x.rel_k || x.rel_bias)
             for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
         const Row row{s, 0, count};
-        finish_logits(x, row, MaskRow::of(x, item, head + n, i), key);
+        finish_logits(x, item, head + n, i, row, key);
         const Real factor = softmax[n].take(row);
         Kept::of(x, item, head + n, i, key).drop(row);
         if (factor != 1)
@@ -184,9 +184,9 @@ struct Few {
                 multiply_rows(rel_q(h), x.rel_k.of(entry, head + h, at.row + j), x.rel_k.row,
                               std::min(rows, at.inside - j), x.rel_width, of_table(h) + at.before + j);
         for (Index h = 0; h < count; h++) {
-            if (x.bias)
+            if (x.rel_bias)
                 for (Index j = 0; j < at.inside; j++)
-                    of_table(h)[at.before + j] += x.bias.of(entry, head + h)[at.row + j];
+                    of_table(h)[at.before + j] += x.rel_bias.of(entry, head + h)[at.row + j];
             write_edge(head, h, 0, 0, at.before);
             write_edge(head, h, x.rows - 1, at.before + at.inside, n);
         }
@@ -198,7 +198,7 @@ struct Few {
         Real edge = 0;
         if (x.clip)
             edge = (x.rel_k ? dot(rel_q(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
-                   (x.bias ? Real(x.bias.of(entry, head + h)[row]) : 0);
+                   (x.rel_bias ? Real(x.rel_bias.of(entry, head + h)[row]) : 0);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 

@@ -131,7 +131,7 @@ struct Forward {
           height(std::min(most, padded(padded(x.queries, HIGH)))),
           queries(x),
           span(Span::of(x)),
-          relative(x.rel_k, x.bias, span, x.rel_width),
+          relative(x.rel_k, x.rel_bias, span, x.rel_width),
           key_side(x),
           sight(x),
           places(sight.places),
@@ -259,7 +259,7 @@ struct Forward {
             for (Index j = row.start(); queries.rest != 1 && j < row.end(); j += LANES)
                 store(s + j, load(s + j) * queries.rest);
             grid.add(m, row, start);
-            finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            finish_logits(x, item, head, first + m, row, start);
             sight.hide(m, row, start);
             factor = softmax[m].take(row);
             Kept::of(x, item, head, first + m, start).drop(row);

@@ -15,7 +15,7 @@ inline Array<const Stored> turned(Array<const Stored> table, Index rows) {
 // A call seen from a block of keys, with the roles of queries and keys exchanged.
 inline Problem seen_from_keys(Problem x) {
     x.left = x.rows - 1 - x.left, x.keys = ROWS;
-    std::swap(x.before, x.after), std::swap(x.q_positions, x.k_positions);
+    std::swap(x.before, x.after), std::swap(x.q_positions, x.k_positions), x.q_limits = {};
     return x;
 }
 

@@ -64,13 +64,15 @@ private:
 struct Labels {
     const Problem &x;
     const Array<const std::int32_t> of_queries, of_keys;
-    const bool places;  // positions, which follow the pattern; else segments, which must be equal
+    const Array<const Limits> of_limits;  // of positions; segments must be equal
     const std::int32_t *keys = nullptr, *queries = nullptr;
+    const Limits *limits = nullptr;
     Memory<Bounds> vectors;  // of LANES keys each
     Bounds all;              // of all keys
 
-    Labels(const Problem &x, Array<const std::int32_t> of_queries, Array<const std::int32_t> of_keys, bool places)
-        : x(x), of_queries(of_queries), of_keys(of_keys), places(places) {}
+    Labels(const Problem &x, Array<const std::int32_t> of_queries, Array<const std::int32_t> of_keys,
+           Array<const Limits> of_limits = {})
+        : x(x), of_queries(of_queries), of_keys(of_keys), of_limits(of_limits) {}
 
     explicit operator bool() const { return static_cast<bool>(of_keys); }
 
@@ -92,14 +94,12 @@ struct Labels {
 
     void take_queries(Index item, Index first) {
         if (*this) queries = of_queries.of(item, 0) + first;
+        if (of_limits) limits = of_limits.of(item, 0) + first;
     }
 
     // The range of labels that a query of the block sees.
     Bounds seen(Index m) const {
-        if (!places) return {queries[m], queries[m]};
-        const Seen seen = Seen::positions(x, queries[m], queries[m]);
-        const auto held = [](Index p) { return static_cast<std::int32_t>(std::clamp(p, Bounds::LEAST, Bounds::MOST)); };
-        return {held(seen.low), held(seen.high - 1)};
+        return limits ? Bounds{limits[m].low, limits[m].high} : Bounds{queries[m], queries[m]};
     }
 
     // Skip vectors of keys, at both ends, that none of these queries sees.

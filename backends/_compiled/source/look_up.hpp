@@ -51,7 +51,7 @@ struct Reach {
 struct Places : Labels {
     Reach reach;
 
-    explicit Places(const Problem &x) : Labels(x, x.q_positions, x.k_positions, true) {}
+    explicit Places(const Problem &x) : Labels(x, x.q_positions, x.k_positions, x.q_limits) {}
 
     void take_queries(Index item, Index first, Index count) {
         Labels::take_queries(item, first);
@@ -98,7 +98,7 @@ struct Sight {
     Places places;
     Padding padding;
 
-    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments, false), places(x), padding(x) {}
+    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments), places(x), padding(x) {}
 
     explicit operator bool() const { return segments || places; }
 

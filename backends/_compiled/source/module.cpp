@@ -51,6 +51,7 @@ constexpr Type TYPE = std::is_same_v<T, float>          ? Type{'f', 2, sizeof(T)
                       : std::is_same_v<T, BFloat16>     ? Type{'\0', 4, sizeof(T)}
                       : std::is_same_v<T, std::int32_t> ? Type{'i', 0, sizeof(T)}
                                                         : Type{'?', 6, sizeof(T)};
+constexpr Type INTEGERS{'i', 0, 0};  // of 4 or 8 bytes
 
 // The fields of a DLPack capsule that are read here.
 struct Exchanged {
@@ -64,17 +65,17 @@ struct Exchanged {
 constexpr std::int32_t CPU = 1;
 
 // Reads the arguments of a call in the order of their declaration, and holds their buffers.
-class Reader {
-    static constexpr int MOST = 30;
+class PythonArguments {
+    static constexpr int MOST = 40;
     Py_buffer buffers_[MOST];
     int count_ = 0;
     PyObject *const *next_;
     PyObject *opened_ = nullptr;  // the first array, whose buffer is open already
 
 public:
-    explicit Reader(PyObject *const *args) : next_(args) {}
-    Reader(const Reader &) = delete;
-    ~Reader() {
+    explicit PythonArguments(PyObject *const *args) : next_(args) {}
+    PythonArguments(const PythonArguments &) = delete;
+    ~PythonArguments() {
         while (count_) PyBuffer_Release(&buffers_[--count_]);
     }
 
@@ -95,18 +96,22 @@ public:
     Index whole() { return PyLong_AsLongLong(next()); }
 
     // Read None, an object with a buffer, or a DLPack capsule.
-    template <class T>
-    bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
+    template <class Given>
+    bool operator()(const char *name, Given &to, Need need, const Axes &axes) {
         PyObject *from = next();
         if (from == Py_None) return need != Need::MUST || refuse(name, "is missing");
         if (need == Need::NOT) return refuse(name, "must be None in this call");
+        constexpr bool is_open = std::is_same_v<Given, Integers>;  // whether its type is
+        using T = std::remove_pointer_t<decltype(to.at)>;
+        const Type type = is_open ? INTEGERS : TYPE<std::remove_const_t<T>>;
         View view{};
-        const Type type = TYPE<std::remove_const_t<T>>;
         if (!(PyCapsule_CheckExact(from) ? read_exchanged(name, from, type, view)
                                          : read_buffer(name, from, type, !std::is_const_v<T>, view)))
             return false;
         if (const char *fault = place(view, axes, to)) return refuse(name, fault);
-        if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T)) return copy(name, "is not aligned to its type");
+        if constexpr (is_open) to.wide = view.bytes == sizeof(std::int64_t);
+        const Index alignment = is_open ? view.bytes : alignof(T);
+        if (reinterpret_cast<std::uintptr_t>(view.at) % alignment) return copy(name, "is not aligned to its type");
         const int last = view.count - 1;
         const bool in_rows = axes.column.kind == Axis::NONE || view.sizes[last] < 2 || view.steps[last] == 1 || !to.at;
         return in_rows || copy(name, "is not contiguous along its last axis");
@@ -137,13 +142,14 @@ private:
         count_ += !is_open;
         const char *format = buffer.format ? buffer.format : "B";
         if (*format == '=') format++;  // native byte order, without alignment
-        const bool same = format[0] == type.format || (format[0] == 'l' && type.format == 'i');
-        if (!same || format[1] || buffer.itemsize != type.size) return refuse(name, "has the wrong type");
+        const char own = *format;
+        const bool same = own == type.format || (type.format == 'i' && (own == 'l' || (!type.size && own == 'q')));
+        if (!same || format[1] || !fits(buffer.itemsize, type)) return refuse(name, "has the wrong type");
         if (buffer.ndim > 4) return refuse(name, "has too many axes");
-        view.at = buffer.buf, view.count = buffer.ndim;
+        view.at = buffer.buf, view.count = buffer.ndim, view.bytes = buffer.itemsize;
         for (int i = 0; i < view.count; i++) {
-            view.sizes[i] = buffer.shape[i], view.steps[i] = buffer.strides[i] / type.size;
-            if (buffer.strides[i] % type.size && view.sizes[i] > 1)
+            view.sizes[i] = buffer.shape[i], view.steps[i] = buffer.strides[i] / view.bytes;
+            if (buffer.strides[i] % view.bytes && view.sizes[i] > 1)
                 return copy(name, "has strides that are not multiples of its item size");
         }
         return true;
@@ -152,16 +158,19 @@ private:
     static bool read_exchanged(const char *name, PyObject *from, Type type, View &view) {
         const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
         if (!own) return PyErr_Clear(), refuse(name, "is not an array");
-        if (own->code != type.code || own->bits != 8 * type.size || own->lanes != 1)
+        if (own->code != type.code || own->bits % 8 || !fits(own->bits / 8, type) || own->lanes != 1)
             return refuse(name, "has the wrong type");
         if (own->device != CPU) return refuse(name, "is not in the CPU's memory");
         if (own->axes > 4) return refuse(name, "has too many axes");
         if (!own->data && !is_empty(*own)) return copy(name, "has no memory");
         view.at = own->data ? static_cast<char *>(own->data) + own->offset : nullptr, view.count = own->axes;
+        view.bytes = own->bits / 8;
         for (Index i = view.count - 1, step = 1; i >= 0; step *= own->sizes[i--])
             view.sizes[i] = own->sizes[i], view.steps[i] = own->steps ? own->steps[i] : step;
         return true;
     }
+
+    static bool fits(Index bytes, Type type) { return type.size ? bytes == type.size : bytes == 4 || bytes == 8; }
 
     static bool is_empty(const Exchanged &x) { return std::find(x.sizes, x.sizes + x.axes, 0) != x.sizes + x.axes; }
 };
@@ -193,7 +202,7 @@ struct Names {
 
 // Read keys and offset, a tuple of the other numbers, the arrays, and the integers.
 template <class Stored>
-bool read_call(Reader &from, ProblemOf<Stored> &x) {
+bool read_call(PythonArguments &from, ProblemOf<Stored> &x) {
     x.keys = from.whole(), x.offset = from.whole();
     PyObject *numbers = from.next();
     if (!PyTuple_Check(numbers)) return PyErr_SetString(PyExc_TypeError, "numbers must be a tuple"), false;
@@ -214,6 +223,15 @@ bool read_call(Reader &from, ProblemOf<Stored> &x) {
     return x.arrays(from) && x.integers(from);
 }
 
+// Derive what the kernels need; false if something is wrong.
+template <class Stored>
+bool prepared(ProblemOf<Stored> &x, OwnIntegers &own) {
+    const char *wrong = prepare(x, own);
+    if (wrong == NO_MEMORY) PyErr_NoMemory();
+    if (wrong && wrong != NO_MEMORY) PyErr_Format(PyExc_TypeError, "%s", wrong);
+    return !wrong;
+}
+
 // Return the number of pairs of queries and keys in each task of a head.
 PyObject *cut(const Tasks &tasks) {
     PyObject *found = PyTuple_New(tasks.of_a_head());
@@ -226,12 +244,11 @@ PyObject *cut(const Tasks &tasks) {
 
 // Run a call without the interpreter's lock, which is taken from time to time to check for an interrupt.
 template <class Stored>
-PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader &from) {
+PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, PythonArguments &from) {
     const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(from.next()));
     const Index threads = from.whole();
     if (PyErr_Occurred()) return nullptr;
-    const char *wrong = threads < 0 ? "threads must not be negative" : x.wrong();
-    if (wrong) return PyErr_Format(PyExc_TypeError, "%s", wrong);
+    if (threads < 0) return PyErr_Format(PyExc_TypeError, "threads must not be negative");
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
     if (!tasks.make()) return PyErr_NoMemory();
@@ -263,16 +280,19 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
 
 // attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, team, threads); with no threads, see `cut`
 template <class Stored>
-PyObject *attend_of(Reader &from) {
+PyObject *attend_of(PythonArguments &from) {
     ProblemOf<Stored> x{};
-    return read_call(from, x) && x.results(from) ? work(passes<Stored>().attend, x, grain_of_attend(x), from) : nullptr;
+    OwnIntegers own;
+    const bool done = read_call(from, x) && x.results(from) && prepared(x, own);
+    return done ? work(passes<Stored>().attend, x, grain_of_attend(x), from) : nullptr;
 }
 
 // pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, *GRADIENTS, team, threads)
 template <class Stored>
-PyObject *pull_back_of(Reader &from) {
+PyObject *pull_back_of(PythonArguments &from) {
     ProblemOf<Stored> x{};
-    if (!read_call(from, x) || !x.cotangents(from) || !x.gradients(from)) return nullptr;
+    OwnIntegers own;
+    if (!read_call(from, x) || !x.cotangents(from) || !x.gradients(from) || !prepared(x, own)) return nullptr;
     return work(passes<Stored>().pull_back, x, grain_of_pull_back(x), from);
 }
 
@@ -290,13 +310,13 @@ PyObject *with_type(const Type &type, Visit &&visit) {
 
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, forward_count)) return nullptr;
-    Reader from(args);
+    PythonArguments from(args);
     return with_type(from.type_of(args[3]), [&](auto stored) { return attend_of<decltype(stored)>(from); });
 }
 
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, backward_count)) return nullptr;
-    Reader from(args);
+    PythonArguments from(args);
     return with_type(from.type_of(args[3]), [&](auto stored) { return pull_back_of<decltype(stored)>(from); });
 }
 
@@ -328,7 +348,7 @@ bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
 }
 
 // Declare the names of the arguments of a call in order: WHOLE and REAL numbers, the first of which are keys and
-// offset; ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and SPARE, the padding of the keys' integers.
+// offset; ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS.
 bool declare(PyObject *module) {
     ProblemOf<float> x{};
     Names whole, real, arrays, integers, results, cotangents, gradients;
@@ -341,7 +361,7 @@ bool declare(PyObject *module) {
     backward_count = 3 + count(arrays, integers, cotangents, gradients) + 2;
     return whole.put(module, "WHOLE") && real.put(module, "REAL") && arrays.put(module, "ARRAYS") &&
            integers.put(module, "INTEGERS") && results.put(module, "RESULTS") && cotangents.put(module, "COTANGENTS") &&
-           gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE);
+           gradients.put(module, "GRADIENTS");
 }
 
 // LEVELS: the compiled levels that this processor supports, the best last; and PROCESSOR: its best one, compiled or

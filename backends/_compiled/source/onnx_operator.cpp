@@ -30,7 +30,7 @@ public:
     }
 
 private:
-    struct Side {
+    struct End {
         std::size_t number;
         std::int64_t *to;
     };
@@ -43,7 +43,7 @@ private:
         if (inputs_[MASK].data && inputs_[ADDED].data)
             return calls.refuse("relskew: pass either `mask` or `added`, not both");
         call_.mask_adds = inputs_[ADDED].data != nullptr;
-        for (const auto &[number, to] : {Side{SPAN_LEFT, &call_.left}, Side{SPAN_RIGHT, &call_.right}}) {
+        for (const auto &[number, to] : {End{SPAN_LEFT, &call_.left}, End{SPAN_RIGHT, &call_.right}}) {
             const relskew_array &given = inputs_[number];
             if (!given.data) continue;
             if (given.axes > 1 || (given.axes && given.sizes[0] != 1))
@@ -295,12 +295,12 @@ private:
 
     // Run on the threads of the runtime, of which there may be fewer.
     static void on_threads(void *run, void (*work)(void *), void *of, Index count) {
-        struct Turns {
+        struct Parts {
             void (*work)(void *);
             void *of;
         } turns{work, of};
         const auto turn = [](void *all, std::size_t) {
-            const Turns &own = *static_cast<Turns *>(all);
+            const Parts &own = *static_cast<Parts *>(all);
             own.work(own.of);
         };
         Run &own = *static_cast<Run *>(run);

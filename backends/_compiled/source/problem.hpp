@@ -1,5 +1,7 @@
 // One call of relative attention as the kernels receive it: numbers, and arrays as addresses and strides in entries.
 // Each is declared here, with its name and the sizes of its axes; Python and XLA pass them in this order.
+//
+// An array that is added takes a line of ARRAYS, and what the kernels do with it.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +10,10 @@
 
 using Index = std::int64_t;
 
-constexpr Index FAR = Index{1} << 40;  // beyond every position that a query sees
-constexpr Index BLOCK = 48;            // queries of a head processed at once, or twice as many
-constexpr Index SPARE = 16;            // padding of the keys' integers, for the longest vectors
+constexpr Index FAR = Index{1} << 40;        // the limit of offsets, and of the sides of grids
+constexpr Index UNBOUNDED = Index{1} << 62;  // how far a query sees without a window: beyond every distance
+constexpr Index BLOCK = 48;                  // queries of a head processed at once, or twice as many
+constexpr Index SPARE = 16;                  // padding of the keys' integers, for the longest vectors
 
 template <class T>
 struct Array {
@@ -25,10 +28,25 @@ struct Array {
     bool moved(Index i, Index h, Index other_i, Index other_h) const { return of(i, h) != of(other_i, other_h); }
 };
 
-// The length of an axis: WHOLE is this length; ANY is this length or 1; OF_ENTRY is that for each entry of a mapped
-// call, or 1; NONE is no axis.
+// Integers as they are given, of 32 or 64 bits.
+struct Integers : Array<const std::int32_t> {
+    bool wide = false;
+
+    Index operator()(Index i, Index j) const {
+        const Index place = i * item + j * column;
+        return wide ? reinterpret_cast<const std::int64_t *>(at)[place] : at[place];
+    }
+};
+
+// The lowest and the highest of the keys' integers that a query sees.
+struct Limits {
+    std::int32_t low, high;
+};
+
+// The length of an axis: WHOLE is this length, and ROWS that of the tables; ANY is this length or 1; OF_ENTRY is that
+// for each entry of a mapped call, or 1; NONE is no axis.
 struct Axis {
-    enum Kind { WHOLE, ANY, OF_ENTRY, NONE };
+    enum Kind { WHOLE, ROWS, ANY, OF_ENTRY, NONE };
     Index size = 1;
     Kind kind = WHOLE;
 };
@@ -38,6 +56,20 @@ struct Axes {
 };
 
 enum class Need { MUST, MAY, NOT };
+
+constexpr const char *NO_MEMORY = "not enough memory";
+
+// The arrays of a call, except for its mask: the name, the axes, and whether a call has it. The gradient of x is d_x.
+#define ARRAYS(EACH)                                                           \
+    EACH(q, rows_of(width), Need::MUST)                                        \
+    EACH(k, keys_of(width), in_int8 ? Need::NOT : Need::MUST)                  \
+    EACH(v, keys_of(value_width), in_int8 ? Need::NOT : Need::MUST)            \
+    EACH(rel_k, table(rel_width), Need::MAY)                                   \
+    EACH(rel_v, table(value_width), Need::MAY)                                 \
+    EACH(rel_bias, (Axes{of_entry(), any(heads), NONE, of_rows()}), Need::MAY) \
+    EACH(rel_q, rows_of(rel_width), Need::MAY)                                 \
+    EACH(key_table, table(width), Need::MAY)                                   \
+    EACH(axis_tables, (Axes{of_entry(), any(heads), {sides_fit() ? axis_rows() : -1}, {width}}), Need::MAY)
 
 // One side of a grid of queries and of a grid of keys, and the distance of neighbours, in rows of the side's table. Row
 // c is for the relative position c minus that of the first key and the last query.
@@ -51,8 +83,8 @@ struct Sizes {
     Index items, heads, key_heads, queries, keys, width, rel_width, value_width;
     Index rows, left;     // of the tables: row c is for the relative position c - left
     Index clip;           // whether edge rows repeat beyond the table; else nothing is added there
-    Index before, after;  // a query sees the relative positions -before … after,
-    Index block, behind;  // and those in its block of this size and in this many blocks behind; block 0: no blocks
+    Index before, after;  // a query sees the relative positions -before … after; UNBOUNDED: all,
+    Index block, behind;  // of those in its block of this size and in this many blocks behind; block 0: no blocks
     Index offset;         // the position of query 0
     Index mask_adds;      // whether a mask is to be added
     Index in_int8 = 0;    // whether keys and values are `k_int8` and `v_int8`
@@ -62,6 +94,15 @@ struct Sizes {
     static constexpr Index SIDES = 4;
     // of the grids whose cells, row by row, are the last queries and keys; missing sides come first and are 0
     Side sides[SIDES];
+
+    // Bound what a query sees by its blocks, and all by what can be counted.
+    void bound() {
+        before = std::min(before, UNBOUNDED), after = std::min(after, UNBOUNDED), block = std::min(block, UNBOUNDED);
+        if (block <= 0 || behind < 0) return;
+        const Index most = UNBOUNDED / block;
+        if (behind < most) before = std::min(before, (behind + 1) * block - 1);
+        behind = std::min(behind, most), after = std::min(after, block - 1);
+    }
 
     // The number of cells of queries, or of keys.
     Index cells(Index Side::*of) const {
@@ -85,7 +126,13 @@ struct ProblemOf : Sizes {
     Real kept;                       // the share of the weights that dropout keeps
     Real scale, rel_scale, softcap;  // softcap 0: none
 
-    Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added, axis_tables;
+#define FIELDS(NAME, AXES, NEED) \
+    Array<const Stored> NAME;    \
+    Array<Real> d_##NAME;
+    ARRAYS(FIELDS)
+#undef FIELDS
+    Array<const Stored> added;  // a mask, and its gradient
+    Array<Real> d_added;
     Array<const unsigned char> seen;  // a boolean mask
 
     // Keys and values, each row of which is multiplied by its scale.
@@ -93,19 +140,24 @@ struct ProblemOf : Sizes {
     Array<const float> k_scale, v_scale;
 
     // The segments of queries and keys: a query sees the keys of its segment. Their positions, unless consecutive.
-    // Dropout keeps a weight if the mixed hashes of its query and its key reach the threshold. The keys' integers are
-    // padded.
-    Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
+    Integers segments[2], positions[2];
+
+    // Dropout keeps a weight if the mixed hashes of its query and its key reach the threshold.
+    Array<const std::int32_t> query_hashes, given_key_hashes;
+
+    // What the kernels read instead (integers.hpp): integers of 32 bits, those of the keys padded, and the positions
+    // that a query sees.
+    Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, key_hashes;
+    Array<const Limits> q_limits;
 
     // The results. Two numbers for each query are the largest logit, and the logarithm of the sum of the weights
     // relative to it: next to a large number, their sum, the log-sum-exp, could not hold the second.
     Array<Stored> out;
     Array<Real> lse, sums;
 
-    // The inputs and results of the backward pass.
+    // The inputs of the backward pass.
     Array<const Stored> d_out, given_out;
     Array<const Real> given_sums, d_lse;
-    Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added, d_axis_tables;
 
     // Visit the numbers: keys and offset first, because they change from token to token.
     template <class Visit>
@@ -131,16 +183,10 @@ struct ProblemOf : Sizes {
     // Visit the arrays that a call gets, until a visit returns false.
     template <class Visit>
     bool arrays(Visit &&visit) {
-        const Need must = Need::MUST, may = Need::MAY, of_keys = in_int8 ? Need::NOT : must;
-        return visit("q", q, must, Axes{{items}, {heads}, {queries}, {width}}) &&
-               visit("k", k, of_keys, keys_of(width)) && visit("v", v, of_keys, keys_of(value_width)) &&
-               visit("rel_k", rel_k, may, table(rel_width)) && visit("rel_v", rel_v, may, table(value_width)) &&
-               visit("rel_bias", bias, may, Axes{of_entry(), any(heads), NONE, {rows}}) &&
-               visit("rel_q", rel_q, may, Axes{{items}, {heads}, {queries}, {rel_width}}) &&
-               (mask_adds ? visit("mask", added, may, mask()) : visit("mask", seen, may, mask())) &&
-               visit("key_table", key_table, may, table(width)) &&
-               visit("axis_tables", axis_tables, may,
-                     Axes{of_entry(), any(heads), {sides_fit() ? axis_rows() : -1}, {width}});
+#define VISIT(NAME, AXES, NEED) visit(#NAME, NAME, NEED, AXES) &&
+        return ARRAYS(VISIT)(mask_adds ? visit("mask", added, Need::MAY, mask())
+                                       : visit("mask", seen, Need::MAY, mask()));
+#undef VISIT
     }
 
     // Visit keys and values in int8, which only hosts without Python pass.
@@ -154,19 +200,19 @@ struct ProblemOf : Sizes {
     // Visit the integers of queries and keys.
     template <class Visit>
     bool integers(Visit &&visit) {
-        const Axes of_queries{any(items), NONE, NONE, {queries}}, of_keys{any(items), NONE, NONE, {keys + SPARE}};
-        return visit("q_segments", q_segments, Need::MAY, of_queries) &&
-               visit("k_segments", k_segments, as(q_segments), of_keys) &&
-               visit("q_positions", q_positions, Need::MAY, of_queries) &&
-               visit("k_positions", k_positions, as(q_positions), of_keys) &&
+        const Axes of_queries{any(items), NONE, NONE, {queries}}, of_keys{any(items), NONE, NONE, {keys}};
+        return visit("q_segments", segments[0], Need::MAY, of_queries) &&
+               visit("k_segments", segments[1], as(segments[0]), of_keys) &&
+               visit("q_positions", positions[0], Need::MAY, of_queries) &&
+               visit("k_positions", positions[1], as(positions[0]), of_keys) &&
                visit("query_hashes", query_hashes, Need::MAY, Axes{{items}, {heads}, {queries}, {1}}) &&
-               visit("key_hashes", key_hashes, as(query_hashes), Axes{of_entry(), NONE, NONE, {keys + SPARE}});
+               visit("key_hashes", given_key_hashes, as(query_hashes), Axes{of_entry(), NONE, NONE, {keys}});
     }
 
     // Visit the results of the forward pass.
     template <class Visit>
     bool results(Visit &&visit) {
-        return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows()) &&
+        return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, numbers_of_rows()) &&
                visit("sums", sums, Need::MAY, rows_of(2));
     }
 
@@ -175,21 +221,15 @@ struct ProblemOf : Sizes {
     bool cotangents(Visit &&visit) {
         return visit("d_out", d_out, Need::MUST, rows_of(value_width)) &&
                visit("out", given_out, Need::MUST, rows_of(value_width)) &&
-               visit("sums", given_sums, Need::MUST, rows_of(2)) && visit("d_lse", d_lse, Need::MAY, of_rows());
+               visit("sums", given_sums, Need::MUST, rows_of(2)) && visit("d_lse", d_lse, Need::MAY, numbers_of_rows());
     }
 
     // Visit the gradients, by the names of the arrays. Those of tables and masks are added to the given arrays.
     template <class Visit>
     bool gradients(Visit &&visit) {
-        return visit("q", d_q, Need::MUST, rows_of(width)) && visit("k", d_k, Need::MUST, keys_of(width)) &&
-               visit("v", d_v, Need::MUST, keys_of(value_width)) &&
-               visit("rel_k", d_rel_k, as(rel_k), for_each_entry(rel_k, {rows})) &&
-               visit("rel_v", d_rel_v, as(rel_v), for_each_entry(rel_v, {rows})) &&
-               visit("rel_bias", d_bias, as(bias), for_each_entry(bias, NONE)) &&
-               visit("rel_q", d_rel_q, as(rel_q), rows_of(rel_width)) &&
-               visit("key_table", d_key_table, as(key_table), for_each_entry(key_table, {rows})) &&
-               visit("mask", d_added, added ? Need::MAY : Need::NOT, like(added)) &&
-               visit("axis_tables", d_axis_tables, as(axis_tables), for_each_entry(axis_tables, {axis_rows()}));
+#define VISIT(NAME, AXES, NEED) visit(#NAME, d_##NAME, as(NAME), of_gradient(NAME, AXES)) &&
+        return ARRAYS(VISIT) visit("mask", d_added, added ? Need::MAY : Need::NOT, of_gradient(added, mask()));
+#undef VISIT
     }
 
     // Return what is wrong with the numbers, or null: no index computed from them may overflow.
@@ -197,17 +237,18 @@ struct ProblemOf : Sizes {
         constexpr Index LARGEST = Index{1} << 61;
         for (Index size : {items, heads, key_heads, queries, width, value_width, rows, entries})
             if (size < 1) return "a size is less than 1";
-        for (Index far : {before, after, left, rows})
+        for (Index far : {left, rows})
             if (far < -LARGEST || far > LARGEST) return "a relative position is too far away";
+        for (Index far : {before, after})
+            if (far < -UNBOUNDED || far > UNBOUNDED) return "a relative position is too far away";
         if (offset <= -FAR || offset >= FAR) return "the offset is too large";
-        if (keys < 0 || rel_width < 0 || block < 0 || behind < 0 || (block && (block > FAR || behind > FAR / block)))
-            return "a number of the call is invalid";
+        if (keys < 0 || rel_width < 0 || block < 0 || behind < 0) return "a number of the call is invalid";
         if (heads % key_heads || items % entries)
             return "`heads` must be a multiple of `key_heads`, and `items` of `entries`";
         if (rel_k && !rel_q && rel_width != width) return "queries and the table must have the same width";
         if (axis_tables && rel_width != width) return "queries and the tables of the axes must have the same width";
         if (axis_tables && !sides_fit()) return "the sides of the grids do not fit the call";
-        if (k_positions && rows > Index{1} << 30) return "positions support no table with more than 2**30 rows";
+        if (positions[1] && rows > Index{1} << 30) return "positions support no table with more than 2**30 rows";
         return nullptr;
     }
 
@@ -225,9 +266,13 @@ struct ProblemOf : Sizes {
         const Index highest = k_positions ? after : std::min(after, keys - 1 - offset);
         const Index first = std::clamp<Index>(lowest + left, 0, rows - 1);  // edges included
         rows = std::clamp<Index>(highest + left + 1, first + 1, rows) - first, left -= first;
-        const auto move = [first](auto &...tables) { (..., (tables.at += tables ? first * tables.row : 0)); };
-        move(rel_k, rel_v, key_table, d_rel_k, d_rel_v, d_key_table);
-        bias.at += bias ? first : 0, d_bias.at += d_bias ? first : 0;
+        const auto move = [first](const Axes &axes, auto &...tables) {
+            const bool is_row = axes.row.kind == Axis::ROWS, is_column = axes.column.kind == Axis::ROWS;
+            (..., (tables.at += tables ? first * (is_row ? tables.row : is_column) : 0));
+        };
+#define MOVE(NAME, AXES, NEED) move(AXES, NAME, d_##NAME);
+        ARRAYS(MOVE)
+#undef MOVE
     }
 
 private:
@@ -252,17 +297,18 @@ private:
 
     static Axis any(Index size) { return {size, Axis::ANY}; }
     Axis of_entry() const { return {entries, Axis::OF_ENTRY}; }
-    Axes table(Index columns) const { return {of_entry(), any(heads), {rows}, {columns}}; }
+    Axis of_rows() const { return {rows, Axis::ROWS}; }
+    Axes table(Index columns) const { return {of_entry(), any(heads), of_rows(), {columns}}; }
     Axes mask() const { return {any(items), any(heads), any(queries), any(keys)}; }
     Axes rows_of(Index columns) const { return {{items}, {heads}, {queries}, {columns}}; }
     Axes keys_of(Index columns) const { return {{items}, {key_heads}, {keys}, {columns}}; }
-    Axes of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
-    Axes for_each_entry(const Array<const Stored> &table, Axis row) const {
-        return {{entries}, {table.sizes[1]}, row, {table.sizes[3]}};
-    }
-    static Axes like(const Array<const Stored> &x) {
-        const auto &[of_items, of_heads, rows, columns] = x.sizes;
-        return {{of_items}, {of_heads}, {rows}, {columns}};
+    Axes numbers_of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
+    Axes of_gradient(const Array<const Stored> &x, const Axes &axes) const {
+        const auto &[of_items, of_heads, rows_of_x, columns] = x.sizes;
+        return {{axes.item.kind == Axis::OF_ENTRY ? entries : of_items},
+                {of_heads},
+                axes.row.kind == Axis::NONE ? NONE : Axis{rows_of_x},
+                {columns}};
     }
 
     template <class T>
@@ -276,6 +322,7 @@ struct View {
     void *at;
     int count;
     Index sizes[4], steps[4];
+    Index bytes = 0;  // of an entry, where its type leaves that open
 };
 
 // Store a view as an array of the call, or return what is wrong with its sizes. Leading axes of length 1 may be
@@ -289,7 +336,7 @@ const char *place(const View &from, const Axes &axes, Array<T> &to) {
     for (int i = 3; i >= 0; i--) {
         if (wanted[i]->kind == Axis::NONE && from.count < 4) continue;
         const Index size = next < 0 ? 1 : from.sizes[next], step = next < 0 ? 0 : from.steps[next];
-        if (size != wanted[i]->size && (size != 1 || wanted[i]->kind == Axis::WHOLE))
+        if (size != wanted[i]->size && (size != 1 || wanted[i]->kind <= Axis::ROWS))
             return "has a different size from the one its call declares";
         *steps[i] = size == 1 ? 0 : step, to.sizes[i] = size;
         empty = empty || size == 0;

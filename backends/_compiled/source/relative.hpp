@@ -91,7 +91,11 @@ struct Span {
     bool clip;
     Index block, behind, ahead;
 
-    static Span of(const Problem &x) { return {x.rows, x.left, x.before, x.after, x.clip != 0, x.block, x.behind, 0}; }
+    static Span of(const Problem &x) {
+        constexpr Index MOST = 4 * FAR;  // beyond every distance, unless positions are given, which do not use blocks
+        const Index block = std::min(x.block, MOST), behind = block ? std::min(x.behind, MOST / block) : 0;
+        return {x.rows, x.left, x.before, x.after, x.clip != 0, block, behind, 0};
+    }
 
     // The same seen from the keys: the last row comes first.
     Span mirrored() const { return {rows, rows - 1 - left, after, before, clip, block, ahead, behind}; }
@@ -167,11 +171,11 @@ struct Relative {
         Index c = floored(std::max<Index>(0, start), TOGETHER ? PANEL : LANES);
         if constexpr (TOGETHER)
             if (c < std::min(have, stop)) {
-                struct Start {
+                struct FromBias {
                     const Real *at;
                     Index row = 0;
                 };
-                const auto start_of = [&](Index i) { return Start{bias ? biases.get() + c + i : nullptr}; };
+                const auto start_of = [&](Index i) { return FromBias{bias ? biases.get() + c + i : nullptr}; };
                 multiply_panels(std::min(have, stop) - c, rows, depth, a, panels.get() + c * depth, start_of, column(c),
                                 row);
                 c = have;

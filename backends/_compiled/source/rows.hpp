@@ -72,9 +72,10 @@ private:
     }
 };
 
-// Turn products into logits; `first` is the key of column 0. The slopes say by how much each logit follows its product
-// through a softcap.
-inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first, Real *slopes = nullptr) {
+// Turn the products of a query into logits; `first` is the key of column 0. The slopes say by how much each logit
+// follows its product through a softcap.
+inline void finish_logits(const Problem &x, Index item, Index head, Index query, const Row &row, Index first,
+                          Real *slopes = nullptr) {
     if (x.softcap != 0) {
         const Real cap = x.softcap, part = 1 / cap;
         for (Index j = row.start(); j < row.end(); j += LANES) {
@@ -83,7 +84,7 @@ inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask,
             if (slopes) store(slopes + j, splat(1) - t * t);
         }
     }
-    mask.hide(row, first);
+    MaskRow::of(x, item, head, query).hide(row, first);
     row.put_around(-INF);
 }
 

@@ -64,7 +64,7 @@ static Memory<T> memory(Index count, bool zeros = true) {
 struct Seen {
     Index low, high;
 
-    // The positions that they see, whether or not there are keys.
+    // The positions that they see, whether or not there are keys, as `_positions/visibility.py` specifies it.
     static Seen positions(const Sizes &x, Index first_position, Index last_position) {
         Index low = first_position - x.before, high = last_position + x.after + 1;
         if (x.block) {
@@ -211,7 +211,7 @@ Grain grain_of_attend(const ProblemOf<Stored> &x) {
 
 template <class Stored>
 Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
-    const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.axis_tables || x.d_added;
+    const bool sums = x.rel_k || x.rel_v || x.rel_bias || x.key_table || x.axis_tables || x.d_added;
     return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "tasks.hpp"
+#include "integers.hpp"
 #include "xla_team.hpp"
 
 namespace xla {
@@ -31,11 +31,11 @@ inline bool give_version(Frame *frame) {
 }
 
 // Reads the numbers and arrays of a call in the order of their declaration; `wrong` is the first error.
-class Reader {
+class XlaArguments {
 public:
     const char *wrong = nullptr;
 
-    explicit Reader(const Frame *frame) : frame(frame) {
+    explicit XlaArguments(const Frame *frame) : frame(frame) {
         const Numbers *whole = attribute("whole", INT64);
         const Numbers *real = attribute("real", FLOAT64);
         if (!whole || !real) {
@@ -61,9 +61,26 @@ public:
             refuse("the call has the wrong number of numbers (stale build?)");
     }
 
-    // Read the next array if the next number says that there is one; results are the arrays that are not constant.
     template <class T>
     bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
+        return take(name, to, need, axes, TYPE<std::remove_const_t<T>>);
+    }
+
+    bool operator()(const char *name, Integers &to, Need need, const Axes &axes) {
+        const bool more = arguments < frame->arguments.count;
+        to.wide = more && static_cast<const Buffer *>(frame->arguments.at[arguments])->dtype == INT64;
+        return take(name, static_cast<Array<const std::int32_t> &>(to), need, axes, to.wide ? INT64 : INT32);
+    }
+
+private:
+    const Frame *frame;
+    const Index *wholes = nullptr;
+    const double *reals = nullptr;
+    Index count = 0, real_count = 0, arguments = 0, results = 0;
+
+    // Read the next array if the next number says that there is one; results are the arrays that are not constant.
+    template <class T>
+    bool take(const char *name, Array<T> &to, Need need, const Axes &axes, DataType dtype) {
         Index there = 0;
         (*this)(name, there);
         if (wrong || (there ? need == Need::NOT : need == Need::MUST))
@@ -75,14 +92,8 @@ public:
             return refuse("the call has the wrong arrays (stale build?)");
         const void *from = given ? frame->arguments.at[next] : frame->results.at[next];
         next++;
-        return read(*static_cast<const Buffer *>(from), to, axes);
+        return read(*static_cast<const Buffer *>(from), dtype, to, axes);
     }
-
-private:
-    const Frame *frame;
-    const Index *wholes = nullptr;
-    const double *reals = nullptr;
-    Index count = 0, real_count = 0, arguments = 0, results = 0;
 
     bool refuse(const char *why) {
         if (!wrong) wrong = why;
@@ -101,8 +112,8 @@ private:
     }
 
     template <class T>
-    bool read(const Buffer &from, Array<T> &to, const Axes &axes) {
-        if (from.axes != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has the wrong type");
+    bool read(const Buffer &from, DataType dtype, Array<T> &to, const Axes &axes) {
+        if (from.axes != 4 || from.dtype != dtype) return refuse("an array has the wrong type");
         View view{from.data, 4, {}, {}};
         for (Index i = 3, step = 1; i >= 0; step *= from.sizes[i--])
             view.sizes[i] = from.sizes[i], view.steps[i] = step;
@@ -118,7 +129,7 @@ private:
 };
 
 template <class Stored>
-bool read(Reader &from, ProblemOf<Stored> &x, Index &threads) {
+bool read(XlaArguments &from, ProblemOf<Stored> &x, Index &threads) {
     x.numbers(from), from("entries", x.entries), from("threads", threads);
     if (!from.wrong && x.is_too_large()) from.wrong = "the call is too large";
     return !from.wrong && x.arrays(from) && x.integers(from);
@@ -147,20 +158,23 @@ Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Gra
 
 template <class Stored>
 Error *attend(Kernel<Stored> kernel, Frame *frame) {
-    Reader from(frame);
+    XlaArguments from(frame);
     ProblemOf<Stored> x{};
+    OwnIntegers own;
     Index threads = 1;
-    const char *wrong = read(from, x, threads) && x.results(from) ? x.wrong() : from.wrong;
+    const char *wrong = read(from, x, threads) && x.results(from) ? prepare(x, own) : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
     return work(frame, kernel, x, grain_of_attend(x), threads);
 }
 
 template <class Stored>
 Error *pull_back(Kernel<Stored> kernel, Frame *frame) {
-    Reader from(frame);
+    XlaArguments from(frame);
     ProblemOf<Stored> x{};
+    OwnIntegers own;
     Index threads = 1;
-    const char *wrong = read(from, x, threads) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
+    const char *wrong =
+        read(from, x, threads) && x.cotangents(from) && x.gradients(from) ? prepare(x, own) : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
     clear_gradients(x);
     return work(frame, kernel, x, grain_of_pull_back(x), threads);

@@ -106,7 +106,7 @@ struct OldError {
     Error *error;
 };
 
-struct Task {
+struct PoolTask {
     std::size_t size;
     Extension *extensions;
     Context *context;
@@ -131,7 +131,7 @@ struct Offers {
     void *error_message;
     void (*destroy_error)(OldError *);
     void *others[8];
-    Error *(*schedule)(Task *);
+    Error *(*schedule)(PoolTask *);
     Error *(*count_threads)(Threads *);
 };
 

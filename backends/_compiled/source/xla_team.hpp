@@ -17,7 +17,7 @@ inline void destroy(const Frame *frame, Error *error) {
 // The busy threads of the pool may be waiting for turns in the same way.
 inline void run_on_pool(const Frame *frame, Shared::Work work, void *of, Index count) {
     Shared::run(work, of, count, [frame](Shared *shared) {
-        Task args{sizeof(Task), nullptr, frame->context, Shared::help, shared};
+        PoolTask args{sizeof(PoolTask), nullptr, frame->context, Shared::help, shared};
         Error *error = frame->offers->schedule(&args);
         if (error) destroy(frame, error);
         return !error;
