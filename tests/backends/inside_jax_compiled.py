@@ -391,18 +391,16 @@ def test_what_is_lowered_for_elsewhere_calls_no_kernels(n: int) -> None:
         assert calls_of(function, *shapes, platform="cuda") == 0
 
 
-@pytest.mark.parametrize("what", ["symbol", "segments", "traced offset"])
+@pytest.mark.parametrize("what", ["symbol", "traced offset"])
 def test_calls_that_kernels_do_not_support_go_elsewhere(what: str) -> None:
     (batch,) = jax.export.symbolic_shape("batch") if what == "symbol" else (2,)
     x = jax.ShapeDtypeStruct((batch, 2, 9, 8), jnp.float32)
-    labels = jax.ShapeDtypeStruct((9,), jnp.int32)
+    offset = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def attend(q: Any, labels: Any) -> Any:
-        others: dict[str, Any] = {"segments": {"segments": labels}, "traced offset": {"offset": labels[0]}}
-        options = others.get(what, {})
-        return attention(q, q, q, causal=True, **options)
+    def attend(q: Any, offset: Any) -> Any:
+        return attention(q, q, q, causal=True, offset=offset if what == "traced offset" else 0)
 
-    assert "relative_attention[" not in str(jax.jit(attend).trace(x, labels).jaxpr)
+    assert "relative_attention[" not in str(jax.jit(attend).trace(x, offset).jaxpr)
 
 
 def test_half_precision_is_summed_in_single() -> None:
@@ -457,7 +455,7 @@ SAME = {
                        "results=rets attributes=attrs",
     "NewError Error_Create_Args": "size=struct_size extensions=extension_start message code=errc",
     "OldError Error_Destroy_Args": "size=struct_size extensions=extension_start error",
-    "Task ThreadPool_Schedule_Args": "size=struct_size extensions=extension_start context=ctx run=task of=data",
+    "PoolTask ThreadPool_Schedule_Args": "size=struct_size extensions=extension_start context=ctx run=task of=data",
     "Threads ThreadPool_NumThreads_Args": "size=struct_size extensions=extension_start context=ctx count=num_threads",
     "Offers Api": "size=struct_size extensions=extension_start version=api_version own=internal_api "
                   "make_error=XLA_FFI_Error_Create error_message=XLA_FFI_Error_GetMessage "

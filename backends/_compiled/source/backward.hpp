@@ -111,8 +111,19 @@ struct Backward {
                (!x.rel_v || mixed_by_row.make(height)) &&
                (queries.in_pairs ||
                 keys.make(room, x.width, static_cast<bool>(sight), lie_apart(x, x.k.row, x.width))) &&
-               d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
-               d_v.make(room, x.value_width) && make_tables();
+               d_q.make(tasks.most_queries_of_a_group(), x.width) && make_by_key() && make_tables();
+    }
+
+    // Visit the sums of what has a row for each key: these, the array that they are added to, and its width.
+    template <class Visit>
+    void by_key(Visit &&visit) {
+        visit(d_k, x.d_k, x.width), visit(d_v, x.d_v, x.value_width);
+    }
+
+    bool make_by_key() {
+        bool made = true;
+        by_key([&](Sums &sums, const auto &to, Index columns) { made = made && (!to || sums.make(room, columns)); });
+        return made;
     }
 
     static bool has_tables(const Problem &x) { return x.rel_k || x.rel_v || x.rel_bias || x.key_table; }
@@ -187,13 +198,14 @@ struct Backward {
         Seen seen = tasks.keys(task);
         for (Index j = 0; task.begins && j < x.keys; j++) {
             if (j >= seen.low && j < seen.high) continue;
-            std::fill_n(x.d_k.of(item, own, j), x.width, 0);
-            std::fill_n(x.d_v.of(item, own, j), x.value_width, 0);
+            by_key(
+                [&](Sums &, const auto &to, Index columns) { std::fill_n(to.of(item, own, j), to ? columns : 0, 0); });
         }
         if (seen.none()) return;
         const Index first = seen.low - packed.first, end = seen.high - packed.first;
-        d_k.hand_over(first, end, x.d_k.of(item, own, seen.low), x.d_k.row, x.width, !task.begins);
-        d_v.hand_over(first, end, x.d_v.of(item, own, seen.low), x.d_v.row, x.value_width, !task.begins);
+        by_key([&](Sums &sums, const auto &to, Index columns) {
+            if (to) sums.hand_over(first, end, to.of(item, own, seen.low), to.row, columns, !task.begins);
+        });
         const auto [low, high] = rows_of(seen);
         if (x.rel_k) d_rel_k.hand_over(low, high, x.d_rel_k.of(entry, head, low), x.d_rel_k.row, x.rel_width);
         if (x.rel_v) d_rel_v.hand_over(low, high, x.d_rel_v.of(entry, head, low), x.d_rel_v.row, x.value_width);
