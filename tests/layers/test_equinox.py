@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from layers.jax_frameworks import close, inputs
+from layers.jax_frameworks import close, differ, inputs
 from layers.modules import SPECS
 
 from relskew_core.layers.equinox import RelativeMultiheadAttention
@@ -19,10 +19,6 @@ KEY = jax.random.key(7)
 
 def made(**options: Any) -> RelativeMultiheadAttention:
     return RelativeMultiheadAttention(CAUSAL, **{"key": jax.random.key(0), "dtype": jnp.float64, **options})
-
-
-def differ(one: jax.Array, other: jax.Array) -> bool:
-    return bool(jnp.abs(one - other).max() > 1e-3)
 
 
 def test_its_leaves_are_the_weights() -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layers.jax_frameworks import close, inputs, mapping
+from layers.jax_frameworks import close, differ, inputs, mapping
 from layers.modules import SPECS
 
 from relskew_core.layers.flax import RelativeMultiheadAttention
@@ -18,10 +18,6 @@ CAUSAL = SPECS["causal"]
 
 def made(**options: Any) -> Any:
     return RelativeMultiheadAttention(CAUSAL, **{"rngs": nnx.Rngs(0), **options})
-
-
-def differ(one: jax.Array, other: jax.Array) -> bool:
-    return bool(jnp.abs(one - other).max() > 1e-3)
 
 
 def test_parameters_are_params_and_nothing_else_is_state() -> None:

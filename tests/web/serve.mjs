@@ -1,4 +1,4 @@
-// Runs models in onnxruntime-web for tests/web/test_web.py: a JSON line in, a JSON line out.
+// Runs models in onnxruntime-web for tests/web/inside_web.py: a JSON line in, a JSON line out.
 // Usage: node serve.mjs FOLDER, the folder that holds node_modules/onnxruntime-web.
 
 import { createRequire } from "node:module";
