@@ -24,7 +24,7 @@ from relskew_core._kernel.call import (
 )
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
-from relskew_core._kernel.kinds import Rows
+from relskew_core._kernel.kinds import RowsKind
 from relskew_core._kernel.sums import sum_to
 from relskew_core._positions.labels import check_reach_of, known_items
 from relskew_core.backends._compiled.call import ARRAYS as ARRAYS
@@ -204,7 +204,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
-            make = library.empty if isinstance(KINDS[name], Rows) else library.zeros  # the kernels add to these
+            make = library.empty if isinstance(KINDS[name], RowsKind) else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     drawn = _hashes(x, call.options, library) if call.options.dropout else NO_HASHES
     arrays, gradients = buffers(_arrays(x)), buffers([found.get(name) for name in GRADIENTS])

@@ -17,7 +17,7 @@ from relskew_core._array.checks import check_int, check_real, is_array, refuse_u
 from relskew_core._array.precision import autocast
 from relskew_core._array.typing import Array, Impl
 from relskew_core._kernel import kinds
-from relskew_core._kernel.kinds import Kind, Label, Table
+from relskew_core._kernel.kinds import Kind, LabelKind, TableKind
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
@@ -112,10 +112,10 @@ KINDS: dict[str, Kind] = {
 KINDS["axis_tables"] = kinds.AXES
 
 
-def kind_of_table(name: str) -> Table:
+def kind_of_table(name: str) -> TableKind:
     """Return the kind of a table of a call, or of another function."""
     kind = KINDS.get(name, kinds.TABLE)
-    assert isinstance(kind, Table)
+    assert isinstance(kind, TableKind)
     return kind
 
 
@@ -126,7 +126,7 @@ def names_of(*wanted: Kind) -> list[str]:
 
 BY_QUERY, BY_KEY = names_of(kinds.QUERY), names_of(kinds.KEY)
 
-LABELS = [name for name, kind in KINDS.items() if isinstance(kind, Label)]
+LABELS = [name for name, kind in KINDS.items() if isinstance(kind, LabelKind)]
 
 TABLES = names_of(kinds.TABLE, kinds.BIAS)
 """The arrays with a row for each relative position, which have a span."""

@@ -54,7 +54,7 @@ class Kind:
         return x if axis is None else None
 
 
-class Rows(Kind):
+class RowsKind(Kind):
     """Rows of a width, for each query or each key of each head of each item."""
 
     def along(self, x: Array, q: Array) -> tuple[Along, ...]:
@@ -75,7 +75,7 @@ class Rows(Kind):
         return xp.broadcast_to(x, (size, *x.shape)) if axis is None else _first(x, axis, xp=xp)
 
 
-class Table(Kind):
+class TableKind(Kind):
     """Rows, or numbers, of relative positions, shared by all items: of all heads, or of each."""
 
     @property
@@ -114,7 +114,7 @@ class Table(Kind):
         return super().flat(x, lead if ragged else lead[:maps], maps=maps, xp=xp)
 
 
-class Mask(Kind):
+class MaskKind(Kind):
     """Booleans, or numbers that are added to the logits; any axis may be missing or have length 1."""
 
     def check(self, name: str, x: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
@@ -152,7 +152,7 @@ class Mask(Kind):
         return xp.reshape(x, (size, *(1,) * (rank + 1 - x.ndim), *x.shape[1:]))
 
 
-class Label(Kind):
+class LabelKind(Kind):
     """Integers of queries or of keys, shared by all items or of each."""
 
     def mapped(self, x: Array, axis: int | None, size: int, rank: int, *, xp: Namespace) -> Array | None:
@@ -166,11 +166,11 @@ def _first(x: Array, axis: int, *, xp: Namespace) -> Array:
     return xp.permute_dims(x, (axis, *(other for other in range(x.ndim) if other != axis % x.ndim)))
 
 
-QUERY = Rows(("heads", "queries", None))  # (..., H, Lq, width), with the leading axes of the call
-KEY = Rows(("key_heads", "keys", None))  # (..., Hkv, Lk, width)
-TABLE = Table(("heads", None, None))  # (R, D) or (H, R, D)
-BIAS = Table(("heads", None))  # (R,) or (H, R)
-AXES = Table(("heads", None, None))  # (1 or H, Σ R, D): tables along each axis of grids, one after the other
-MASK = Mask(("heads", "queries", "keys"))  # broadcasts to (..., H, Lq, Lk)
-QUERY_LABEL, KEY_LABEL = Label(("queries",)), Label(("keys",))  # (..., L) without heads, or (L,)
+QUERY = RowsKind(("heads", "queries", None))  # (..., H, Lq, width), with the leading axes of the call
+KEY = RowsKind(("key_heads", "keys", None))  # (..., Hkv, Lk, width)
+TABLE = TableKind(("heads", None, None))  # (R, D) or (H, R, D)
+BIAS = TableKind(("heads", None))  # (R,) or (H, R)
+AXES = TableKind(("heads", None, None))  # (1 or H, Σ R, D): tables along each axis of grids, one after the other
+MASK = MaskKind(("heads", "queries", "keys"))  # broadcasts to (..., H, Lq, Lk)
+QUERY_LABEL, KEY_LABEL = LabelKind(("queries",)), LabelKind(("keys",))  # (..., L) without heads, or (L,)
 SEED = Kind()  # (1,)

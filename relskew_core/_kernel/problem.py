@@ -33,7 +33,7 @@ from relskew_core._kernel.call import (
     Part,
     named,
 )
-from relskew_core._kernel.kinds import MASK, Rows, Table
+from relskew_core._kernel.kinds import MASK, RowsKind, TableKind
 from relskew_core._kernel.shapes import (
     check_arrays,
     check_layout,
@@ -105,9 +105,9 @@ class Problem:
                 return None
             argument = getattr(given, name)
             kind = KINDS.get(name)  # `None` for numbers by head
-            if isinstance(kind, Rows):
+            if isinstance(kind, RowsKind):
                 return self.result(x, dtype=argument.dtype)
-            if self.ragged is not None and isinstance(kind, Table):
+            if self.ragged is not None and isinstance(kind, TableKind):
                 x = self.ragged.gradient(kind.with_width(x), argument)
             x = self.xp.reshape(x, argument.shape)
             return cast(x, argument.dtype, xp=self.xp)
@@ -181,7 +181,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
             return None
         kind = KINDS[name]
         x = kind.form(x, heads=heads, xp=xp)
-        if ragged is None or not isinstance(kind, Table):
+        if ragged is None or not isinstance(kind, TableKind):
             return x
         return kind.without_width(ragged.of(kind.with_width(x)))
 

@@ -10,7 +10,7 @@ from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.precision import bits_of, integer
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import KINDS, Arguments, kind_of_table
-from relskew_core._kernel.kinds import Mask, Rows
+from relskew_core._kernel.kinds import MaskKind, RowsKind
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span, span_hint
 from relskew_core._positions.visibility import FURTHEST, Visibility
@@ -105,7 +105,7 @@ def check_arrays(given: Arguments, *, xp: Namespace) -> Arguments:
     found = {
         name: kind.check(name, x, given.q, given.k, xp=xp)
         for name, x in arrays.items()
-        if isinstance(kind := KINDS[name], Rows | Mask)
+        if isinstance(kind := KINDS[name], RowsKind | MaskKind)
     }
     return given if all(arrays[name] is x for name, x in found.items()) else replace(given, **found)
 

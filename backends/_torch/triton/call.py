@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.call import KINDS, Operands, Options
-from relskew_core._kernel.kinds import MASK, Mask, Rows
+from relskew_core._kernel.kinds import MASK, MaskKind, RowsKind
 from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 
@@ -112,7 +112,7 @@ class TiledCall:
         flat = {}
         for name, x in operands._asdict().items():
             kind = KINDS[name]
-            if x is not None and isinstance(kind, Rows | Mask):
+            if x is not None and isinstance(kind, RowsKind | MaskKind):
                 x = kind.flat(x, tuple(operands.q.shape[:-3]), xp=torch)
             if kind is MASK:  # of any strides
                 flat[name] = x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x

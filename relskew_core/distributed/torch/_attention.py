@@ -16,7 +16,7 @@ from relskew_core._array.softmax import log_sum_exp
 from relskew_core._functions.attention import attend
 from relskew_core._kernel.by_head import HeadScales, with_sinks
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Arguments, Part, takes
-from relskew_core._kernel.kinds import MASK, Rows
+from relskew_core._kernel.kinds import MASK, RowsKind
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._parts import Gathered, PartsAttention, PartsPlan, Ring
@@ -70,7 +70,7 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
     for name, x in given.arrays().items():
         if x is None:
             continue
-        if isinstance(KINDS[name], Rows):
+        if isinstance(KINDS[name], RowsKind):
             # there are fewer key heads than ranks: each rank has a copy of the one that it needs
             if x.shape[HEADS] % size:
                 x = x.repeat_interleave(size // x.shape[HEADS], dim=HEADS)
