@@ -9,22 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import (
-    HEADS,
-    LENGTH,
-    STAND_INS,
-    Cache,
-    D,
-    E,
-    boolean,
-    conformer,
-    deberta,
-    module,
-    parakeet,
-    t5,
-    vits,
-    x,
-)
+from huggingface import stand_ins
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, E, x
 
 import oracles
 from relskew_core import Span, alibi_bias
@@ -96,7 +82,7 @@ CACHED: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
     "mpt": (STAND_INS["mpt"][0], lambda ours, **cache: ours(x(), x(HEADS, 1, seen(cache)), **cache)[0]),
     "inkling": (STAND_INS["inkling"][0], lambda ours, **cache: ours(x(), None, **cache)[0]),
     "prophet": (STAND_INS["prophet"][0], lambda ours, **cache: ours(x(2, 3 * LENGTH, E), **cache)[0]),
-    "nemotron": (lambda: parakeet("NemotronAsrStreamingEncoderAttention"), lambda ours,
+    "nemotron": (lambda: stand_ins.parakeet("NemotronAsrStreamingEncoderAttention"), lambda ours,
                  **cache: ours(x(), x(1, 2 * seen(cache) - 1, E), **cache)[0]),
 }  # fmt: skip
 
@@ -173,11 +159,11 @@ def test_a_decoder_has_no_window() -> None:
 
 
 def test_attention_without_relative_positions_stays() -> None:
-    rotary = conformer("Wav2Vec2ConformerSelfAttention")
+    rotary = stand_ins.conformer("Wav2Vec2ConformerSelfAttention")
     rotary.position_embeddings_type = "rotary"
     with pytest.raises(ValueError, match=r"got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt.* Supported are Beit"):
         replace_attention(rotary)
-    both = torch.nn.ModuleList([rotary, conformer("Wav2Vec2ConformerSelfAttention")])
+    both = torch.nn.ModuleList([rotary, stand_ins.conformer("Wav2Vec2ConformerSelfAttention")])
     replace_attention(both)
     assert both[0] is rotary
     assert isinstance(both[1], DropIn)
@@ -229,7 +215,9 @@ def with_forward(made: Any, forward: Any) -> Any:
 @pytest.mark.parametrize(
     "foreign",
     [
-        lambda: module("WindowAttention", "qkv", "proj", num_heads=2, win_size=3, relative_position_bias_table=x()),
+        lambda: stand_ins.module(
+            "WindowAttention", "qkv", "proj", num_heads=2, win_size=3, relative_position_bias_table=x()
+        ),
         lambda: with_forward(STAND_INS["windows"][0](), lambda self, x, rpi, mask=None: x),
         lambda: with_forward(STAND_INS["umt5"][0](), lambda self, x, context=None, mask=None, pos_bias=None: x),
     ],
@@ -248,7 +236,7 @@ def test_attention_of_other_packages_stays(foreign: Callable[[], Any]) -> None:
 ])  # fmt: skip
 def test_a_refused_model_gets_a_next_step(kind: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
-        replace_attention(module(kind))
+        replace_attention(stand_ins.module(kind))
 
 
 @pytest.mark.parametrize("model", ["t5-small", torch.nn.Linear])
@@ -264,15 +252,15 @@ def test_a_bias_without_its_attention_stays() -> None:
 
 
 def test_a_module_in_two_places_is_replaced_by_one() -> None:
-    attention = conformer("FastSpeech2ConformerAttention")
+    attention = stand_ins.conformer("FastSpeech2ConformerAttention")
     model: Any = replace_attention(torch.nn.ModuleDict({"a": attention, "b": torch.nn.ModuleList([attention])}))
     assert model["a"] is model["b"][0]
 
 
 def test_a_model_of_which_one_part_is_refused_stays_as_it_was() -> None:
-    refused = deberta(1)
+    refused = stand_ins.deberta(1)
     refused.max_relative_positions = 0
-    model = torch.nn.ModuleList([deberta(1), refused, conformer("Wav2Vec2ConformerSelfAttention")])
+    model = torch.nn.ModuleList([stand_ins.deberta(1), refused, stand_ins.conformer("Wav2Vec2ConformerSelfAttention")])
     parts = list(model.modules())
     with pytest.raises(ValueError, match="`left` must be"):
         replace_attention(model)
@@ -292,7 +280,7 @@ def test_missing_positions_are_named(name: str, given: dict[str, Any], named: st
 @torch.no_grad()
 def test_deberta_reads_masks_of_floats_as_masks() -> None:
     make, _ = STAND_INS["deberta"]
-    ours, seen = replace_attention(make()).eval(), boolean()
+    ours, seen = replace_attention(make()).eval(), stand_ins.boolean()
     found = [ours(x(), mask, rel_embeddings=x(14, E))[0] for mask in (seen, seen.float(), seen.double())]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -307,7 +295,7 @@ def test_masks_that_are_added_keep_their_sense_in_another_dtype() -> None:
 
 
 def test_deberta_attends_from_where_it_attends_to() -> None:
-    ours = replace_attention(deberta(1))
+    ours = replace_attention(stand_ins.deberta(1))
     with pytest.raises(ValueError, match="`query_states` must be None"):
         ours(x(), None, query_states=x(), rel_embeddings=x(14, E))
 
@@ -319,7 +307,7 @@ def test_a_mask_is_added_to_a_bias_of_cells_in_a_compiled_program() -> None:
     torch.testing.assert_close(torch.compile(call, backend="eager")(layer), call(layer), rtol=0, atol=1e-12)
 
 
-@pytest.fixture(params=[vits, lambda: t5(is_decoder=True, is_causal=True)], ids=["VITS", "T5"])
+@pytest.fixture(params=[stand_ins.vits, lambda: stand_ins.t5(is_decoder=True, is_causal=True)], ids=["VITS", "T5"])
 def theirs(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return request.param()

@@ -4,24 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import (
-    HEADS,
-    LENGTH,
-    STAND_INS,
-    Cache,
-    D,
-    E,
-    bloom,
-    conformer,
-    granite,
-    mpt,
-    parakeet,
-    sam,
-    swin_itself,
-    umt5,
-    wavlm,
-    x,
-)
+from huggingface import stand_ins
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, E, x
 from torch import Tensor, nn
 
 from relskew_core.huggingface import replace_attention
@@ -50,26 +34,27 @@ class Encoding(nn.Module):
 
 
 def decoder() -> Any:
-    made = umt5()
+    made = stand_ins.umt5()
     made.is_decoder = made.is_causal = True
     return made
 
 
 MODELS: dict[str, tuple[Any, type[nn.Module], tuple[Tensor, ...], list[tuple[int, ...]]]] = {
-    "wavlm": (wavlm, Encoding, (x(), torch.ones(2, LENGTH).long()), [(0, 1), (0, 1)]),
-    "parakeet": (parakeet, Encoding, (x(), x(2, ROWS, E)), [(0, 1), (0, 1)]),
+    "wavlm": (stand_ins.wavlm, Encoding, (x(), torch.ones(2, LENGTH).long()), [(0, 1), (0, 1)]),
+    "parakeet": (stand_ins.parakeet, Encoding, (x(), x(2, ROWS, E)), [(0, 1), (0, 1)]),
     "wav2vec2": (
-        lambda: conformer("Wav2Vec2ConformerSelfAttention"), Encoding,
+        lambda: stand_ins.conformer("Wav2Vec2ConformerSelfAttention"), Encoding,
         (x(), x(2, 1, 1, LENGTH), x(1, ROWS, E)), [(0, 1), (0, 3), (1,)]
     ),
-    "mpt": (mpt, Encoding, (x(), torch.arange(1.0 - LENGTH, 1.0) / 8 * x(HEADS, 1, 1)), [(0, 1), (2,)]),  # ALiBi
+    "mpt": (stand_ins.mpt, Encoding, (x(), torch.arange(1.0 - LENGTH, 1.0) / 8 * x(HEADS, 1, 1)), [(0, 1), (2,)]),
     "bloom": (
-        bloom, Encoding, (x(), x(), x(2 * HEADS, 1, LENGTH), x(2, 1, 1, LENGTH)), [(0, 1), (0, 1), (0, 2), (0, 3)]
+        stand_ins.bloom, Encoding, (x(), x(), x(2 * HEADS, 1, LENGTH), x(2, 1, 1, LENGTH)),
+        [(0, 1), (0, 1), (0, 2), (0, 3)],
     ),
-    "granite": (granite, Encoding, (x(),), [(0, 1)]),
-    "sam": (lambda: sam("SamVisionAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
-    "vitdet": (lambda: sam("VitDetAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
-    "a table of its own": (swin_itself, Encoding, (x(4, LENGTH, E),), [(0,)]),
+    "granite": (stand_ins.granite, Encoding, (x(),), [(0, 1)]),
+    "sam": (lambda: stand_ins.sam("SamVisionAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
+    "vitdet": (lambda: stand_ins.sam("VitDetAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
+    "a table of its own": (stand_ins.swin_itself, Encoding, (x(4, LENGTH, E),), [(0,)]),
     "umt5": (decoder, WithPast, (x(2, 3, E), x(2, HEADS, 5, D), x(2, HEADS, 5, D)), [(0, 1), (0, 2), (0, 2)]),
 }  # fmt: skip
 
