@@ -95,7 +95,7 @@ def test_a_program_of_torch_export_becomes_a_graph() -> None:
         q, k, table = (torch.randn(shape, generator=draw) for shape in ((2, 3, n, 4), (2, 3, m, 4), (5, 4)))
         return q, k, table, torch.randperm(n, generator=draw), torch.randint(2, (n,), generator=draw)
 
-    vary = ({2: VARY}, {2: VARY}, {}, {0: VARY}, {0: VARY})
+    vary: Any = ({2: VARY}, {2: VARY}, {}, {0: VARY}, {0: VARY})
     program = torch.export.export(Call(), given(5, 7), dynamic_shapes=vary)
     made, told = exported(program, (), None)
     assert len(told) == 1
