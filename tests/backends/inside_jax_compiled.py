@@ -561,9 +561,9 @@ def test_calls_without_kernels_run_the_loops(monkeypatch: pytest.MonkeyPatch, wh
     else:
         monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
         monkeypatch.setattr(compiled, "is_registered", cache(foreign.is_registered.__wrapped__))
-    x = jax.ShapeDtypeStruct((1, 2, 50, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 2, 500, 8), jnp.float32)
     for impl in ("auto", "native"):
         attend = partial(attention, causal=True, impl=impl)
         program = str(jax.jit(attend).trace(x, x, x).jaxpr)
         assert "relative_attention[" not in program
-        assert ("scan" in program) == (impl == "native")
+        assert "scan" in program
