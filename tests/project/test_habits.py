@@ -80,6 +80,10 @@ def test_forges_get_the_same_request_template() -> None:
     assert len({(ROOT / path).read_text() for path in templates}) == 1
 
 
+MADE = ("build/objects", "dist/", "site/html", ".emulated/")
+"""Folders that make writes."""
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_guides_name_what_is_there(guide: str) -> None:
     """Every path in backticks is a file of the project, or one of its folders."""
@@ -93,7 +97,7 @@ def test_the_guides_name_what_is_there(guide: str) -> None:
         if path.strip("/") in there:
             last = str(Path(path).parent)
         else:  # the second of two files in one folder has its file name in the id
-            assert f"{last}/{path}" in there or path in ("dist/", "site/html", ".emulated/"), f"{guide} names {path}"
+            assert f"{last}/{path}" in there or path in MADE, f"{guide} names {path}"
 
 
 def test_the_comparisons_find_their_own_modules() -> None:

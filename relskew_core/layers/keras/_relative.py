@@ -114,7 +114,6 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
         dtypes = {keras.backend.standardize_dtype(weight.dtype) for weight in weights.values()}
         layer = cls(spec, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {}), **options)
         layer.build()
-        layer.built = True
         for name, variable in layer._variables_by_name().items():
             weight = weights[name]
             variable.assign(weight.T if name.endswith(".weight") else weight)  # Keras stores projections transposed
@@ -205,7 +204,6 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
         """
         if not self.built:
             self.build()
-            self.built = True
         given = [None if value is None else keras.ops.convert_to_tensor(value) for value in (x, memory, attention_mask)]
         found: Array = super().attention_weights(*given[:2], mask=given[2], **options)
         return found
