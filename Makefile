@@ -159,7 +159,7 @@ fuzz: .venv/dev.stamp
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY))
 
-mutants: .venv-mutants/stamp
+mutants: .venv-mutants/stamp .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.:$(CURDIR)/.venv-mutants $(BIN)/python -m mutants --workers $(WORKERS) \
 		$(addprefix --only ,$(ONLY)) $(addprefix --sample ,$(SAMPLE)) $(addprefix --seed ,$(SEED)) \
 		$(addprefix --patience ,$(PATIENCE)) $(if $(AGAIN),--again)

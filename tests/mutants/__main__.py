@@ -20,8 +20,10 @@ BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_c
 
 
 def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
-    found = (sorted((ROOT / "tests" / folder).glob(f"*_{name}.py")) for name in names.split())  # test_ or inside_
-    return tuple(str(path.relative_to(ROOT)) for paths in found for path in paths)
+    found = {name: sorted((ROOT / "tests" / folder).glob(f"[ti]*_{name}.py")) for name in names.split()}
+    missing = [name for name, paths in found.items() if not paths]
+    assert not missing, f"tests/{folder} has no test_ or inside_ of {missing}"
+    return tuple(str(path.relative_to(ROOT)) for paths in found.values() for path in paths)
 
 
 # the modules of each suite, each module in the first suite that lists it, and the tests that should notice their
@@ -29,33 +31,45 @@ def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
 SUITES = {
     "kernels": (
         (
-            *(f"{BACKENDS}{name}" for name in ("compiled", "numpy", "batch", "ragged", "threads", "torch/cpu")),
+            *(f"{BACKENDS}{name}" for name in ("compiled", "numpy", "ragged", "threads", "torch/cpu")),
             f"{CORE}functions/prepared",
         ),
         (
-            *_tests("compiled numpy prepared torch_operator torch_padding torch_ragged way_of_a_call", "backends"),
+            *_tests(
+                "compiled grids numpy prepared torch_operator torch_padding torch_ragged way_of_a_call", "backends"
+            ),
             *_tests("hidden traps", "core"),
         ),
     ),
     "core": (
-        (f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"),
+        tuple(f"{CORE}{name}" for name in ("array", "functions", "kernel", "positions")),
         ("tests/core", "tests/backends/inside_prepared.py"),
     ),
-    "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
-    "validation": (
-        (f"{EXPORT}validate",),
-        _tests("in_place inspect opening quantise questions trials validate"),
+    "layers": (
+        (f"{CORE}block", "relskew_core/conventions", "relskew_core/layers/torch"),
+        ("tests/layers", "tests/core/test_conventions.py", "tests/core/test_state_dicts.py"),
     ),
+    "families": (
+        ("relskew_core/huggingface",),
+        ("tests/huggingface", *_tests("families_caches families_numbers families_registered families_local", "peers")),
+    ),
+    "saving": ((f"{EXPORT}files",), _tests("opening save")),
+    "validation": ((f"{EXPORT}check",), _tests("in_place inspect opening quantise questions trials validate")),
     "graphs": (
-        (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
-        _tests("chunks functions graphs in_place local model reach windows"),
+        tuple(f"{EXPORT}{name}" for name in ("block", "form", "nodes")),
+        _tests("chunks forms graphs in_place model reach"),
     ),
-    "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
-    "models": ((f"{EXPORT}whole",), _tests("convert decoder_check fixed generate names whole")),
-    "translation": ((f"{EXPORT}from_torch",), _tests("translation")),
+    "changes": ((f"{EXPORT}models/caches", f"{EXPORT}quantise"), _tests("caches forms quantise")),
+    "models": (
+        tuple(f"{EXPORT}{name}" for name in ("generate", "models")),
+        _tests("convert decoder_check encoder_decoder generate names whole"),
+    ),
+    "translation": ((f"{EXPORT}translate",), _tests("translation")),
 }
 # the tests of these use torch; tests of models take a second or more for each mutant: try a sample
-TORCH = ("kernels", "models")
+TORCH = ("kernels", "layers", "families", "models")
+# and the tests of these run the models of other packages
+PEERS = ("families",)
 RECORD = Path(__file__).with_name("survivors.md")
 
 
@@ -84,7 +98,9 @@ def main(argv: list[str] | None = None) -> int:
                 known = recorded(RECORD)
                 mutants = [mutant for mutant in mutants if mutant.line in known]
             if mutants:
-                tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
+                tried += run(
+                    stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH, peers=name in PEERS
+                )
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
     faults = update(RECORD, tried, sizes, again=asked.again)
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
@@ -92,7 +108,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(
-    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float, *, torch: bool
+    stage: Path,
+    mutants: list[Mutant],
+    tests: tuple[str, ...],
+    workers: int,
+    patience: float,
+    *,
+    torch: bool,
+    peers: bool,
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
     (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
@@ -106,7 +129,9 @@ def run(
         f"--patience={patience}",
     ]
     command += ["--torch"] if torch else []
+    command += ["-p", "no:anyio", "-m", "not slow"] if peers else []
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
+    paths += [str(ROOT / ".venv-peers")] if peers else []
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     (stage / "verdicts").touch()
     verdicts = dict(json.loads(line) for line in (stage / "verdicts").read_text().splitlines())

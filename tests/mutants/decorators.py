@@ -8,7 +8,7 @@ import ast
 def undecorated(source: str) -> str:
     """Write ``@decorator`` as the call that it is, after the function: mutmut leaves decorated functions alone.
 
-    It knows class methods and static methods. Decorators are of one line here, and none needs the one before.
+    It knows class methods and static methods. None needs the one before.
     """
     lines, tree = source.splitlines(), ast.parse(source)
     scopes: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
@@ -20,7 +20,10 @@ def undecorated(source: str) -> str:
             if not decorators or decorators in (["classmethod"], ["staticmethod"]):
                 continue
             for decorator in node.decorator_list:
-                lines[decorator.lineno - 1] = ""
+                assert decorator.end_lineno is not None
+                lines[decorator.lineno - 1 : decorator.end_lineno] = [""] * (
+                    decorator.end_lineno - decorator.lineno + 1
+                )
             call = "(".join([*decorators, node.name]) + ")" * len(decorators)
             assert node.end_lineno is not None
             lines[node.end_lineno - 1] += f"\n{' ' * node.col_offset}{node.name} = {call}"
