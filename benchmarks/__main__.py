@@ -44,7 +44,6 @@ NAMES: dict[str, tuple[str, str]] = {
 
 
 def load(name: str) -> Benchmark:
-    """Return a benchmark by its name."""
     module, kind = NAMES[name][0].split(".")
     return getattr(import_module(f"benchmarks.{module}"), kind)()
 
@@ -75,7 +74,6 @@ def _value(text: str) -> Any:
 
 
 def line(row: Row) -> str:
-    """Return a row for the terminal."""
     numbers = [f"{name} {getattr(row, name):.3g}" for name in ("fastest", "cpu", "ratio", "bytes", "error")
                if getattr(row, name) is not None]  # fmt: skip
     facts = [f"{name} {x}" for name, x in row.facts.items()]
@@ -132,7 +130,6 @@ def measure(benchmark: Benchmark, options: argparse.Namespace) -> Record:
 
 
 def document(name: str, record: Record, texts: Mapping[str, str]) -> None:
-    """Write the texts into the page."""
     for part, text in texts.items():
         put(ROOT / "docs" / load(name).page, name, part, text)
     load(name).draw(record)

@@ -36,7 +36,6 @@ GATE = 2e-6
 
 
 def shape_of(case: Case) -> Shape:
-    """Return the shape of a case."""
     names = {field.name for field in fields(Shape)}
     return Shape(**{name: x for name, x in case.items() if name in names})
 
@@ -209,6 +208,5 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
 
 
 def targets(record: Record) -> str:
-    """Return every promise next to its measurement."""
     verdicts = {True: "reached", False: "**missed**", None: "–"}
     return markdown(("", "target", "measured", ""), ((*texts, verdicts[good]) for *texts, good in outcomes(record)))

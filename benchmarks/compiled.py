@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from threadpoolctl import threadpool_limits
 
-from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance
+from benchmarks.runner import Benchmark, Call, Case, Record, after, as_time, passes
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -36,25 +36,7 @@ def drawn(queries: int, keys: int, dtype: str = "float32", heads: int = HEADS) -
 
 
 def attend(q: Any, k: Any, v: Any, table: Any) -> Any:
-    """Attend from the last positions."""
     return relative_attention(q, k, v, table, causal=True, offset=k.shape[2] - q.shape[2])
-
-
-def passes(function: Callable[..., Any], given: Sequence[Any], *, training: bool) -> Call:
-    """Return a call, or with ``training`` one that returns the gradients of all its arrays."""
-    learned = [x.detach().requires_grad_(training) for x in given]
-    d_out = torch.randn_like(given[0])
-
-    def call() -> Any:
-        out = function(*learned)
-        return torch.autograd.grad(out, learned, d_out) if training else out
-
-    return call
-
-
-def after(training: bool) -> str:
-    """Return the end of a row's name for gradients."""
-    return ", with backward" if training else ""
 
 
 CAUSAL = {"causal": True}
@@ -98,6 +80,8 @@ class Compiled(Benchmark):
 
     page = "compiled.md"
     names = ("compiled", "without", "plain")
+    unlike = ("plain",)
+    tolerance = 1e-5
 
     def cases(self) -> Iterator[Case]:
         calls = [(call, length, "float32") for call, (lengths, _) in CALLS.items() for length in lengths]
@@ -116,31 +100,26 @@ class Compiled(Benchmark):
         tables, options = tables_and_options(case["call"], length, q.dtype)
         if contender == "plain":
             plain = partial(F.scaled_dot_product_attention, is_causal=options.get("causal", False))
-            return passes(plain, (q, k, v), training=training)
+            return passes(plain, (q, k, v), training)
         options["impl"] = "auto" if contender == "compiled" else "portable"
+        arrays = {"q": q, "k": k, "v": v} | tables
         if case["library"] == "torch":
-
-            def function(q: Any, k: Any, v: Any, *of: Any) -> Any:
-                return relative_attention(q, k, v, **dict(zip(tables, of, strict=True)), **options)
-
-            return passes(function, (q, k, v, *tables.values()), training=training)
-        given = {name: _as_numpy(x) for name, x in ({"q": q, "k": k, "v": v} | tables | options).items()}
+            names = tuple(arrays)
+            function = lambda *x: relative_attention(**dict(zip(names, x, strict=True)), **options)  # noqa: E731
+            return passes(function, tuple(arrays.values()), training)
+        given = {name: _as_numpy(x) for name, x in (arrays | options).items()}
         d_out = torch.randn_like(q).numpy()
 
         def call() -> Any:
             if not training:
                 return relative_attention(**given)
             out, lse = relative_attention(**given, return_lse=True)
-            gradients = relative_attention_vjp(d_out, **given, out=out, lse=lse)
-            return [x for x in gradients if x is not None]
+            return [x for x in relative_attention_vjp(d_out, **given, out=out, lse=lse) if x is not None]
 
         return call
 
-    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return distance(result, first) if contender == "without" and first is not None else None
-
     def gate(self, case: Case) -> float:
-        return {"float32": 1e-5, "float64": 1e-12}[case["dtype"]]
+        return self.tolerance if case["dtype"] == "float32" else 1e-12
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():
@@ -165,6 +144,7 @@ class Half(Benchmark):
 
     page = "compiled.md"
     names = ("float32", "bfloat16", "float16", PLAIN)
+    unlike = (PLAIN,)
     tolerance = 2e-2
 
     def cases(self) -> Iterator[Case]:
@@ -176,11 +156,8 @@ class Half(Benchmark):
         n, m, training = case.values()
         given = drawn(n, m, "bfloat16" if contender == PLAIN else contender)
         if contender == PLAIN:
-            return passes(partial(F.scaled_dot_product_attention, is_causal=n > 1), given[:3], training=training)
-        return passes(attend, given, training=training)
-
-    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return None if first is None or contender == PLAIN else distance(result, first)
+            return passes(partial(F.scaled_dot_product_attention, is_causal=n > 1), given[:3], training)
+        return passes(attend, given, training)
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for row in record.measured():
@@ -255,7 +232,7 @@ class Peak(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         given = drawn(case["length"], case["length"], case["dtype"])
-        one = passes(attend, given, training=case["training"])
+        one = passes(attend, given, case["training"])
 
         def call() -> Any:
             _compiled.kernels.use(contender)
@@ -310,17 +287,14 @@ class Cores(Benchmark):
 
     def cases(self) -> Iterator[Case]:
         for heads in (1, 8):
-            for queries, keys, training in (
-                (4096, 4096, False),
-                (4096, 4096, True),
-                (1, 100_000, False),
-                (0, 100_000, False),  # no query: reading alone
-            ):
-                yield {"heads": heads, "queries": queries, "keys": keys, "training": training}
+            for training in (False, True):
+                yield {"heads": heads, "queries": 4096, "keys": 4096, "training": training}
+            for queries in (1, 0):  # no query: reading alone
+                yield {"heads": heads, "queries": queries, "keys": 100_000, "training": False}
 
     def prepare(self, case: Case, contender: str) -> Call:
         given = drawn(case["queries"], case["keys"], heads=case["heads"])
-        one = passes(attend, given, training=case["training"]) if case["queries"] else partial(_read, given)
+        one = passes(attend, given, case["training"]) if case["queries"] else partial(_read, given)
 
         def call() -> Any:
             torch.set_num_threads(int(contender))
@@ -329,7 +303,7 @@ class Cores(Benchmark):
         return call
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return None if first is None or not case["queries"] else distance(result, first)
+        return super().check(case, contender, result, first) if case["queries"] else None
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():

@@ -22,8 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.textbook import attended, columns, future, gathered, picked, shifted, skewed
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 
-CLIP = 64
-"""The reach of the clipped table on both sides."""
+CLIP = 64  # the reach of the clipped table on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Shape:
         return Span.causal(self.length) if self.causal else Span.full(self.length)
 
     def options(self) -> dict[str, Any]:
-        """Return the equivalent options of ``relative_attention``."""
         if self.block_size is not None:
             return {"block_size": self.block_size}
         return {"causal": self.causal, "window": None if self.window is None else (self.window - 1, 0)}
@@ -146,8 +144,7 @@ def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:
     return seen if shape.window is None else seen & (r > -shape.window)
 
 
-MEMORY_LIMIT = 8 * 2**30
-"""Calls that need more than this many bytes on a CPU are skipped with that reason."""
+MEMORY_LIMIT = 8 * 2**30  # of calls on a CPU, in bytes; others are skipped with that reason
 
 
 def plain(x: Inputs) -> Any:
@@ -157,12 +154,7 @@ def plain(x: Inputs) -> Any:
 
 def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:
     """The same with one of torch's kernels."""
-
-    def call(x: Inputs) -> Any:
-        with sdpa_kernel(list(kernels)):
-            return plain(x)
-
-    return call
+    return sdpa_kernel(list(kernels))(plain)
 
 
 def huang(x: Inputs) -> Any:
@@ -175,21 +167,11 @@ def shaw(x: Inputs) -> Any:
     return attended((x.q @ x.k.mT + gathered(x.q, x.table, _columns(x.shape))) / x.shape.dim**0.5, x.v, _hidden(x))
 
 
-def sdpa_bias(x: Inputs) -> Any:
-    """SDPA with the relative logits materialised as its bias, by pad, reshape and slice."""
-    return _biased(x, _relative(x) / x.shape.dim**0.5, _hidden(x))
-
-
 def sdpa_local(x: Inputs) -> Any:
     """SDPA over all keys with the relative logits and the mask of local attention materialised as its bias."""
     i = torch.arange(x.shape.length)
     hidden = ~visible(x.shape, i[:, None], i[None, :] - i[:, None])
     return _biased(x, picked(x.q, x.table, _columns(x.shape)) / x.shape.dim**0.5, hidden)
-
-
-def toeplitz_bias(x: Inputs) -> Any:
-    """SDPA with a number for every relative position gathered into an ``H × L × L`` bias, as T5 does."""
-    return _biased(x, x.table[:, _columns(x.shape)][None], _hidden(x))
 
 
 def huang_local(x: Inputs) -> Any:
@@ -235,16 +217,6 @@ def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
     impl = "native" if x.shape.device == "cuda" and impl == "auto" else impl
     given = other or {"rel_bias" if x.shape.bias else "rel_k": x.table, "span": x.shape.span}
     return relative_attention(x.q, x.k, x.v, impl=impl, **x.shape.options(), **given)
-
-
-def relskew_clipped(x: Inputs) -> Any:
-    """The same with a short clipped table."""
-    return relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP))
-
-
-def relskew_plain(x: Inputs) -> Any:
-    """The same without relative terms: the reference of the fused kernels."""
-    return relskew(x, rel_k=None)
 
 
 portable = partial(relskew, impl="portable")
@@ -293,22 +265,18 @@ class Contender:
     kind: Any = "full"  # the reference that it is compared with: "full", "clipped", "plain", or "" for none
     library: str = "torch"
     floats: Callable[[Shape], float] = lambda _: 0.0  # roughly how many numbers it holds at once, if many
-    missing: Callable[[], str | None] = lambda: None  # the reason why it cannot run here
+    missing: str | None = None  # the reason why it cannot run here
 
     @property
     def products(self) -> tuple[float, float]:
         """Return the products of every query with every key, including the relative terms of a full table."""
         return (3, 8) if self.kind == "full" else (2, 5)
 
-    def needs(self, shape: Shape, *, backward: bool = False) -> float:
-        """Estimate the bytes that a call allocates."""
-        return 4 * self.floats(shape) * (1.6 if backward else 1)
-
     def skip(self, shape: Shape, *, backward: bool = False) -> str | None:
-        reason, needed = self.missing(), self.needs(shape, backward=backward)
-        if reason is None and shape.device == "cpu" and needed > MEMORY_LIMIT:
+        needed = 4 * self.floats(shape) * (1.6 if backward else 1)
+        if self.missing is None and shape.device == "cpu" and needed > MEMORY_LIMIT:
             return f"needs about {needed / 2**30:.0f} GiB"
-        return reason
+        return self.missing
 
 
 def prepare(contender: Contender, shape: Shape, *, backward: bool = False) -> Callable[[], Any]:
@@ -359,14 +327,8 @@ def _x_transformers(length: int, heads: int) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _compiled_flex(shape: Shape) -> Any:
-    if shape.device == "cpu":
-        return _flex_on_cpus()
-    torch.compiler.reset()  # after several recompilations for other shapes it would stay eager
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def _flex_on_cpus() -> Any:
+    if shape.device != "cpu":
+        torch.compiler.reset()  # after several recompilations for other shapes it would stay eager
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -384,16 +346,16 @@ def _logits(buffers: float) -> Callable[[Shape], float]:
     return lambda shape: buffers * shape.heads * shape.length**2
 
 
-def _native(library: str) -> Callable[[], str | None]:
-    return lambda: None if "native" in backends.available().get(library, []) else f"no native path for {library} here"
+def _native(library: str) -> str | None:
+    return None if "native" in backends.available().get(library, []) else f"no native path for {library} here"
 
 
-def _installed(found: Callable[[], Any], otherwise: str) -> Callable[[], str | None]:
-    return lambda: None if found() else otherwise
+def _installed(found: Any, otherwise: str) -> str | None:
+    return None if found else otherwise
 
 
-COMPILER = _installed(lambda: shutil.which("g++") or shutil.which("clang++"), "torch.compile needs a C++ compiler")
-X_TRANSFORMERS = _installed(lambda: importlib.util.find_spec("x_transformers"), "x-transformers is not installed")
+COMPILER = _installed(shutil.which("g++") or shutil.which("clang++"), "torch.compile needs a C++ compiler")
+X_TRANSFORMERS = _installed(importlib.util.find_spec("x_transformers"), "x-transformers is not installed")
 
 CONTENDERS = {
     "plain": Contender("plain SDPA, no relative positions", plain, "plain"),
@@ -401,18 +363,25 @@ CONTENDERS = {
     "sdpa-cudnn": Contender("SDPA, cuDNN", plain_by(SDPBackend.CUDNN_ATTENTION), "plain"),
     "huang": Contender("pad–reshape–slice (Huang)", huang, floats=_logits(4)),
     "huang-local": Contender("local blocks (Huang)", huang_local),
-    "sdpa-bias": Contender("SDPA with a skewed bias", sdpa_bias, floats=_logits(3)),
+    "sdpa-bias": Contender(  # the relative logits are materialised
+        "SDPA with a skewed bias", lambda x: _biased(x, _relative(x) / x.shape.dim**0.5, _hidden(x)), floats=_logits(3)
+    ),
     "sdpa-local": Contender("SDPA with a local bias", sdpa_local, floats=_logits(3)),
     "shaw": Contender("gather (Shaw)", shaw, floats=lambda shape: shape.length**2 * (shape.dim + 3 * shape.heads)),
     "flex": Contender("compiled FlexAttention", flex, floats=_logits(2), missing=COMPILER),
-    "toeplitz-bias": Contender("SDPA with a gathered bias", toeplitz_bias, floats=_logits(2)),
+    "toeplitz-bias": Contender(  # H × L × L numbers, as in T5
+        "SDPA with a gathered bias", lambda x: _biased(x, x.table[:, _columns(x.shape)][None], _hidden(x)),
+        floats=_logits(2),
+    ),
     "x-transformers": Contender("x-transformers", x_transformers, floats=_logits(3), missing=X_TRANSFORMERS),
     "torch-portable": Contender("relskew on torch, portable", portable),
     "torch": Contender("relskew on torch", relskew, missing=_native("torch")),
-    "torch-clipped": Contender("relskew on torch, a clipped table", relskew_clipped, "clipped"),
-    "torch-plain": Contender("relskew on torch, no relative positions", relskew_plain, "plain"),
+    "torch-clipped": Contender(
+        "relskew on torch, a clipped table", lambda x: relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP)), "clipped"
+    ),
+    "torch-plain": Contender("relskew on torch, no relative positions", partial(relskew, rel_k=None), "plain"),
     "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),
     "numpy": Contender("relskew on NumPy", relskew, library="numpy", missing=_native("numpy")),
     "products": Contender("NumPy's three products, causal", products, "", "numpy"),
     "dense-products": Contender("NumPy's three products, dense", dense_products, "", "numpy", _logits(2)),
-}
+}  # fmt: skip

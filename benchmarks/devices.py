@@ -66,14 +66,11 @@ class Split:
 
     @property
     def table_bytes(self) -> float:
-        """The bytes of a table on every GPU, for the heads that it has."""
         rows = self.length if self.reach is None else self.reach + 1
         return rows * WIDTH * BYTES * (HEADS // self.heads if self.table == "by head" else 1)
 
 
 class Devices(Benchmark):
-    """The choices for 8 and 64 GPUs, which need no turns."""
-
     page = "devices.md"
     names = ("arithmetic",)
     measures = frozenset[str]()

@@ -10,24 +10,20 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 
-from benchmarks.graphs import BARE, CHUNKED, IN_PLACE, Form, contenders, decoders, forms
-from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, markdown, pivot
+from benchmarks.graphs import BARE, CHUNKED, IN_PLACE, Form, bound, contenders, decoders, forms, open_session
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, pivot, verdicts
 from relskew_core import BlockSpec, Span, attention_block, init_weights
-from relskew_core.export import custom_ops_library
 from relskew_core.export._nodes.functions import all_graphs
 
 DECODING = "decoding"
 FORMS = ("causal", "full", "clip", "blocks", DECODING)
 LENGTHS = (1, 7, 64, 512, 1024, 2048)
-CACHE = 4096
-"""The length of caches in place, and the reach of the table; the last past fills it."""
+CACHE = 4096  # the length of caches in place, and the reach of the table; the last past fills it
 PASTS = (128, 1024, 2048, CACHE - 1)
 TARGETS = {"causal": 1.1, "full": 1.5, "clip": 1.55}
-"""The most time of a call at L = 1024, as a multiple of that of the same block without positions."""
 DECODING_TARGET = 1.6
-"""The most time of a token in place, as a multiple of the same block without positions and with a growing cache."""
+"""The most time of a call at L = 1024, or of a token in place: multiples of the block without positions."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,7 +40,6 @@ def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], di
 
 @functools.lru_cache(maxsize=16)
 def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case]:
-    """Make a graph, and describe it."""
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporters warn about what the rows show
@@ -76,7 +71,11 @@ class Export(Benchmark):
         content, _ = exported(case["form"], case["width"], case["reach"], contender)
         session, (x, caches, _) = open_session(content), drawn(*case.values())
         if case["form"] == DECODING:
-            return step(session, x, caches, case["length"])
+            in_place = any(one.name == "past_lengths" for one in session.get_inputs())
+            pasts = caches if in_place else [np.ascontiguousarray(cache[:, :, : case["length"]]) for cache in caches]
+            given = {"x": x, **dict(zip(("past_key", "past_value"), pasts, strict=True))}
+            given |= {"past_lengths": np.array([case["length"]])} if in_place else {}
+            return bound(session, given, in_place, "y")
         name = session.get_inputs()[0].name
         return lambda: session.run(None, {name: x})[0]
 
@@ -95,9 +94,7 @@ class Export(Benchmark):
     def texts(self, record: Record) -> dict[str, str]:
         by_form = {form: [row for row in record.rows if row.case["form"] == form] for form in FORMS}
         tables = [f"### {form_of(form, 64, 64)[0].title}\n\n{table(rows)}" for form, rows in by_form.items() if rows]
-        lines = markdown(
-            ("", "target", "measured", ""), [line for form, rows in by_form.items() for line in targets(form, rows)]
-        )
+        lines = verdicts(line for form, rows in by_form.items() for line in targets(form, rows))
         return {"": "\n\n".join([record.where, lines, *tables])}
 
 
@@ -120,57 +117,14 @@ def _ends(case: Case) -> bool:
     return case["form"] in ("causal", "full") and case["length"] > case["reach"]
 
 
-def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], past: int) -> Call:
-    """Return a function that runs one token with all tensors bound; in place, past and present share a buffer."""
-    value = onnxruntime.OrtValue.ortvalue_from_numpy
-    binding, y = session.io_binding(), value(np.empty_like(x))
-    binding.bind_ortvalue_input("x", value(x))
-    binding.bind_ortvalue_output("y", y)
-    in_place = any(one.name == "past_lengths" for one in session.get_inputs())
-    if in_place:
-        binding.bind_ortvalue_input("past_lengths", value(np.array([past])))
-    for cache, name in zip(caches, ("key", "value"), strict=True):
-        given = value(cache.copy() if in_place else np.ascontiguousarray(cache[:, :, :past]))
-        binding.bind_ortvalue_input(f"past_{name}", given)
-        grown = given if in_place else value(np.empty_like(cache[:, :, : past + x.shape[1]]))
-        binding.bind_ortvalue_output(f"present_{name}", grown)
-
-    def call() -> Any:
-        session.run_with_iobinding(binding)
-        return y.numpy()
-
-    return call
-
-
-def open_session(content: bytes, operator: bool = False, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Load a graph, with the operator library if requested."""
-    settings = onnxruntime.SessionOptions()
-    if operator:
-        settings.register_custom_ops_library(str(custom_ops_library()))
-    settings.intra_op_num_threads = threads
-    settings.log_severity_level = 4
-    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
-
-
-def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, bool]]:
     """Compare the graph for CPUs with the promises at L = 1024, with the textbook, and for decoding in place."""
     of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
-
-    def verdict(reached: bool) -> str:
-        return "reached" if reached else "**missed**"
-
     if in_place := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
-        most = max(in_place)
-        text = f"≤ {DECODING_TARGET}×", f"{most:.2f}×", verdict(most <= DECODING_TARGET)
-        yield "decoding in place, every past", *text
+        yield "decoding in place, every past", *promise(max(in_place), DECODING_TARGET)
     multiples = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
     if form in TARGETS and 1024 in multiples:
-        yield (
-            f"{form}, L = 1024",
-            f"≤ {TARGETS[form]}×",
-            f"{multiples[1024]:.2f}×",
-            verdict(multiples[1024] <= TARGETS[form]),
-        )
+        yield f"{form}, L = 1024", *promise(multiples[1024], TARGETS[form])
     if multiples:
         slower = [
             f"{length} ({multiples[length] / ratio:.2f}×)"
@@ -178,7 +132,11 @@ def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str
             if label.startswith("torch") and multiples.get(length, 0.0) > ratio
         ]
         found = "at L = " + ", ".join(slower) if slower else "nowhere"
-        yield f"{form}, the textbook is faster", "nowhere", found, verdict(not slower)
+        yield f"{form}, the textbook is faster", "nowhere", found, not slower
+
+
+def promise(found: float, most: float) -> tuple[str, str, bool]:
+    return f"≤ {most}×", f"{found:.2f}×", found <= most
 
 
 def table(rows: Sequence[Row]) -> str:

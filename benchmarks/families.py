@@ -24,7 +24,6 @@ FORWARD, TRAINING, GENERATING = "forward", "training", f"generate {GENERATED}"
 
 @functools.lru_cache(maxsize=1)
 def pair(name: str, generating: bool) -> tuple[Any, Any]:
-    """Return a model and its copy with replaced attention."""
     model = MODELS[name]
     original = (model.generating if generating and model.generating is not None else model.make)()
     return original, replace_attention(copy.deepcopy(original))

@@ -72,20 +72,26 @@ def find(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def built(path: str, configured: str | None, attention: str | None, **options: Any) -> Callable[[], Any]:
-    """Return a function that makes a model; ``attention`` is None for models with a single implementation."""
+def built(path: str, attention: str | None, configured: str | None = None, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes a model; ``attention`` is None for models with a single implementation.
+
+    A configuration has the longest beginning of the model's name that has one, unless it is named.
+    """
 
     def make() -> Any:
         torch.manual_seed(0)
-        if configured is None:  # no model of transformers
-            return find(path)(**options).eval()
-        config = find(configured)(**options)
+        kind = find(path)
+        if not kind.__module__.startswith("transformers."):
+            return kind(**options).eval()
+        module, name = import_module(kind.__module__), find(path if configured is None else configured).__name__
+        names = (f"{name[:end].removesuffix('Config')}Config" for end in range(len(name), 0, -1))
+        config = next(getattr(module, each) for each in names if hasattr(module, each))(**options)
         if attention is not None:
             config._attn_implementation = attention
         for name in vars(config):
             if "layerdrop" in name:  # a dropped layer takes no time
                 setattr(config, name, 0.0)
-        return find(path)(config).eval()
+        return kind(config).eval()
 
     return make
 
@@ -104,6 +110,10 @@ def sounds(length: int) -> dict[str, Any]:
 
 def pictures(size: int) -> dict[str, Any]:
     return {"pixel_values": drawn(1, 3, size, size)}
+
+
+def masked(length: int) -> dict[str, Any]:
+    return {"attention_mask": torch.ones(1, length)}
 
 
 def documents(length: int) -> dict[str, Any]:
@@ -125,16 +135,17 @@ def decoded(n: int) -> dict[str, Any]:
 
 
 def family(
-    path: str, configured: str | None, given: Callable[[int], dict[str, Any]] = tokens, attention: str | None = None,
-    *, generating: str | None = None, lengths: tuple[int, ...] = TOKENS, **options: Any,
+    path: str, given: Callable[[int], dict[str, Any]] = tokens, attention: str | None = None,
+    *, generating: str | None = None, configured: str | None = None, lengths: tuple[int, ...] = TOKENS,
+    **options: Any,
 ) -> Model:  # fmt: skip
-    generates = None if generating is None else built(generating, configured, attention, **options)
-    return Model(built(path, configured, attention, **options), given, generates, lengths)
+    generates = None if generating is None else built(generating, attention, path, **options)
+    return Model(built(path, attention, configured, **options), given, generates, lengths)
 
 
 def text_to_text(name: str, attention: str = "sdpa", **options: Any) -> Model:
     whole = f"{name}ForConditionalGeneration"
-    return family(f"{name}EncoderModel", f"{name}Config", tokens, attention, generating=whole, **TEXT, **options)
+    return family(f"{name}EncoderModel", tokens, attention, generating=whole, **TEXT, **options)
 
 
 def fastspeech2() -> Any:
@@ -150,161 +161,110 @@ def fastspeech2() -> Any:
 def torchvision_swin(size: int, suffix: str = "") -> Callable[[], Any]:
     module = "torchvision.models.swin_transformer"
     return lambda: built(
-        f"{module}.SwinTransformer", None, None, patch_size=[4, 4], window_size=[size, size], num_classes=5,
+        f"{module}.SwinTransformer", None, patch_size=[4, 4], window_size=[size, size], num_classes=5,
         block=find(f"{module}.SwinTransformerBlock{suffix}"),
         downsample_layer=find(f"{module}.PatchMerging{suffix}"), **SWIN,
     )()  # fmt: skip
 
 
+RELATIVE = {"position_embeddings_type": "relative"}
+BY_KEY = {"position_embeddings_type": "relative_key"}
 MODELS: dict[str, Model] = {
     "T5": text_to_text("T5"),
     "T5, eager": text_to_text("T5", "eager"),
     "UMT5": text_to_text("UMT5"),
     "SwitchTransformers": text_to_text("SwitchTransformers", "eager", num_sparse_encoder_layers=0),
     "VITS": family(
-        "vits.VitsTextEncoder", "VitsConfig",
-        lambda n: {**tokens(n), "padding_mask": torch.ones(1, n, 1), "attention_mask": torch.ones(1, n)},
-        hidden_size=192, num_attention_heads=2, num_hidden_layers=2, ffn_dim=768, vocab_size=100, flow_size=192,
-    ),
+        "vits.VitsTextEncoder", lambda n: {**tokens(n), "padding_mask": torch.ones(1, n, 1), **masked(n)},
+        hidden_size=192, num_attention_heads=2, num_hidden_layers=2, ffn_dim=768, vocab_size=100, flow_size=192),
     "Wav2Vec2-BERT, relative_key": family(
-        "wav2vec2_bert.Wav2Vec2BertEncoder", "Wav2Vec2BertConfig", sounds, "sdpa",
-        position_embeddings_type="relative_key", **SIZES,
-    ),
-    "Wav2Vec2-BERT, relative": family(
-        "wav2vec2_bert.Wav2Vec2BertEncoder", "Wav2Vec2BertConfig", sounds, "sdpa", position_embeddings_type="relative",
-        **SIZES,
-    ),
+        "wav2vec2_bert.Wav2Vec2BertEncoder", sounds, "sdpa", **BY_KEY, **SIZES),
+    "Wav2Vec2-BERT, relative": family("wav2vec2_bert.Wav2Vec2BertEncoder", sounds, "sdpa", **RELATIVE, **SIZES),
     "Wav2Vec2-Conformer": family(
-        "wav2vec2_conformer.Wav2Vec2ConformerEncoder", "Wav2Vec2ConformerConfig", sounds, "sdpa",
-        position_embeddings_type="relative", **SIZES,
-    ),
-    "WavLM": family("wavlm.WavLMEncoder", "WavLMConfig", sounds, **SIZES),
+        "wav2vec2_conformer.Wav2Vec2ConformerEncoder", sounds, "sdpa", **RELATIVE, **SIZES),
+    "WavLM": family("wavlm.WavLMEncoder", sounds, **SIZES),
     "DeBERTa-v2": family(
-        "DebertaV2Model", "DebertaV2Config", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm",
-        **DEBERTA,
-    ),
-    "DeBERTa": family("DebertaModel", "DebertaConfig", **DEBERTA),
-    "XLNet": family(
-        "XLNetModel", "XLNetConfig", d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100
-    ),
+        "DebertaV2Model", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm", **DEBERTA),
+    "DeBERTa": family("DebertaModel", **DEBERTA),
+    "XLNet": family("XLNetModel", d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100),
     "Funnel": family(
-        "FunnelModel", "FunnelConfig", d_model=WIDTH, n_head=HEADS, d_head=64, d_inner=1024, vocab_size=100,
-        block_sizes=[1, 1, 1], num_decoder_layers=1,
-    ),
+        "FunnelModel", d_model=WIDTH, n_head=HEADS, d_head=64, d_inner=1024, vocab_size=100, block_sizes=[1, 1, 1],
+        num_decoder_layers=1),
     "FastSpeech2-Conformer": Model(
-        fastspeech2, lambda n: {"input_tensor": tokens(n)["input_ids"], "return_dict": True}
-    ),
+        fastspeech2, lambda n: {"input_tensor": tokens(n)["input_ids"], "return_dict": True}),
     "Parakeet": family(
-        "ParakeetEncoder", "ParakeetEncoderConfig", features("input_features", 2), "sdpa", num_mel_bins=16,
-        subsampling_conv_channels=16, subsampling_factor=2, **SIZES,
-    ),
-    "MPNet": family("MPNetModel", "MPNetConfig", vocab_size=100, max_position_embeddings=5000, **SIZES),
+        "ParakeetEncoder", features("input_features", 2), "sdpa", num_mel_bins=16, subsampling_conv_channels=16,
+        subsampling_factor=2, **SIZES),
+    "MPNet": family("MPNetModel", vocab_size=100, max_position_embeddings=5000, **SIZES),
     "SeamlessM4T": family(
-        "seamless_m4t.SeamlessM4TConformerEncoder", "SeamlessM4TConfig", sounds, "sdpa",
-        position_embeddings_type="relative", **SEAMLESS,
-    ),
+        "seamless_m4t.SeamlessM4TConformerEncoder", sounds, "sdpa", **RELATIVE, **SEAMLESS),
     "SeamlessM4T-v2": family(
-        "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder", "SeamlessM4Tv2Config", sounds, "sdpa",
-        position_embeddings_type="relative_key", **SEAMLESS,
-    ),
+        "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder", sounds, "sdpa", **BY_KEY, **SEAMLESS),
     "SpeechT5": family(
-        "speecht5.SpeechT5Encoder", "SpeechT5Config", sounds, "eager", hidden_size=WIDTH, encoder_layers=2,
-        encoder_attention_heads=HEADS, encoder_ffn_dim=1024,
-    ),
+        "speecht5.SpeechT5Encoder", sounds, "eager", hidden_size=WIDTH, encoder_layers=2,
+        encoder_attention_heads=HEADS, encoder_ffn_dim=1024),
     "MPT": family(
-        "MptModel", "MptConfig", generating="MptForCausalLM", d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
-        max_seq_len=LONGEST,
-    ),
+        "MptModel", generating="MptForCausalLM", d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
+        max_seq_len=LONGEST),
     "Bloom": family(
-        "BloomModel", "BloomConfig", generating="BloomForCausalLM", hidden_size=WIDTH, n_head=HEADS, n_layer=2,
-        vocab_size=100,
-    ),
-    "Inkling": family(
-        "inkling.InklingTextModel", "transformers.models.inkling.configuration_inkling.InklingTextConfig", tokens,
-        "sdpa", generating="InklingForCausalLM", **INKLING,
-    ),
+        "BloomModel", generating="BloomForCausalLM", hidden_size=WIDTH, n_head=HEADS, n_layer=2, vocab_size=100),
+    "Inkling": family("inkling.InklingTextModel", tokens, "sdpa", generating="InklingForCausalLM", **INKLING),
     "LongT5's decoder": family(
-        "LongT5ForConditionalGeneration", "LongT5Config", decoded, generating="LongT5ForConditionalGeneration", **TEXT
-    ),
+        "LongT5ForConditionalGeneration", decoded, generating="LongT5ForConditionalGeneration", **TEXT),
     "SEW-D": family(
-        "sew_d.SEWDTransformerEncoder", "SEWDConfig",
-        lambda n: {**sounds(n), "attention_mask": torch.ones(1, n, dtype=torch.bool)}, pos_att_type=["c2p", "p2c"],
-        position_buckets=256, max_position_embeddings=512, **SIZES,
-    ),
+        "sew_d.SEWDTransformerEncoder", lambda n: {**sounds(n), "attention_mask": torch.ones(1, n, dtype=torch.bool)},
+        pos_att_type=["c2p", "p2c"], position_buckets=256, max_position_embeddings=512, **SIZES),
     "Granite Speech": family(
-        "granite_speech.GraniteSpeechCTCEncoder",
-        "transformers.models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", sounds,
-        input_dim=WIDTH, hidden_dim=WIDTH, num_layers=2, num_heads=HEADS, dim_head=64,
-    ),
+        "granite_speech.GraniteSpeechCTCEncoder", sounds, configured="granite_speech.GraniteSpeechEncoderConfig",
+        input_dim=WIDTH, hidden_dim=WIDTH, num_layers=2, num_heads=HEADS, dim_head=64),
     "Nemotron": family(
-        "nemotron_asr_streaming.NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderConfig",
-        features("input_features", 2), "sdpa", num_mel_bins=16, subsampling_factor=2, subsampling_conv_channels=4,
-        **SIZES,
-    ),
+        "nemotron_asr_streaming.NemotronAsrStreamingEncoder", features("input_features", 2), "sdpa", num_mel_bins=16,
+        subsampling_factor=2, subsampling_conv_channels=4, **SIZES),
     "Gemma 3n's audio": family(
-        "gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig",
+        "gemma3n.Gemma3nAudioEncoder",
         features("audio_mel", 4, audio_mel_mask=lambda n: torch.zeros(1, 4 * n, dtype=torch.bool)), hidden_size=WIDTH,
-        input_feat_size=16, conf_num_attention_heads=HEADS, conf_num_hidden_layers=2, sscp_conv_channel_size=[8, 4],
-    ),
-    "Phi-4's audio": family(
-        "phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig",
-        features("hidden_states", 4, mask=lambda n: None), "sdpa", hidden_size=WIDTH, intermediate_size=1024,
-        num_blocks=2, num_attention_heads=HEADS, input_size=16, ext_pw_out_channel=WIDTH,
-        depthwise_separable_out_channel=WIDTH, nemo_conv_channels=64, time_reduction=4,
-        lengths=(64, 128, 256, 480),  # it cuts inputs longer than 500 positions
-    ),
+        input_feat_size=16, conf_num_attention_heads=HEADS, conf_num_hidden_layers=2, sscp_conv_channel_size=[8, 4]),
+    "Phi-4's audio": family(  # it cuts inputs longer than 500 positions
+        "phi4_multimodal.Phi4MultimodalAudioModel", features("hidden_states", 4, mask=lambda n: None), "sdpa",
+        hidden_size=WIDTH, intermediate_size=1024, num_blocks=2, num_attention_heads=HEADS, input_size=16,
+        ext_pw_out_channel=WIDTH, depthwise_separable_out_channel=WIDTH, nemo_conv_channels=64, time_reduction=4,
+        lengths=(64, 128, 256, 480)),
     "LayoutLMv3": family(
-        "LayoutLMv3Model", "LayoutLMv3Config", documents, vocab_size=100, visual_embed=False, coordinate_size=86,
-        shape_size=84, max_position_embeddings=LONGEST + 2, **SIZES,
-    ),
+        "LayoutLMv3Model", documents, vocab_size=100, visual_embed=False, coordinate_size=86, shape_size=84,
+        max_position_embeddings=LONGEST + 2, **SIZES),
     "UDOP's encoder": family(
-        "UdopEncoderModel", "UdopConfig",
-        lambda n: {**tokens(n), "bbox": documents(n)["bbox"] / 1000, "attention_mask": torch.ones(1, n)}, "sdpa",
-        **TEXT,
-    ),
+        "UdopEncoderModel", lambda n: {**tokens(n), "bbox": documents(n)["bbox"] / 1000, **masked(n)}, "sdpa", **TEXT),
     "ProphetNet": family(
-        "ProphetNetModel", "ProphetNetConfig", decoded, hidden_size=WIDTH, num_encoder_layers=2, num_decoder_layers=2,
+        "ProphetNetModel", decoded, hidden_size=WIDTH, num_encoder_layers=2, num_decoder_layers=2,
         num_encoder_attention_heads=HEADS, num_decoder_attention_heads=HEADS, encoder_ffn_dim=1024,
-        decoder_ffn_dim=1024, vocab_size=100, max_position_embeddings=1100, lengths=(64, 256, 512, 1024),
-    ),
+        decoder_ffn_dim=1024, vocab_size=100, max_position_embeddings=1100, lengths=(64, 256, 512, 1024)),
     "Falcon": family(
-        "FalconModel", "FalconConfig", tokens, "sdpa", generating="FalconForCausalLM", alibi=True, vocab_size=100,
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, multi_query=False,
-    ),
-    "Swin, pixels": family("SwinModel", "SwinConfig", pictures, "sdpa", lengths=PIXELS, **SWIN),
-    "Swinv2, pixels": family(
-        "Swinv2Model", "Swinv2Config", pictures, image_size=256, window_size=8, lengths=LARGER, **SWIN
-    ),
-    "Swin2SR, pixels": family("Swin2SRModel", "Swin2SRConfig", pictures, lengths=(32, 64, 128, 256), **SWIN),
-    "Donut's Swin, pixels": family("DonutSwinModel", "DonutSwinConfig", pictures, lengths=PIXELS, **SWIN),
+        "FalconModel", tokens, "sdpa", generating="FalconForCausalLM", alibi=True, vocab_size=100, hidden_size=WIDTH,
+        num_hidden_layers=2, num_attention_heads=HEADS, multi_query=False),
+    "Swin, pixels": family("SwinModel", pictures, "sdpa", lengths=PIXELS, **SWIN),
+    "Swinv2, pixels": family("Swinv2Model", pictures, image_size=256, window_size=8, lengths=LARGER, **SWIN),
+    "Swin2SR, pixels": family("Swin2SRModel", pictures, lengths=(32, 64, 128, 256), **SWIN),
+    "Donut's Swin, pixels": family("DonutSwinModel", pictures, lengths=PIXELS, **SWIN),
     "MaskFormer's Swin, pixels": family(
-        "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", "MaskFormerSwinConfig", pictures,
-        lengths=PIXELS, **SWIN,
-    ),
-    "CLAP's Swin, frames": family(
-        "clap.ClapAudioEncoder", "ClapAudioConfig", lambda n: {"input_features": torch.randn(1, 1, n, 64)},
-        depths=[2, 2], num_attention_heads=[4, 8], hidden_size=192,
-        lengths=(1024,),  # spectrograms of all lengths are resized to 1024 frames
-    ),
+        "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", pictures, lengths=PIXELS,
+        **SWIN),
+    "CLAP's Swin, frames": family(  # spectrograms of all lengths are resized to 1024 frames
+        "clap.ClapAudioEncoder", lambda n: {"input_features": torch.randn(1, 1, n, 64)}, depths=[2, 2],
+        num_attention_heads=[4, 8], hidden_size=192, lengths=(1024,)),
     "timm's Swin, pixels": family(
-        "timm.models.swin_transformer.SwinTransformer", None, as_argument, img_size=224, num_classes=5, lengths=(224,),
-        **SWIN,
-    ),
+        "timm.models.swin_transformer.SwinTransformer", as_argument, img_size=224, num_classes=5, lengths=(224,),
+        **SWIN),
     "timm's Swin, version 2, pixels": family(
-        "timm.models.swin_transformer_v2.SwinTransformerV2", None, as_argument, img_size=224, num_classes=5,
-        lengths=(224,), **SWIN,
-    ),
+        "timm.models.swin_transformer_v2.SwinTransformerV2", as_argument, img_size=224, num_classes=5, lengths=(224,),
+        **SWIN),
     "torchvision's Swin, pixels": Model(torchvision_swin(7), as_argument, lengths=PIXELS),
     "torchvision's Swin, version 2, pixels": Model(torchvision_swin(8, "V2"), as_argument, lengths=LARGER),
-    "SAM, pixels": family("SamVisionModel", "SamVisionConfig", pictures, "sdpa", lengths=(1024,), **SAM),
-    "SAM-HQ, pixels": family("SamHQVisionModel", "SamHQVisionConfig", pictures, "sdpa", lengths=(1024,), **SAM),
+    "SAM, pixels": family("SamVisionModel", pictures, "sdpa", lengths=(1024,), **SAM),
+    "SAM-HQ, pixels": family("SamHQVisionModel", pictures, "sdpa", lengths=(1024,), **SAM),
     "ViTDet, pixels": family(
-        "VitDetModel", "VitDetConfig", pictures, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
-        mlp_ratio=2, image_size=1024, use_relative_position_embeddings=True, window_block_indices=[0], window_size=14,
-        lengths=PATCHES,
-    ),
-    "BEiT, pixels": family("BeitModel", "BeitConfig", pictures, "sdpa", lengths=PATCHES, **BEIT),
-    "Data2VecVision, pixels": family(
-        "Data2VecVisionModel", "Data2VecVisionConfig", pictures, "sdpa", lengths=PATCHES, **BEIT
-    ),
+        "VitDetModel", pictures, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2, mlp_ratio=2,
+        image_size=1024, use_relative_position_embeddings=True, window_block_indices=[0], window_size=14,
+        lengths=PATCHES),
+    "BEiT, pixels": family("BeitModel", pictures, "sdpa", lengths=PATCHES, **BEIT),
+    "Data2VecVision, pixels": family("Data2VecVisionModel", pictures, "sdpa", lengths=PATCHES, **BEIT),
 }  # fmt: skip

@@ -26,7 +26,6 @@ POSITIONS, WIDTH = 2**14, 2048
 
 @functools.lru_cache(maxsize=1)
 def tensors(shape: Shape) -> Inputs:
-    """Return the tensors that all contenders share."""
     return make_inputs(shape).to_torch(gradients=True)
 
 
@@ -56,8 +55,6 @@ class Pass:
 
 
 class GPU(Benchmark):
-    """Batches of 16k positions in models of width 2048, with a table for each head."""
-
     page = "gpu.md"
     names = (
         "torch", "torch-clipped", "torch-plain", "torch-portable", "sdpa-flash", "sdpa-cudnn", "sdpa-bias", "flex",
@@ -86,7 +83,6 @@ class GPU(Benchmark):
         return TOLERANCES[case["dtype"]]
 
     def measures_of(self, case: Case) -> set[str]:
-        """Measure memory if the device counts it."""
         return {"time", "memory"} if case["device"] == "cuda" else {"time"}
 
     def memory(self, name: str, case: Case, contender: str) -> Case:  # pragma: gpu only

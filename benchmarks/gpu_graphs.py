@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.graphs import BARE, bare_bytes, forms, whole_bytes
+from benchmarks.graphs import BARE, as_bytes, forms, without_positions
 from benchmarks.runner import Benchmark, Call, Case, Record
 from relskew_core import init_weights
+from relskew_core.export import to_onnx
 
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
 REPORT_KERNEL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
@@ -80,7 +81,6 @@ class GPUGraphs(Benchmark):
 
 
 def run(case: Case, label: str) -> Case:
-    """Run one graph in this process."""
     import onnxruntime
 
     if hasattr(onnxruntime, "preload_dlls"):
@@ -88,8 +88,7 @@ def run(case: Case, label: str) -> Case:
     dtype, length, provider = case["dtype"], case["length"], case["provider"]
     spec = forms(length)[case["form"]].spec
     weights = init_weights(spec, seed=0, dtype=dtype)
-    make = bare_bytes if label == BARE else whole_bytes
-    model = make(spec, weights, **GRAPHS[label])()
+    model = as_bytes(without_positions if label == BARE else to_onnx, spec, weights, **GRAPHS[label])
     device = "cuda" if provider.startswith("CUDA") else "cpu"
     x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
 

@@ -58,7 +58,6 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
 
 
 def tiled(arguments: Arguments, capability: int) -> TiledCall:
-    """Return a call as on a device of this capability."""
     given = problem(arguments)
     call, device = TiledCall.of(given.given, given.options), Limits(capability // 10, SHARED_BYTES[capability])
     found = tiles(call.operands.q.dtype, widest(call.operands), device)
@@ -129,8 +128,6 @@ def _type(value: Any) -> str:
 
 
 class GPURegisters(Benchmark):
-    """Every launch configuration of every kernel."""
-
     page = "gpu.md"
     names = ("forward", "keys", "queries", "tables")
     measures = frozenset[str]()

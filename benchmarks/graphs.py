@@ -9,47 +9,39 @@ from functools import partial
 from typing import Any
 
 import onnx
+import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from benchmarks.runner import Call
 from benchmarks.textbook import attended, columns, gathered, picked, shifted, skewed
 from relskew_core import BlockSpec, Span
-from relskew_core.export import to_onnx
+from relskew_core.export import custom_ops_library, to_onnx
 
 BARE = "no positions"
 IN_PLACE = "relskew `ort`, in place"
-CHUNK = 128
-CHUNKED = f"relskew `ort`, chunks of {CHUNK}"
-"""The graph for CPUs."""
-BLOCK = 128
+CHUNK = BLOCK = 128
+CHUNKED = f"relskew `ort`, chunks of {CHUNK}"  # the graph for CPUs
 GATHER = "gather of the products, as DeBERTa in transformers"
-EXAMPLE = 64
-"""The length of the example for torch's exporter."""
-
+PASTS = ("past", "past_key_values")  # in the names of caches
+EXAMPLE = 64  # the length of the example for torch's exporter
 
 Relative = Callable[[Tensor, Tensor, Span], Tensor]
 """The relative logits of queries, with a table and its span: the textbooks differ in these."""
 
 
 def music_transformer(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """A slice of ``E_r``, pad, reshape, slice (Huang et al. 2018, section 3.4.1)."""
-    return skewed(q @ table[:, table.shape[1] - q.shape[2] :].transpose(-2, -1))
+    return skewed(q @ table[:, table.shape[1] - q.shape[2] :].transpose(-2, -1))  # a slice of ``E_r``
 
 
-def shift(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """Transformer-XL's shift over a table of both directions."""
+def transformer_xl(q: Tensor, table: Tensor, span: Span) -> Tensor:
     length, middle = q.shape[2], table.shape[1] // 2
     return shifted(q @ table[:, middle - length + 1 : middle + length].transpose(-2, -1))
 
 
-def shaw(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """The gathered rows of all pairs, ``(length, length, D)`` (Shaw et al. 2018, section 3.3)."""
-    return gathered(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
-
-
-def deberta(q: Tensor, table: Tensor, span: Span) -> Tensor:
-    """Products with all rows, of which each pair selects one, as in DeBERTa's ``disentangled_attention_bias``."""
-    return picked(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
+def by_pair(select: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relative:
+    """Select for all pairs: rows of the table (Shaw et al. 2018, section 3.3), or products with all rows (DeBERTa)."""
+    return lambda q, table, span: select(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
 
 
 class Textbook(nn.Module):
@@ -71,19 +63,17 @@ class Textbook(nn.Module):
         self.register_buffer("mask", torch.tril(torch.ones(longest, longest)), persistent=False)
         self.load_state_dict({key: torch.as_tensor(weight) for key, weight in weights.items()})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         batch, length, _ = x.shape
         heads, width = self.spec.num_heads, self.spec.head_dim
 
-        def split(projection: nn.Module) -> Tensor:
-            projected: Tensor = projection(x)
-            return projected.reshape(batch, length, heads, width).transpose(1, 2)
+        def split(projection: Any) -> Tensor:
+            return projection(x).reshape(batch, length, heads, width).transpose(1, 2)
 
         q, k, v = split(self.q_proj), split(self.k_proj), split(self.v_proj)
         logits = (torch.matmul(q, k.transpose(-2, -1)) + self.relative(q, self.rel_k, self.spec.span)) / width**0.5
         out = attended(logits, v, self.mask[:length, :length] == 0 if self.spec.causal else None)
-        y: Tensor = self.out_proj(out.transpose(1, 2).reshape(batch, length, heads * width))
-        return y
+        return self.out_proj(out.transpose(1, 2).reshape(batch, length, heads * width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,55 +92,46 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
     blocks = BlockSpec(width, heads, Span.causal(2 * BLOCK), causal=True, block_size=BLOCK)
     return {
-        "causal": Form("Causal", causal, {"Music Transformer, pad–reshape–slice": music_transformer, GATHER: deberta}),
-        "full": Form("Full", full, {"pad–reshape–slice, both directions": shift, GATHER: deberta}),
-        "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": shaw}),
+        "causal": Form(
+            "Causal", causal, {"Music Transformer, pad–reshape–slice": music_transformer, GATHER: by_pair(picked)}
+        ),
+        "full": Form("Full", full, {"pad–reshape–slice, both directions": transformer_xl, GATHER: by_pair(picked)}),
+        "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": by_pair(gathered)}),
         "blocks": Form(f"Blocks of {BLOCK}, each with the one before", blocks, {}),
     }
 
 
 def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str, Callable[[], bytes]]:
     """Return, by label, functions that make each graph as the bytes of its file."""
-    relskew = partial(whole_bytes, form.spec, weights)
-
-    def textbook(relative: Relative, dynamo: bool) -> Callable[[], bytes]:
-        example = min(EXAMPLE, longest // 2)
-        return lambda: from_torch(Textbook(relative, form.spec, dict(weights), longest), example, dynamo=dynamo)
-
-    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": relskew(chunk_size=None)}
+    relskew = partial(as_bytes, to_onnx, form.spec, weights)
+    bare = partial(as_bytes, without_positions, replace(form.spec, block_size=None), weights)
+    made = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
     if form.spec.block_size is None:
-        made[CHUNKED] = relskew(chunk_size=CHUNK)
-    made["relskew `portable`"] = relskew(profile="portable")
+        made[CHUNKED] = partial(relskew, chunk_size=CHUNK)
+    made["relskew `portable`"] = partial(relskew, profile="portable")
     for label, relative in form.textbooks.items():
-        made[f"torch: {label}"] = textbook(relative, dynamo=True)
-        made[f"torch, dynamo=False: {label}"] = textbook(relative, dynamo=False)
+        for name, dynamo in (("torch", True), ("torch, dynamo=False", False)):
+            textbook = Textbook(relative, form.spec, dict(weights), longest).eval()
+            made[f"{name}: {label}"] = partial(from_torch, textbook, min(EXAMPLE, longest // 2), dynamo=dynamo)
     return made
 
 
 def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
-    """Return, by label, functions that make each graph with a cache: growing, or in place."""
-    relskew = partial(whole_bytes, spec, weights, past=True)
-    return {
-        BARE: bare_bytes(spec, weights, past=True),
-        "relskew `ort`, a cache that grows": relskew(),
-        IN_PLACE: relskew(in_place=True),
-    }
+    """Return the same for each graph with a cache: growing, or in place."""
+    relskew = partial(as_bytes, to_onnx, spec, weights, past=True)
+    bare = partial(as_bytes, without_positions, spec, weights, past=True)
+    return {BARE: bare, "relskew `ort`, a cache that grows": relskew, IN_PLACE: partial(relskew, in_place=True)}
 
 
-def whole_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:
-    """Return a function that makes the file of a block."""
-    return lambda: to_onnx(spec, weights, **options).SerializeToString()
-
-
-def bare_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:
-    """Return a function that makes the file of a block without positions."""
-    return lambda: without_positions(spec, weights, **options).SerializeToString()
+def as_bytes(
+    make: Callable[..., onnx.ModelProto], spec: BlockSpec, weights: Mapping[str, Any], **options: Any
+) -> bytes:
+    return make(spec, weights, **options).SerializeToString()
 
 
 def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
     """Export a module with dynamic batch and length, following torch's documentation."""
     x = torch.zeros(2, example, model.spec.embed_dim)
-    model = model.eval()
     if dynamo:
         vary = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
         program = torch.onnx.export(model, (x,), dynamo=True, opset_version=23, dynamic_shapes=vary, verbose=False)
@@ -172,16 +153,44 @@ def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: An
     while not attention.input[-1]:
         del attention.input[-1]
     made = {output: node for node in model.graph.node for output in node.output}
-    needed: list[str] = [value.name for value in model.graph.output]
-    kept = set()
+    needed, used = [value.name for value in model.graph.output], set[str]()
     while needed:
         name = needed.pop()
-        if name in made and made[name].name not in kept:
-            kept.add(made[name].name)
-            needed += made[name].input
-    nodes = [node for node in model.graph.node if node.name in kept]
-    used = {name for node in nodes for name in node.input}
+        if name not in used:
+            used.add(name)
+            needed += made[name].input if name in made else ()
+    nodes = [node for node in model.graph.node if not used.isdisjoint(node.output)]
     stored = [tensor for tensor in model.graph.initializer if tensor.name in used]
     inputs = [value for value in model.graph.input if value.name in used]
     graph = onnx.helper.make_graph(nodes, "no_positions", inputs, model.graph.output, initializer=stored)
     return onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def open_session(content: bytes, operator: bool = False, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Load a graph, with the operator library if requested."""
+    settings = onnxruntime.SessionOptions()
+    if operator:
+        settings.register_custom_ops_library(str(custom_ops_library()))
+    settings.intra_op_num_threads = threads
+    settings.log_severity_level = 4
+    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+
+
+def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_place: bool, wanted: str) -> Call:
+    """Return a call with all inputs bound; ``in_place``, each present is written into the buffer of its past."""
+    binding, names = session.io_binding(), [output.name for output in session.get_outputs()]
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in given.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in names:
+        pasts = [each for each in (name.replace("present", past) for past in PASTS) if each in values]
+        if in_place and pasts:
+            binding.bind_ortvalue_output(name, values[pasts[0]])
+        else:
+            binding.bind_output(name)
+
+    def call() -> Any:
+        session.run_with_iobinding(binding)
+        return binding.get_outputs()[names.index(wanted)].numpy()
+
+    return call

@@ -20,68 +20,56 @@ LAYERS, WIDTH, HEADS, VOCABULARY = 2, 512, 8, 256
 
 
 class Attention(nn.Module):
-    """The shared part of the models below: projections, heads, and a cache of fixed length."""
+    """Attention without positions, or with relative logits of a textbook; and a cache of fixed length."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, relative: Callable[[Tensor, Tensor, int], Tensor] | None = None) -> None:
         super().__init__()
+        self.relative = relative
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.table = nn.Parameter(torch.randn(HEADS, length, WIDTH // HEADS) * 0.02)
 
     def forward(self, x: Tensor, past: Any = None) -> Any:
         """Attend, including the past if it is given as keys, values and their number."""
-        q, k, v = (
-            project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections)
         if past is None:
-            return self.out_proj(self.attend(q, k, v, 0).transpose(1, 2).flatten(2))
+            return self.out_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
         keys, values, start = past
         stop = start + x.shape[1]
         keys[:, :, start:stop], values[:, :, start:stop] = k, v
-        out = self.attend(q, keys[:, :, :stop], values[:, :, :stop], start)
+        out = self.attend(q, keys[:, :, :stop], values[:, :, :stop])
         return self.out_proj(out.transpose(1, 2).flatten(2)), (keys, values, stop)
 
     def empty_cache(self, batch: int, length: int) -> tuple[Tensor, Tensor, int]:
-        """Return room for this many positions."""
         keys, values = torch.zeros(2, batch, HEADS, length, WIDTH // HEADS)
         return keys, values, 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Attend without positions."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=start == 0)
-
-
-class PadReshapeSlice(Attention):
-    """Huang et al. 2018: pad, reshape, slice."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Attend with a table, like ports of Music Transformer."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, m = q.shape[2], k.shape[2]
-        # For one query, the table's last rows have the order of the keys.
-        relative = q @ self.table[:, -m:].mT if n == 1 else skewed(q @ self.table[:, -n:].mT)
-        return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
+        if self.relative is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=n == m)
+        logits = (q @ k.mT + self.relative(q, self.table, m)) * q.shape[-1] ** -0.5
+        return attended(logits, v, future(n) if n > 1 else None)
 
 
-class Gather(Attention):
+def pad_reshape_slice(q: Tensor, table: Tensor, keys: int) -> Tensor:
+    """Huang et al. 2018; for one query, the table's last rows have the order of the keys."""
+    return q @ table[:, -keys:].mT if q.shape[2] == 1 else skewed(q @ table[:, -q.shape[2] :].mT)
+
+
+def gather(q: Tensor, table: Tensor, keys: int) -> Tensor:
     """Shaw et al. 2018: a row of the table for each pair."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Attend with a table, row by row."""
-        n, m, rows = q.shape[2], k.shape[2], self.table.shape[1]
-        relative = gathered(q, self.table, columns(n, m, rows - 1, rows))
-        return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
-
-
-def relskew_layer(length: int) -> RelativeMultiheadAttention:
-    """Return the module of the library."""
-    return RelativeMultiheadAttention(BlockSpec(WIDTH, HEADS, Span.causal(length), causal=True))
+    return gathered(q, table, columns(q.shape[2], keys, table.shape[1] - 1, table.shape[1]))
 
 
 PLAIN, GRAPHS = "no positions", "graphs"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     PLAIN: Attention,
-    "RelativeMultiheadAttention": relskew_layer,
-    "pad, reshape, slice": PadReshapeSlice,
-    "a row for each pair": Gather,
+    "RelativeMultiheadAttention": lambda n: RelativeMultiheadAttention(
+        BlockSpec(WIDTH, HEADS, Span.causal(n), causal=True)
+    ),
+    "pad, reshape, slice": lambda n: Attention(n, pad_reshape_slice),
+    "a row for each pair": lambda n: Attention(n, gather),
 }
 LONGEST = {"a row for each pair": 1024}
 
@@ -92,64 +80,58 @@ class CausalModel(nn.Module):
     def __init__(self, attention: Callable[[int], nn.Module], length: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.attention = nn.ModuleList(attention(length) for _ in range(LAYERS))
+        self.attention: Any = nn.ModuleList(attention(length) for _ in range(LAYERS))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2 * LAYERS))
         self.mlps = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)
         )
 
     def forward(self, tokens: Tensor, past: list[Any] | None = None) -> Any:
-        """Return logits, and the caches if they are given."""
         x, present = self.embed(tokens), []
         layers: Any = zip(self.attention, self.mlps, self.norms[::2], self.norms[1::2], strict=True)
         for number, (attention, mlp, before, between) in enumerate(layers):
-            y = before(x)
             if past is None:
-                y = attention(y)
+                y = attention(before(x))
             else:
-                y, cache = attention(y, past=past[number])
+                y, cache = attention(before(x), past=past[number])
                 present.append(cache)
             x = x + y
             x = x + mlp(between(x))
         return self.head(x) if past is None else (self.head(x), present)
 
     def empty_cache(self, length: int) -> list[Any]:
-        """Return a cache for each layer."""
-        layers: Any = self.attention
-        return [attention.empty_cache(1, length=length) for attention in layers]
+        return [attention.empty_cache(1, length=length) for attention in self.attention]
 
 
-def step(name: str, length: int, batch: int) -> Callable[[], None]:
-    """Return a function with forward pass, loss and backward pass of a batch."""
+def step(name: str, length: int, batch: int) -> Call:
     model = CausalModel(MODELS[name], length)
     tokens = torch.randint(VOCABULARY, (batch, length))
 
     def call() -> None:
         model.zero_grad(set_to_none=True)
-        logits = model(tokens)
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
     return call
 
 
-def decode(name: str, prompt: int, new: int = 20) -> Callable[[], None]:
+def decode(name: str, prompt: int, new: int = 20) -> Call:
     """Return a function that decodes some tokens greedily after a prompt, which is not timed."""
     model = CausalModel(MODELS[name], prompt + new).eval()
     tokens = torch.randint(VOCABULARY, (1, prompt))
     with torch.inference_mode():
         _, filled = model(tokens, model.empty_cache(prompt + new))
 
+    @torch.inference_mode()
     def call() -> None:
         token, past = tokens[:, -1:], filled  # what earlier calls wrote after the prompt is overwritten
-        with torch.inference_mode():
-            for _ in range(new):
-                logits, past = model(token, past)
-                token = logits[:, -1:].argmax(-1)
+        for _ in range(new):
+            logits, past = model(token, past)
+            token = logits[:, -1:].argmax(-1)
 
     return call
 
 
-TASKS: dict[str, tuple[Callable[[str, int], Callable[[], None]], tuple[int, ...]]] = {
+TASKS: dict[str, tuple[Callable[[str, int], Call], tuple[int, ...]]] = {
     "a step, batch of 8": (lambda name, length: step(name, length, 8), (128,)),
     "a step, batch of 1": (lambda name, length: step(name, length, 1), (1024, 2048)),
     "20 tokens after": (decode, (100, 2000)),
@@ -164,8 +146,11 @@ def compiled_functions() -> dict[str, Call]:
     encoder: Any = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     encoder.self_attn = MultiheadAttention(64, 4, Span.clipped(16), batch_first=True)
 
-    def counted(function: Callable[[Any], Any], values: Iterable[Any]) -> Call:
+    def counted(function: Callable[..., Any], values: Iterable[Any]) -> Call:
         return lambda: _graphs(function, lambda compiled: [compiled(value) for value in values])
+
+    def attend(name: str, values: Iterable[Any], q: Tensor = x) -> Call:
+        return counted(lambda y: relative_attention(q, x, x, table, span, causal=True, **{name: y}), values)
 
     def decoded(**room: Any) -> Call:
         def decode(compiled: Callable[..., Any]) -> list[Any]:
@@ -178,17 +163,11 @@ def compiled_functions() -> dict[str, Call]:
 
         return lambda: _graphs(block.eval(), decode)
 
+    lengths = [x[:, :, :n] for n in range(2, 40)]
     return {
-        "the function, lengths": counted(
-            lambda x: relative_attention(x, x, x, table, span, causal=True), [x[:, :, :n] for n in range(2, 40)]
-        ),
-        "the function, `offset`": counted(
-            lambda offset: relative_attention(x[:, :, :1], x, x, table, span, causal=True, offset=offset), range(2, 40)
-        ),
-        "the function, `scale`": counted(
-            lambda scale: relative_attention(x, x, x, table, span, causal=True, scale=scale),
-            [n / 64 for n in range(2, 40)],
-        ),
+        "the function, lengths": counted(lambda y: relative_attention(y, y, y, table, span, causal=True), lengths),
+        "the function, `offset`": attend("offset", range(2, 40), x[:, :, :1]),
+        "the function, `scale`": attend("scale", [n / 64 for n in range(2, 40)]),
         "the block, lengths and batches": counted(block, [torch.randn(2 + n % 3, n, 64) for n in range(4, 40)]),
         "`nn.TransformerEncoderLayer`, lengths": counted(encoder, [torch.randn(2, n, 64) for n in range(4, 40)]),
         "decoding, growing cache": decoded(),
@@ -240,16 +219,14 @@ class Models(Benchmark):
                         text = f"{as_time(row.cpu)} ({row.cpu / (rows[PLAIN].cpu or row.cpu):.2f}×)"
                         yield name, f"{case['task']}, {case['size']}", text
 
-        counted = (row for row in record.measured() if row.facts)
-        counts = [(row.case["compiled"], row.facts["calls"], row.facts["graphs"]) for row in counted]
+        counts = [(row.case["compiled"], *row.facts.values()) for row in record.measured() if row.facts]
         lines = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in counts]
         graphs = markdown(("compiled", "calls", "graphs", "recompilations"), lines)
         return {"": "\n\n".join([record.where, pivot(cells()), graphs])}
 
 
 CHUNK, BEFORE = 14, 5
-SECONDS = CHUNK * 0.08
-"""The frames of 10 ms in a chunk, after subsampling by 8."""
+SECONDS = CHUNK * 0.08  # the frames of 10 ms in a chunk, after subsampling by 8
 
 
 class Step(nn.Module):
@@ -273,7 +250,7 @@ def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
     given = [torch.randn(1, CHUNK, WIDTH), *step.attention.empty_cache(1)]
     if runtime == "torch":
         return torch.inference_mode()(step), given
-    from benchmarks.export import open_session
+    from benchmarks.graphs import open_session
     from relskew_core.export import torch_to_onnx
 
     names = ["chunk", "keys", "values", "length"]
@@ -283,8 +260,6 @@ def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
 
 
 class Stream(Benchmark):
-    """The first chunk, and later ones, of a stream."""
-
     page = "speech.md"
     names = ("the first", "after a minute", "after an hour")
     small: ClassVar[Case] = {"minutes": 0}

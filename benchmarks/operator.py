@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from onnx import helper
 from torch import Tensor, nn
 
-from benchmarks.export import open_session
-from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, markdown, pivot
+from benchmarks.graphs import bound, open_session
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, pivot, verdicts
 from relskew_core import BlockSpec, Span, backends, relative_attention
 from relskew_core.export import decoder_to_onnx
 from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME, OUTPUTS
@@ -32,10 +31,7 @@ GRAPHS: Mapping[str, dict[str, Any]] = {
     IN_INT8: {"in_place": True, "operator": True, "cache_dtype": "int8"},
 }
 """Decoders, first those without the operator."""
-ON_CORES = {
-    f"{name}, {threads}": int(threads[0]) for name in (NUMPY, OPERATOR) for threads in ("1 thread", "2 threads")
-}
-"""The kernel and the operator on one and on two threads."""
+ON_CORES = {f"{name}, {n} thread{'s' * (n > 1)}": n for name in (NUMPY, OPERATOR) for n in (1, 2)}
 TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
 
 
@@ -46,6 +42,7 @@ class OperatorNodes(Benchmark):
     """
 
     page = "deploying.md"
+    unlike = (BARE, IN_INT8)
     tolerance = 1e-4
     seconds = 3.0
 
@@ -86,18 +83,16 @@ class OperatorNodes(Benchmark):
         if contender == BARE:
             inputs = ("q", "k", "v", "", "past_key", "past_value")
             attributes = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "is_causal": int(form == "causal")}
-            return node("Attention", "", inputs, OUTPUTS[: 1 + len(past)], new | past, attributes)
+            return node("Attention", "", inputs, OUTPUTS[: 1 + len(past)], new | past, **attributes)
         room = {name: np.concatenate([x, np.zeros_like(x[:, :, :1])], 2) for name, x in past.items()}
         given = new | {"rel_k": table} | room | ({"offset": np.array([length])} if past else {})
         attributes = {"num_heads": HEADS, "kv_num_heads": HEADS, "left": span.left, "right": span.right}
-        attributes |= {"causal": int(form != "full")}
-        return node(NAME, DOMAIN, INPUTS, OUTPUTS[: 1 + len(past)], given, attributes, threads)
+        outputs, causal = OUTPUTS[: 1 + len(past)], int(form != "full")
+        return node(NAME, DOMAIN, INPUTS, outputs, given, threads, causal=causal, **attributes)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        if contender in (BARE, IN_INT8):  # which compute something else
-            return None
-        if case["form"] == DECODER:
-            return None if first is None else distance(result, first)
+        if contender in self.unlike or case["form"] == DECODER:
+            return super().check(case, contender, result, first)
         expected = self.prepare(case, NUMPY)()
         return distance(result, expected if contender.startswith(NUMPY) else rows(expected))
 
@@ -114,16 +109,14 @@ class OperatorNodes(Benchmark):
                 found.append(ratio)
                 cells.append(("**operator**, multiple", f"{case['length']}", f"**{ratio:.2f}**"))
             if cells:
-                verdict = "reached" if max(found) <= most else "**missed**"
                 baseline = " or ".join(baselines(form)) if form != DECODER else "the best graph without it"
-                lines.append((form, f"≤ {most} × {baseline}", ", ".join(f"{x:.2f}" for x in found), verdict))
+                lines.append((form, f"≤ {most} × {baseline}", ", ".join(f"{x:.2f}" for x in found), max(found) <= most))
                 axis = "past" if form in (TOKEN, DECODER) else "length"
                 tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
         if cells := list(on_cores(record)):
-            tables[CORES] = (
-                f"Causal, by length, the fastest call of several runs on one thread and on two:\n\n{pivot(cells)}"
-            )
-        return {"": "\n\n".join([record.where, markdown(("", "target", "measured", ""), lines), *tables.values()])}
+            about = "Causal, by length, the fastest call of several runs on one thread and on two:"
+            tables[CORES] = f"{about}\n\n{pivot(cells)}"
+        return {"": "\n\n".join([record.where, verdicts(lines), *tables.values()])}
 
 
 def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
@@ -138,9 +131,8 @@ def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
 
 def baselines(form: str) -> tuple[str, ...]:
     """Return the contenders whose fastest is the reference of the operator."""
-    return {TOKEN: (BARE,), DECODER: tuple(name for name in GRAPHS if "operator" not in GRAPHS[name])}.get(
-        form, (NUMPY,)
-    )
+    others = tuple(name for name in GRAPHS if "operator" not in GRAPHS[name])
+    return {TOKEN: (BARE,), DECODER: others}.get(form, (NUMPY,))
 
 
 def rows(x: Any) -> Any:
@@ -159,51 +151,20 @@ def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
 
 
 def node(
-    kind: str,
-    domain: str,
-    inputs: Any,
-    outputs: Any,
-    given: dict[str, Any],
-    attributes: dict[str, Any],
-    threads: int = 1,
-) -> Call:
+    kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], threads: int = 1, **attributes: int
+) -> Call:  # fmt: skip
     """Return a function that runs one node; a present of the size of its past is written in place."""
     types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}
-    made = helper.make_node(
-        kind, [name if name in given else "" for name in inputs], outputs, domain=domain, **attributes
-    )
+    names = [name if name in given else "" for name in inputs]
     graph = helper.make_graph(
-        [made], "node", [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in given.items()],
+        [helper.make_node(kind, names, outputs, domain=domain, **attributes)], "node",
+        [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in given.items()],
         [helper.make_tensor_value_info(name, types["q"], None) for name in outputs],
     )  # fmt: skip
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
-    session = open_session(
-        helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString(), domain == DOMAIN, threads
-    )
-    shared = {f"present_{name}": f"past_{name}" for name in ("key", "value")} if domain else {}
-    return bound(session, given, shared, outputs[0])
-
-
-def bound(
-    session: onnxruntime.InferenceSession, given: Mapping[str, Any], shared: Mapping[str, str], wanted: str
-) -> Call:
-    """Return a call with all inputs bound; outputs that share an input's buffer are written there."""
-    binding = session.io_binding()
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in given.items()}
-    for name, value in values.items():
-        binding.bind_ortvalue_input(name, value)
-    for output in session.get_outputs():
-        if output.name in shared:
-            binding.bind_ortvalue_output(output.name, values[shared[output.name]])
-        else:
-            binding.bind_output(output.name)
-    place = [output.name for output in session.get_outputs()].index(wanted)
-
-    def call() -> Any:
-        session.run_with_iobinding(binding)
-        return binding.get_outputs()[place].numpy()
-
-    return call
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    session = open_session(model.SerializeToString(), domain == DOMAIN, threads)
+    return bound(session, given, domain == DOMAIN, outputs[0])
 
 
 class Decoder(nn.Module):
@@ -217,7 +178,6 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(RelativeMultiheadAttention(spec) for _ in range(LAYERS))
 
     def forward(self, tokens: Tensor, past: list[Any]) -> Any:
-        """Return logits and the caches."""
         x, present = self.embed(tokens), []
         for layer, cache in zip(self.layers, past, strict=True):
             y, grown = layer(x, past=cache)
@@ -228,7 +188,6 @@ class Decoder(nn.Module):
 
 @functools.lru_cache(maxsize=len(GRAPHS))
 def exported(name: str, width: int, reach: int) -> bytes:
-    """Return the graph of the decoder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "decoder.onnx")
         return decoder_to_onnx(Decoder(width, reach).eval(), path, check=False, **GRAPHS[name]).read_bytes()
@@ -248,5 +207,4 @@ def decoding(name: str, past: int, width: int, reach: int) -> Call:
         dtype = np.int8 if cache.type == "tensor(int8)" else np.float32
         given[cache.name] = np.zeros((1, HEADS, reach if in_place else past, *cache.shape[3:]), dtype)
         given[cache.name][:, :, :past] = filled
-    shared = {cache.replace("past_key_values", "present"): cache for cache in given if "." in cache} if in_place else {}
-    return bound(session, given, shared, "logits")
+    return bound(session, given, in_place, "logits")

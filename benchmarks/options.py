@@ -21,8 +21,6 @@ LENGTHS = (1024, 4096)
 
 
 class OptionInputs(NamedTuple):
-    """The arrays of one problem."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -117,8 +115,6 @@ def _dense_scales(x: OptionInputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Option:
-    """An option, in relskew and in its common form."""
-
     call: str
     relskew: Callable[[OptionInputs], Any]
     dense: Callable[[OptionInputs], Tensor]

@@ -26,8 +26,6 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines with a title, and the ticks of the axis of values and their text."""
-
     title: str
     lines: Sequence[Line]
     ticks: Sequence[float]

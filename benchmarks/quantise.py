@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.export import open_session
-from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, pivot
+from benchmarks.graphs import open_session
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import quantize, save, to_onnx
 
@@ -30,10 +31,8 @@ class Quantise(Benchmark):
     seconds = 2.0
 
     def cases(self) -> Iterator[Case]:
-        for profile in PROFILES:
-            yield from (
-                {"profile": profile, "form": form, "width": 512, "rows": 2048} for form in (CALL, LOGITS, TOKEN)
-            )
+        for profile, form in itertools.product(PROFILES, (CALL, LOGITS, TOKEN)):
+            yield {"profile": profile, "form": form, "width": 512, "rows": 2048}
 
     def measures_of(self, case: Case) -> set[str]:
         """Large logits do not affect time."""
@@ -62,52 +61,39 @@ class Quantise(Benchmark):
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         return {"file_bytes": len(made(*case.values(), contender))}
 
-    def texts(self, record: Record) -> dict[str, str]:
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for row in record.measured():
-                line, profile, form = f"`{row.contender}`", row.case["profile"], row.case["form"]
-                if (profile, form) == (PROFILES[0], CALL):
-                    yield line, "size", f"{row.facts['file_bytes'] / 2**20:.2f} MiB"
-                yield line, f"`{profile}`, error: {form}", f"{row.error:.0e}"
-                if row.cpu is not None:
-                    yield line, f"`{profile}`, time: {form}", f"{as_time(row.cpu)} ({row.ratio:.2f}×)"
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            line, profile, form = f"`{row.contender}`", row.case["profile"], row.case["form"]
+            if (profile, form) == (PROFILES[0], CALL):
+                yield line, "size", f"{row.facts['file_bytes'] / 2**20:.2f} MiB"
+            yield line, f"`{profile}`, error: {form}", f"{row.error:.0e}"
+            if row.cpu is not None:
+                yield line, f"`{profile}`, time: {form}", f"{as_time(row.cpu)} ({row.ratio:.2f}×)"
 
-        def order(cell: tuple[str, str, str]) -> tuple[bool, bool]:
-            return "time" in cell[1], "portable" in cell[1]
-
-        return {"": f"{record.where}\n\n{pivot(sorted(cells(), key=order))}"}
+    def order(self, cell: tuple[str, str, str]) -> Any:
+        return "time" in cell[1], "portable" in cell[1]
 
 
 @functools.lru_cache(maxsize=2)
-def block(
-    form: str, width: int, rows: int
-) -> tuple[BlockSpec, dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+def block(form: str, width: int, rows: int) -> tuple[BlockSpec, dict[str, Any], dict[str, Any], Any]:
     """Return a block, its weights, inputs, and the outputs in float64."""
-    spec = BlockSpec(width, width // 64, Span.causal(rows), causal=True)
+    spec, draw = BlockSpec(width, width // 64, Span.causal(rows), causal=True), np.random.default_rng(0)
     weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=0).items()}
-    draw = np.random.default_rng(0)
-    wide = {key: w.astype(np.float64) for key, w in weights.items()}
-    right: Any
     if form == TOKEN:
-        past = [draw.standard_normal((1, spec.num_kv_heads, min(rows - 1, 1000), 64)).astype(np.float32) for _ in "kv"]
-        feeds = {
-            "x": draw.standard_normal((1, 1, width)).astype(np.float32),
-            "past_key": past[0],
-            "past_value": past[1],
-        }
-        right, _ = attention_block(
-            feeds["x"].astype(np.float64), wide, spec, past=(past[0].astype(np.float64), past[1].astype(np.float64))
-        )
-        return spec, weights, feeds, right
-    x = draw.standard_normal((2, min(rows, 256), width)).astype(np.float32)
-    feeds = {"x": np.float32(LARGE) * x if form == LOGITS else x}
-    right = attention_block(feeds["x"].astype(np.float64), wide, spec)
-    return spec, weights, feeds, right
+        sizes = [(1, spec.num_kv_heads, min(rows - 1, 1000), 64)] * 2 + [(1, 1, width)]
+    else:
+        sizes = [(2, min(rows, 256), width)]
+    *past, x = (draw.standard_normal(size).astype(np.float32) for size in sizes)
+    x = np.float32(LARGE) * x if form == LOGITS else x
+    wide = {key: w.astype(np.float64) for key, w in weights.items()}
+    wide_past = tuple(y.astype(np.float64) for y in past) or None
+    right: Any = attention_block(x.astype(np.float64), wide, spec, past=wide_past)  # type: ignore[arg-type]
+    feeds = {"x": x, **dict(zip(("past_key", "past_value"), past, strict=False))}
+    return spec, weights, feeds, right[0] if past else right
 
 
 @functools.lru_cache(maxsize=len(KINDS))
 def made(profile: Any, form: str, width: int, rows: int, kind: Any) -> bytes:
-    """Return the file of a kind."""
     spec, weights, feeds, _ = block(form, width, rows)
     options: dict[str, Any] = {"profile": profile, "past": form == TOKEN}
     with TemporaryDirectory() as folder:

@@ -33,7 +33,6 @@ END = "<!-- end of measured -->"
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     rule = ("---", *["---:"] * " | ".join(header).count(" | "))
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
@@ -44,9 +43,8 @@ def pivot(cells: Iterable[tuple[str, str, str]], corner: str = "", none: str = "
     if not of:
         return "Nothing was measured."
     lines, columns = (dict.fromkeys(names) for names in zip(*of, strict=True))
-    return markdown(
-        (corner, *columns), ((line, *(of.get((line, column), none) for column in columns)) for line in lines)
-    )
+    rows = ((line, *(of.get((line, column), none) for column in columns)) for line in lines)
+    return markdown((corner, *columns), rows)
 
 
 def mark(name: str, part: str = "") -> str:
@@ -72,9 +70,19 @@ def as_time(seconds: float) -> str:
 
 
 def as_memory(count: float) -> str:
-    """Return bytes in MiB."""
     mib = count / 2**20
     return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB"
+
+
+def after(training: bool) -> str:
+    """Return the end of a row's name for gradients."""
+    return ", with backward" if training else ""
+
+
+def verdicts(lines: Iterable[Sequence[Any]]) -> str:
+    """Return a table of promises: name, target, measurement, and whether it is reached, if that is measured."""
+    words = {True: "reached", False: "**missed**", None: "–"}
+    return markdown(("", "target", "measured", ""), ((*texts, words[good]) for *texts, good in lines))
 
 
 Call = Callable[[], Any]
@@ -88,7 +96,6 @@ PAUSE_SECONDS = 0.15
 """The wait before a turn: another library's threads keep spinning for a tenth of a second after their last call."""
 TURN_SECONDS = 0.1
 """The least duration of a turn, which repeats short calls."""
-M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,65 +117,48 @@ class Row:
 class Benchmark:
     """Cases and contenders. ``NAMES`` of the command line lists the modules."""
 
-    names: tuple[str, ...] = ()
-    """The contenders; multiples refer to the time of the first one."""
-    measures = frozenset({"time"})
-    """The measurements: ``"time"``, ``"memory"``, both, or only facts about the result."""
-    tolerance = float("inf")
-    """The largest error of a right result."""
-    legend = ""
-    page = ""
-    """The file in ``docs/`` for the tables."""
-    seconds = 1.5
-    """The time for each contender in each case."""
-    threads: int | None = 1
-    """The threads of torch; ``None``: all."""
-    pauses = False
-    """Whether turns wait for other libraries' threads."""
-    pairs = False
-    """Whether each contender takes turns with the first one only, because all together need too much memory."""
-    forks = False
-    """Whether memory is measured in forks of this process, if imports take longer than the calls."""
-    fallible = False
-    """Whether the failure of a contender is a result, too."""
-    small: ClassVar[Case] = {}
-    """The changes that make a case cheap, to warm up a fresh process."""
+    names: tuple[str, ...] = ()  # the contenders; multiples refer to the time of the first one
+    unlike: tuple[str, ...] = ()  # those that compute something else
+    measures = frozenset({"time"})  # "time", "memory", both, or only facts about the result
+    tolerance = float("inf")  # the largest error of a right result
+    page = legend = corner = ""  # the file in ``docs/`` for the tables, and their texts above and in the corner
+    none = "–"  # of an empty cell
+    seconds = 1.5  # of each contender in each case
+    threads: int | None = 1  # of torch; None: all
+    pauses = False  # whether turns wait for other libraries' threads
+    pairs = False  # whether contenders take turns with the first one only: all together need too much memory
+    forks = False  # whether memory is measured in forks of this process, if imports take longer than the calls
+    fallible = False  # whether the failure of a contender is a result, too
+    small: ClassVar[Case] = {}  # the changes that make a case cheap, to warm up a fresh process
 
     def begin(self) -> None:
-        """Use as many threads as requested."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
     def cases(self) -> Iterable[Case]:
-        """Return the cases."""
         raise NotImplementedError
 
     def contenders(self, case: Case) -> Iterable[str]:
-        """Return the contenders of a case."""
         return self.names
 
     def prepare(self, case: Case, contender: str) -> Call:
-        """Return the measured call."""
         raise NotImplementedError
 
     def skip(self, case: Case, contender: str) -> str | None:
-        """Return the reason why a contender is skipped."""
         return None
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        """Return the relative error of a result, compared with the first contender's in this process, if any."""
-        return None
+        """Return the error of a result, compared with the first contender's in this process, if any."""
+        same = first is not None and contender not in self.unlike and self.tolerance < float("inf")
+        return distance(result, first) if same else None
 
     def gate(self, case: Case) -> float:
-        """Return the largest error of a right result in a case."""
         return self.tolerance
 
     def measures_of(self, case: Case) -> Set[str]:
-        """Return the measurements of a case."""
         return self.measures
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        """Return further facts about a result."""
         return {}
 
     def group(self, case: Case) -> Hashable:
@@ -181,17 +171,20 @@ class Benchmark:
 
     def texts(self, record: Record) -> Mapping[str, str]:
         """Return the texts between the page's comments, by their names; most pages have one, ``""``."""
-        return {"": f"{record.where}\n\n{self.legend}{pivot(self.cells(record))}"}
+        cells = sorted(self.cells(record), key=self.order)
+        return {"": f"{record.where}\n\n{self.legend}{pivot(cells, self.corner, self.none)}"}
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         """Yield the cells of the page's table: row, column and text."""
         raise NotImplementedError
 
+    def order(self, cell: tuple[str, str, str]) -> Any:
+        """Return the key to sort the cells by."""
+
     def draw(self, record: Record) -> None:
         """Draw the page's pictures, if it has any."""
 
     def time(self, calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
-        """Measure by the clock."""
         return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
@@ -214,11 +207,9 @@ class Benchmark:
         return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
 
     def answer(self, case: Case, contender: str) -> Case:
-        """Answer in a fresh process."""
         return child(self, case, contender)
 
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
-        """Measure the cases, group by group."""
         for _, group in itertools.groupby(cases, self.group):
             grouped, wanted = list(group), set(only)
             if self.pairs:
@@ -322,7 +313,7 @@ def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+        libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD of malloc.h
     benchmark.begin()
     benchmark.prepare(case | {key: min(x, case[key]) for key, x in benchmark.small.items()}, contender)()
     call = benchmark.prepare(case, contender)
@@ -339,6 +330,18 @@ def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
     if peak is None:
         raise RuntimeError("peak memory needs Linux's resettable high-water mark and glibc's malloc")
     return {"bytes": peak, "fastest": seconds, "error": benchmark.check(case, contender, result, None)}
+
+
+def passes(function: Callable[..., Any], given: Sequence[Any], training: bool) -> Call:
+    """Return a call of tensors, or with ``training`` one that returns the gradients of them all."""
+    learned = [x.detach().requires_grad_(training) for x in given]
+    d_out = torch.randn_like(given[0])
+
+    def call() -> Any:
+        out = function(*learned)
+        return torch.autograd.grad(out, learned, d_out) if training else out
+
+    return call
 
 
 def distance(result: Any, expected: Any) -> float:
@@ -366,8 +369,6 @@ PACKAGES = ("numpy", "torch", "jax", "triton", "onnx", "onnxruntime", "transform
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A machine and its rows."""
-
     machine: dict[str, Any]
     rows: list[Row]
 
@@ -376,19 +377,16 @@ class Record:
         rows = ",\n".join("  " + json.dumps({k: x for k, x in asdict(row).items() if x not in (None, {})})
                           for row in self.rows)  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            f'{{"machine": {json.dumps(self.machine, indent=1)},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8"
-        )
+        text = f'{{"machine": {json.dumps(self.machine, indent=1)},\n"rows": [\n{rows}\n]}}\n'
+        path.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Read a record back."""
         stored = json.loads(path.read_text(encoding="utf-8"))
         return cls(stored["machine"], [Row(**row) for row in stored["rows"]])
 
     @classmethod
     def newest(cls, name: str) -> Record:
-        """Read the newest stored record of a benchmark."""
         return cls.load(max((ROOT / "benchmarks" / "records").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]))
 
     def path(self, name: str) -> Path:
@@ -462,10 +460,9 @@ def _commit() -> str | None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
+    folders = ("relskew_core", "backends", "export", "benchmarks")
     try:
-        changed = git(
-            "status", "--porcelain", "--untracked-files=no", "relskew_core", "backends", "export", "benchmarks"
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", *folders)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None  # an installed copy without git history

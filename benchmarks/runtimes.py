@@ -61,7 +61,6 @@ class Graph:
 
 
 def graphs(profile: Any, opset: int | None = None) -> Iterator[Graph]:
-    """Make every form in a profile."""
     for name, (spec, options) in FORMS.items():
         weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=1).items()}
         model = to_onnx(spec, weights, profile=profile, opset=opset, **{"chunk_size": None, **options})
@@ -100,16 +99,13 @@ class Release:
 
     @property
     def name(self) -> str:
-        """Return its name in tables."""
         return f"{self.runtime} {self.version}"
 
     @property
     def place(self) -> Path:
-        """Return the folder."""
         return PLACES / f"{self.runtime}-{self.version}"
 
     def install(self) -> None:
-        """Install the release, unless it is there."""
         if self.place.exists() or not self.packages:
             return
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -41,11 +41,9 @@ def picked(q: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def future(length: int, device: Any = None) -> Tensor:
-    """Return the keys that are after a query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def attended(logits: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Apply the mask and the softmax, and sum the values."""
     logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
     return logits.softmax(-1) @ v

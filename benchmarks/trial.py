@@ -20,7 +20,6 @@ TOLERANCE = 1e-4
 
 
 def onnxruntime(path: Path) -> Run:
-    """Load a graph in onnxruntime, with the operator libraries next to it."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -64,7 +63,6 @@ def tract(path: Path) -> Run:
 
 
 def onnx2torch(path: Path) -> Run:
-    """Convert a graph to a torch module."""
     from unittest.mock import MagicMock
 
     # It imports torchvision for operators on images; PyPI's builds do not fit every torch.
@@ -82,18 +80,15 @@ def onnx2torch(path: Path) -> Run:
 
 
 def onnxslim(path: Path) -> Run:
-    """Run the result of onnxslim for a graph."""
     return _rewritten(path, import_module("onnxslim").slim)
 
 
 def onnxsim(path: Path) -> Run:
-    """Run the result of onnxsim for a graph."""
     simplify = import_module("onnxsim").simplify
     return _rewritten(path, lambda model: simplify(model)[0])
 
 
 def onnxscript(path: Path) -> Run:
-    """Run the result of onnxscript's optimiser for a graph."""
     from onnxscript import optimizer
 
     return _rewritten(path, optimizer.optimize)

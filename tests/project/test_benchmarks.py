@@ -330,8 +330,6 @@ def test_torch_exports_the_textbook(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "full", "clip"])
 def test_the_bare_block_is_the_block_with_empty_tables(name: str) -> None:
-    from benchmarks.export import open_session
-
     spec = FORMS[name].spec
     weights = init_weights(spec, seed=0)
     weights["rel_k"] = weights["rel_k"] * 0
@@ -339,7 +337,7 @@ def test_the_bare_block_is_the_block_with_empty_tables(name: str) -> None:
     assert "rel_k" not in {tensor.name for tensor in model.graph.initializer}
     assert len(model.graph.node) == 9
     x = np.random.default_rng(0).standard_normal((1, 7, 16)).astype(np.float32)
-    (y,) = open_session(model.SerializeToString()).run(None, {"x": x})
+    (y,) = graphs.open_session(model.SerializeToString()).run(None, {"x": x})
     np.testing.assert_allclose(y, np.asarray(attention_block(x, weights, spec)), atol=1e-5)
 
 
