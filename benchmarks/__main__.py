@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,31 +15,25 @@ from benchmarks.runner import ROOT, Benchmark, Case, Record, Row, machine, put
 NAMES: dict[str, tuple[str, str]] = {
     "calls": ("calls.Calls", "calls against the textbook's, plain attention and FlexAttention: time, memory, targets"),
     "compiled": ("compiled.Compiled", "calls with and without the compiled kernels"),
-    "peak": (
-        "compiled.Peak",
-        "the share of a processor's multiplications that the kernels reach; needs a C++ compiler",
-    ),
+    "peak": ("compiled.Peak", "the share of a processor's multiplications that is reached; needs a C++ compiler"),
     "half": ("compiled.Half", "calls in half precision against float32"),
-    "grids": ("grids.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
+    "grids": ("compiled.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
     "cores": ("compiled.Cores", "calls on two threads against one, and by arithmetic on many"),
     "short": ("short.Short", "one token, small batches and short training against the formula by hand"),
-    "first": ("first.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
+    "first": ("short.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
     "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),
     "dense": ("options.Dense", "biases of layers, neighborhoods and pages against dense masks and gathered keys"),
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
-    "families": ("families.Families", "models of transformers with and without replaced attention; needs transformers"),
+    "families": ("families.Families", "models of transformers with and without replaced attention"),
     "stream": ("models.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
-    "export": ("export.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
+    "export": ("graphs.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
     "quantise": ("quantise.Quantise", "the accuracy that quantisation loses and the size that it saves"),
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
     "devices": ("devices.Devices", "the cost of splitting a sequence over GPUs, by arithmetic"),
     "gpu": ("gpu.GPU", "calls on a GPU; needs only torch"),
     "gpu_graphs": ("gpu_graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
-    "gpu_registers": (
-        "gpu_registers.GPURegisters",
-        "registers, spills and shared memory of the fused kernels; needs no GPU",
-    ),
+    "gpu_registers": ("gpu_registers.GPURegisters", "registers and shared memory of the fused kernels; needs no GPU"),
 }
 
 
@@ -54,16 +48,13 @@ def chosen(cases: Iterable[Case], only: Iterable[str], instead: Iterable[str]) -
     for key, _, text in (each.partition("=") for each in only):
         wanted.setdefault(key, set()).add(text)
     changes = {key: _value(text) for key, _, text in (each.partition("=") for each in instead)}
-    known, seen = set(), []
-    for case in cases:
-        known |= set(case)
-        if all(str(case.get(key)) in texts for key, texts in wanted.items()):
-            changed = case | {key: x for key, x in changes.items() if key in case}
-            if changed not in seen:
-                seen.append(changed)
-                yield changed
+    every = list(cases)
+    known = set[str]().union(*every)
     if unknown := (set(wanted) | set(changes)) - known:
         raise SystemExit(f"no case has {', '.join(sorted(unknown))}: {', '.join(sorted(known))}")
+    kept = [case for case in every if all(str(case.get(key)) in texts for key, texts in wanted.items())]
+    changed = [case | {key: x for key, x in changes.items() if key in case} for case in kept]
+    yield from {str(case): case for case in changed}.values()
 
 
 def _value(text: str) -> Any:
@@ -84,21 +75,20 @@ def line(row: Row) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and document; return 1 if a result is wrong."""
     about = "\n".join(f"  {name:14} {text}" for name, (_, text) in NAMES.items())
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks", description=f"Time and memory, side by side:\n\n{about}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("name", choices=NAMES, metavar="NAME")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="KEY=X", help="cases with such entries only; of one key any"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=X", help="another entry in every case")
-    parser.add_argument("--contenders", nargs="+", default=[], help="these only")
-    parser.add_argument("--seconds", type=float, help="time for each contender in each case")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--docs", action="store_true", help="rewrite the tables of the page, and keep the record")
-    parser.add_argument("--record", type=Path, help="measure nothing: show, or document, this record")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    about = f"Time and memory, side by side:\n\n{about}"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks", description=about, formatter_class=raw)
+    add = parser.add_argument
+    many: Any = {"action": "append", "default": list[str](), "metavar": "KEY=X"}
+    add("name", choices=NAMES, metavar="NAME")
+    add("--only", help="cases with such entries only; of one key any", **many)
+    add("--set", help="another entry in every case", **many)
+    add("--contenders", nargs="+", default=[], help="these only")
+    add("--seconds", type=float, help="time for each contender in each case")
+    add("--json", type=Path, help="write the record here")
+    add("--docs", action="store_true", help="rewrite the tables of the page, and keep the record")
+    add("--record", type=Path, help="measure nothing: show, or document, this record")
+    add("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     benchmark = load(options.name)
     if options.child:
@@ -108,7 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     for text in (texts := benchmark.texts(record)).values():
         print(text, end="\n\n")
     if options.docs:
-        document(options.name, record, texts)
+        for part, text in texts.items():
+            put(ROOT / "docs" / benchmark.page, options.name, part, text)
+        benchmark.draw(record)
     wrong = [line(row) for row in record.rows if str(row.skipped).startswith("wrong")]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
@@ -127,12 +119,6 @@ def measure(benchmark: Benchmark, options: argparse.Namespace) -> Record:
         if options.json is not None or options.docs or not benchmark.page:
             record.save(options.json or record.path(options.name))
     return record
-
-
-def document(name: str, record: Record, texts: Mapping[str, str]) -> None:
-    for part, text in texts.items():
-        put(ROOT / "docs" / load(name).page, name, part, text)
-    load(name).draw(record)
 
 
 if __name__ == "__main__":

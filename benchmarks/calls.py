@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 from benchmarks.contenders import CONTENDERS, Shape, prepare, reference
-from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, as_memory, as_time, markdown, pivot
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, as_memory, as_time, pivot, verdicts
 
 RELSKEW = ("torch-portable", "torch", "numpy-portable", "numpy")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -22,7 +22,7 @@ SECTIONS = {
     "bidirectional": ("plain", "sdpa-bias", "shaw", *RELSKEW),
     "bias": ("plain", "toeplitz-bias", "x-transformers", *RELSKEW),
 }
-LIMITS = {
+LIMITS = {  # the largest length of a contender, to keep the run short
     "forward": {"shaw": 2048, "flex": 2048, "huang": 4096, "dense-products": 4096},
     "training": {"shaw": 1024, "huang": 2048, "sdpa-bias": 2048},
     "memory": {"shaw": 2048, "sdpa-bias": 4096},
@@ -30,7 +30,6 @@ LIMITS = {
     "window": {"sdpa-local": 2048},
     "bidirectional": {"shaw": 1024},
 }
-"""The largest length of a contender, to keep the run short."""
 GATE = 2e-6
 """The allowed relative L2 error of a float32 result, by standard deviation of the logits; five times for gradients."""
 
@@ -53,10 +52,8 @@ class Calls(Benchmark):
             yield from ({"section": section, "length": n, "backward": section == "training"} for n in lengths)
         yield from ({"section": "peaky", "length": 2048, "backward": False, "std": std} for std in (1.0, 30.0))
         for n in LENGTHS:
-            yield from (
-                {"section": "memory", "length": n, "backward": backward}
-                for backward in (False, n >= 4096)[: 1 + (n >= 4096)]
-            )
+            both = (False, True)[: 1 + (n >= 4096)]
+            yield from ({"section": "memory", "length": n, "backward": backward} for backward in both)
         yield {"section": "long", "length": 65536, "backward": False, "heads": 1}
         for section, key in {"blocks": "block_size", "window": "window"}.items():
             yield from ({"section": section, "length": 2**n, "backward": False, key: 512} for n in range(10, 15))
@@ -91,15 +88,14 @@ class Calls(Benchmark):
         return case["section"] if case["section"] in ("peaky", "blocks", "window") else super().group(case)
 
     def texts(self, record: Record) -> dict[str, str]:
-        parts = {"where": record.where, "targets": targets(record)}
+        parts = {"where": record.where, "targets": verdicts(outcomes(record))}
         for section in SECTIONS:
             rows = [row for row in record.rows if row.case["section"] == section]
+            halves = {section: rows}
             if section == "memory":
-                halves = {"memory": False, "memory with backward": True}
-                halved = {name: [row for row in rows if row.case["backward"] == b] for name, b in halves.items()}
-                parts |= {name: _table(section, half) for name, half in halved.items() if half}
-            elif rows:
-                parts[section] = _table(section, rows)
+                names = {section: False, "memory with backward": True}
+                halves = {name: [row for row in rows if row.case["backward"] == b] for name, b in names.items()}
+            parts |= {name: _table(section, half) for name, half in halves.items() if half}
         return parts
 
     def draw(self, record: Record) -> None:
@@ -147,43 +143,39 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 Find = tuple[str, str, int, dict[str, Any]]
 
 
-def promises(
-    torch: str, numpy: str
-) -> Iterator[tuple[str, Find, Find | None, str, str, float, Callable[[float], str]]]:
-    """Yield every promise: the two contenders, the quantity, and its bound."""
-    times, share, mib = "{:.2f}×".format, "{:.0%}".format, lambda count: f"{count / 2**20:.0f} MiB"
+def promises(torch: str, numpy: str) -> Iterator[tuple[str, Find, Find | None, str, float, Callable[[float], str]]]:
+    """Yield every promise: two contenders, or one whose memory counts, the bound (a least one if below 0), its form."""
+    times, mib = "{:.2f}×".format, lambda count: f"{count / 2**20:.0f} MiB"
 
-    def speed(
-        text: str, section: str, one: str, other: str, length: int, bound: str, limit: float, form: Any = times
-    ) -> Any:
-        return text, (section, one, length, {}), (section, other, length, {}), "fastest", bound, limit, form
+    def at(section: str, contender: str, length: int = 2048, **more: Any) -> Find:
+        return section, contender, length, more
+
+    def ratio(text: str, one: Find, other: Find, bound: float, form: Any = times, field: str = "fastest") -> Any:
+        return text, one, other, field, bound, form
 
     for n in (2048, 4096):
-        yield speed(f"forward, torch, L = {n}, of plain SDPA", "forward", torch, "plain", n, "≤", 1.8)
-    yield speed("forward + backward, torch, L = 2048, of plain SDPA", "training", torch, "plain", 2048, "≤", 2.2)
-    yield speed("forward, NumPy, L = 2048, of torch's plain SDPA", "forward", numpy, "plain", 2048, "≤", 3.0)
-    yield speed(
-        "forward, NumPy, L = 2048, speed of its bare products", "forward", "products", numpy, 2048, "≥", 0.65, share
-    )
+        forward, plain = at("forward", torch, n), at("forward", "plain", n)
+        yield ratio(f"forward, torch, L = {n}, of plain SDPA", forward, plain, 1.8)
+    training, plain = at("training", torch), at("training", "plain")
+    yield ratio("forward + backward, torch, L = 2048, of plain SDPA", training, plain, 2.2)
+    forward, plain, products = (at("forward", name) for name in (numpy, "plain", "products"))
+    yield ratio("forward, NumPy, L = 2048, of torch's plain SDPA", forward, plain, 3.0)
+    yield ratio("forward, NumPy, L = 2048, speed of its bare products", products, forward, -0.65, "{:.0%}".format)
     for library, name in (("torch", torch), ("NumPy", numpy)):
-        for what, n, backward, limit in (
-            ("forward", 4096, False, 24),
-            ("with backward", 4096, True, 80),
-            ("forward", 8192, False, 64),
-        ):
-            find = ("memory", name, n, {"backward": backward})
-            yield f"extra memory, {what}, {library}, L = {n}", find, None, "bytes", "≤", limit * 2**20, mib
-        peaky, usual = (("peaky", name, 2048, {"std": std}) for std in (30.0, 1.0))
-        yield f"peaky logits (std 30), {library}, of std 1", peaky, usual, "fastest", "≤", 1.5, times
-        yield f"one head, L = 65536, {library}, extra memory", ("long", name, 65536, {}), None, "bytes", "≤", 2**30, mib
+        for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
+            text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
+            yield text, at("memory", name, n, backward=backward), None, "bytes", limit * 2**20, mib
+        peaky, usual = (at("peaky", name, std=std) for std in (30.0, 1.0))
+        yield ratio(f"peaky logits (std 30), {library}, of std 1", peaky, usual, 1.5)
+        yield f"one head, L = 65536, {library}, extra memory", at("long", name, 65536), None, "bytes", 2**30, mib
         for section, text in (("blocks", "local blocks"), ("window", "window")):
             text = f"{text}, {library}, L = 16384, of L = 4096 (linear: 4×)"
-            yield text, (section, name, 16384, {}), (section, name, 4096, {}), "fastest", "≤", 5, times
-    text = "portable on torch, L = 2048, speed of pad–reshape–slice"
-    yield speed(text, "forward", "huang", "torch-portable", 2048, "≥", 3)
-    portable, huang = (("memory", name, 2048, {"backward": False}) for name in ("torch-portable", "huang"))
+            yield ratio(text, at(section, name, 16384), at(section, name, 4096), 5)
+    one, other = at("forward", "huang"), at("forward", "torch-portable")
+    yield ratio("portable on torch, L = 2048, speed of pad–reshape–slice", one, other, -3)
+    one, other = (at("memory", name, backward=False) for name in ("torch-portable", "huang"))
     text = "portable on torch, L = 2048, memory of pad–reshape–slice"
-    yield text, portable, huang, "bytes", "≤", 0.1, "{:.1%}".format
+    yield ratio(text, one, other, 0.1, "{:.1%}".format, "bytes")
 
 
 def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
@@ -198,15 +190,11 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
         found = [row for row in rows if row.contender == contender and case.items() <= row.case.items()]
         return getattr(found[0], field) if found else None
 
-    for text, one, other, field, bound, limit, form in promises(*defaults):
+    for text, one, other, field, bound, form in promises(*defaults):
         value, base = number(one, field), 1.0 if other is None else number(other, field)
+        target = f"{'≤' if bound > 0 else '≥'} {form(abs(bound))}"
         if value is None or not base:
-            yield text, f"{bound} {form(limit)}", "not measured", None
-            continue
-        value /= base
-        yield text, f"{bound} {form(limit)}", form(value), value <= limit if bound == "≤" else value >= limit
-
-
-def targets(record: Record) -> str:
-    verdicts = {True: "reached", False: "**missed**", None: "–"}
-    return markdown(("", "target", "measured", ""), ((*texts, verdicts[good]) for *texts, good in outcomes(record)))
+            yield text, target, "not measured", None
+        else:
+            value /= base
+            yield text, target, form(value), value <= bound if bound > 0 else value >= -bound

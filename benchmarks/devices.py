@@ -6,6 +6,7 @@ Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,9 +44,8 @@ class Split:
     def seconds(self, *, backward: bool) -> tuple[float, float]:
         """Return the seconds of computation, and those including communication, of a layer on one GPU.
 
-        Causal and balanced (zigzag or striped): every round costs the same. Three products of forward, with keys,
-        values and table, are seven of backward. What is sent is hidden behind what is computed as far as
-        it goes; the exchange of heads is not.
+        Causal and balanced: every round costs the same. Three products of forward, with keys, values and table, are
+        seven of backward. Computation hides what is sent as far as it goes, but not the exchange of heads.
         """
         share, heads = self.length // self.ring, HEADS // self.heads
         of_keys = max(1, KEY_HEADS // self.heads)
@@ -76,11 +76,10 @@ class Devices(Benchmark):
     measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
-        for length in (2**17, 2**20):
-            for ring, heads in ((8, 1), (1, 8), (64, 1), (8, 8)):
-                for table, reach in (("shared", None), ("by head", None), ("by head", 4096)):
-                    if (ring, heads, reach) != (1, 8, 4096):
-                        yield asdict(Split(length, ring, heads, table, reach))
+        tables = (("shared", None), ("by head", None), ("by head", 4096))
+        for length, ring, table in itertools.product((2**17, 2**20), ((8, 1), (1, 8), (64, 1), (8, 8)), tables):
+            if (*ring, table[1]) != (1, 8, 4096):
+                yield asdict(Split(length, *ring, *table))
 
     def prepare(self, case: Case, contender: str) -> Call:
         return lambda: Split(**case)

@@ -20,8 +20,7 @@ from benchmarks.runner import Benchmark, Call, Case, Key, Record
 from relskew_core._reference import TOLERANCES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-POSITIONS, WIDTH = 2**14, 2048
-"""The positions of a batch, for all heads together; a single longer sequence has 8 heads."""
+POSITIONS, WIDTH = 2**14, 2048  # of a batch and of all heads; a single longer sequence has 8 heads
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,19 +37,14 @@ class Pass:
     backward: bool
 
     def __call__(self) -> Any:
-        """Return the output, or the gradients."""
-        x = tensors(self.shape)
-        if self.backward:
-            return gradients(self.contender.function(x), x)
-        with torch.no_grad():
-            return self.contender.function(x)
+        return self.alone()()
 
     def alone(self) -> Call:
         """Return the timed part: for gradients, the backward pass alone."""
+        x, function = tensors(self.shape), self.contender.function
         if not self.backward:
-            return self
-        x = tensors(self.shape)
-        out = self.contender.function(x)
+            return torch.no_grad()(lambda: function(x))
+        out = function(x)
         return lambda: gradients(out, x, retain_graph=True)
 
 
@@ -116,10 +110,8 @@ class GPU(Benchmark):
             case, contender = row.case, CONTENDERS[row.contender]
             where = f"{case['dtype']} D{case['dim']} L{case['length']} {'causal' if case['causal'] else 'full'}"
             seconds, shape = row.median or 0.0, shape_of(case)
-            plain, true = (
-                shape.flops(n) / seconds / 1e12
-                for n in ((2, 5)[case["backward"]], contender.products[case["backward"]])
-            )
+            counts = ((2, 5)[case["backward"]], contender.products[case["backward"]])
+            plain, true = (shape.flops(count) / seconds / 1e12 for count in counts)
             peak = "" if row.bytes is None else f", {row.bytes / 2**20:.0f} MiB"
             text = f"{seconds * 1e3:.3f} ms ({row.ratio or 0.0:.2f}×), {plain:.1f} ({true:.1f}) TFLOP/s{peak}"
             yield f"{where}{', backward' if case['backward'] else ''}", row.contender, text

@@ -44,9 +44,8 @@ class GPUGraphs(Benchmark):
     measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
-        for form, dtype, length, arm in itertools.product(
-            ("causal", "full"), ("float16", "float32"), (512, 1024, 2048, 4096), ARMS
-        ):
+        every = (("causal", "full"), ("float16", "float32"), (512, 1024, 2048, 4096), ARMS)
+        for form, dtype, length, arm in itertools.product(*every):
             case = {"form": form, "dtype": dtype, "length": length, "kernels": arm}
             yield case | {"provider": "CUDAExecutionProvider", "rounds": 30}
 
@@ -63,7 +62,49 @@ class GPUGraphs(Benchmark):
         return call
 
     def answer(self, case: Case, contender: str) -> Case:
-        return run(case, contender)
+        import onnxruntime
+
+        if hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()
+        dtype, length, provider = case["dtype"], case["length"], case["provider"]
+        spec = forms(length)[case["form"]].spec
+        weights = init_weights(spec, seed=0, dtype=dtype)
+        model = as_bytes(without_positions if contender == BARE else to_onnx, spec, weights, **GRAPHS[contender])
+        device = "cuda" if provider.startswith("CUDA") else "cpu"
+        x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
+
+        def opened(**settings: Any) -> tuple[Any, Any]:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # errors alone, which are what remains of a process that fails
+            for name, value in settings.items():
+                setattr(options, name, value)
+            session = onnxruntime.InferenceSession(model, options, providers=[provider])
+            if session.get_providers()[0] != provider:
+                raise SystemExit(
+                    f"onnxruntime {onnxruntime.__version__} has no {provider} here: {session.get_providers()}"
+                )
+            binding = session.io_binding()
+            binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
+            binding.bind_output("y", device, 0)
+            return session, binding
+
+        session, binding = opened()
+
+        def call() -> float:
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            return time.perf_counter() - start
+
+        call()
+        seconds = median(call() for _ in range(case["rounds"]))
+        finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
+        with tempfile.TemporaryDirectory() as folder:  # in a second session: a profile costs time at every node
+            session, binding = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
+            session.run_with_iobinding(binding)
+            events = json.loads(Path(session.end_profiling()).read_text())
+        ran = Counter(event["args"]["provider"] for event in events if event.get("args", {}).get("provider"))
+        return {"seconds": seconds, "placement": dict(ran), "finite": finite}
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         return result
@@ -73,52 +114,7 @@ class GPUGraphs(Benchmark):
             case, facts = row.case, row.facts
             line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
             kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
-            placed = ", ".join(
-                f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()
-            )
+            nodes = facts.get("placement", {}).items()
+            placed = ", ".join(f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in nodes)
             text = "failed" if row.skipped else f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
             yield line, case["kernels"], text
-
-
-def run(case: Case, label: str) -> Case:
-    import onnxruntime
-
-    if hasattr(onnxruntime, "preload_dlls"):
-        onnxruntime.preload_dlls()
-    dtype, length, provider = case["dtype"], case["length"], case["provider"]
-    spec = forms(length)[case["form"]].spec
-    weights = init_weights(spec, seed=0, dtype=dtype)
-    model = as_bytes(without_positions if label == BARE else to_onnx, spec, weights, **GRAPHS[label])
-    device = "cuda" if provider.startswith("CUDA") else "cpu"
-    x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
-
-    def opened(**settings: Any) -> tuple[Any, Any]:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors alone, which are what remains of a process that fails
-        for name, value in settings.items():
-            setattr(options, name, value)
-        session = onnxruntime.InferenceSession(model, options, providers=[provider])
-        if session.get_providers()[0] != provider:
-            raise SystemExit(f"onnxruntime {onnxruntime.__version__} has no {provider} here: {session.get_providers()}")
-        binding = session.io_binding()
-        binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
-        binding.bind_output("y", device, 0)
-        return session, binding
-
-    session, binding = opened()
-
-    def call() -> float:
-        start = time.perf_counter()
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
-        return time.perf_counter() - start
-
-    call()
-    seconds = median(call() for _ in range(case["rounds"]))
-    finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
-    with tempfile.TemporaryDirectory() as folder:  # in a second session: a profile costs time at every node
-        session, binding = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
-        session.run_with_iobinding(binding)
-        events = json.loads(Path(session.end_profiling()).read_text())
-    ran = Counter(event["args"]["provider"] for event in events if event.get("args", {}).get("provider"))
-    return {"seconds": seconds, "placement": dict(ran), "finite": finite}

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.runner import Benchmark, Call, Case, Record, pivot
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -40,10 +40,7 @@ TERMS = {
 """The terms of the compiled calls: tables for keys, and for values; or all terms."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
-"""The shared memory of a program, by compute capability."""
+SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}  # of a program, by compute capability
 
 
 def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:
@@ -73,13 +70,11 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages}
     logits = None if x.rel_k is None and x.rel_bias is None else x.q
     weights = None if x.rel_v is None else x.q
-    rel_q, mask = x.rel_q, x.mask
     yield "queries", query_kernels.query_gradient_kernel, {
         **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,
-        "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
-        "d_rel_q": rel_q, "d_mask": mask,
-        "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None, "KEEP_MASK": mask is not None,
-        "APART": call.apart,
+        "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048, "d_rel_q": x.rel_q,
+        "d_mask": x.mask, "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None,
+        "KEEP_MASK": x.mask is not None, "APART": call.apart,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
@@ -104,7 +99,8 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
             continue
         if isinstance(value, torch.Tensor) or (free and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
-        signature[parameter.name] = _type(value)
+        kind = "fp32" if isinstance(value, float) else "i32"
+        signature[parameter.name] = f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else kind
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -119,12 +115,6 @@ def resources(binary: Any) -> tuple[int, int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report
     return int(found[1]), int(found[2]), int(binary.metadata.shared)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "*" + TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
 
 
 class GPURegisters(Benchmark):
@@ -153,16 +143,17 @@ class GPURegisters(Benchmark):
         return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
 
     def texts(self, record: Record) -> dict[str, str]:
-        def cells() -> Iterator[tuple[str, str, str]]:
-            keys = ("capability", "dtype", "width")
-            rows = {id(row): (*(row.case[key] for key in keys), row.contender) for row in record.measured()}
-            first = list(dict.fromkeys(rows.values()))
-            for row in sorted(record.measured(), key=lambda row: first.index(rows[id(row)])):
-                capability, dtype, width, kernel = rows[id(row)]
-                line = f"{capability / 10} | {TYPES[getattr(torch, dtype)]}, {width} | {kernel} | {row.facts['tile']}"
-                yield line, row.case["terms"], row.facts["uses"]
+        def place(row: Row) -> tuple[Any, ...]:
+            return *(row.case[key] for key in ("capability", "dtype", "width")), row.contender
 
-        return {"": pivot(cells(), "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
+        def cell(row: Row) -> tuple[str, str, str]:
+            capability, dtype, width, kernel = place(row)
+            line = f"{capability / 10} | {TYPES[getattr(torch, dtype)]}, {width} | {kernel} | {row.facts['tile']}"
+            return line, row.case["terms"], row.facts["uses"]
+
+        first = list(dict.fromkeys(map(place, record.measured())))
+        rows = sorted(record.measured(), key=lambda row: first.index(place(row)))
+        return {"": pivot(map(cell, rows), "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
 
 
 @functools.lru_cache(maxsize=1)

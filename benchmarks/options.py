@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from torch import Tensor
 
-from benchmarks.runner import Benchmark, Call, Case, Record, as_time, distance, pivot
+from benchmarks.runner import Benchmark, Call, Case, Record, after, as_time, distance
 from benchmarks.textbook import attended, future, picked
 from relskew_core import BlockSpec, Span, alibi_bias, paged_attention, relative_attention, relative_attention_2d
 from relskew_core.layers.torch import RelativeMultiheadAttention
@@ -33,29 +33,35 @@ class OptionInputs(NamedTuple):
     @classmethod
     def draw(cls, length: int, *, gradients: bool) -> OptionInputs:
         generator = torch.Generator().manual_seed(0)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).requires_grad_(gradients)
-
         sizes = [(1, HEADS, length, DIM)] * 3 + [(2 * REACH + 1, DIM), (HEADS,), (HEADS,)]
+        floats = [torch.randn(shape, generator=generator).requires_grad_(gradients) for shape in sizes]
         stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
-        return cls._make([*(floats(*shape) for shape in sizes), torch.arange(length) * 64 // length, stamps])
+        return cls(*floats, torch.arange(length) * 64 // length, stamps)
+
+    @property
+    def steps(self) -> Tensor:
+        return torch.arange(self.q.shape[-2])
+
+    @property
+    def padding(self) -> Tensor:
+        return (self.steps < self.q.shape[-2] * 7 // 8)[None, None, None]
+
+    @property
+    def future(self) -> Tensor:
+        return future(self.q.shape[-2])
 
 
 def _rows(x: OptionInputs, stamps: Tensor | None = None) -> Tensor:
-    steps = torch.arange(x.q.shape[-2]) if stamps is None else stamps
+    steps = x.steps if stamps is None else stamps
     return (steps[None, :] - steps[:, None]).clamp(-REACH, REACH) + REACH
 
 
-def _bias(x: OptionInputs, hidden: Tensor, rows: Tensor, scale: Any = DIM**-0.5) -> Tensor:
-    return picked(x.q * scale, x.table, rows).masked_fill(hidden, -torch.inf)
+def _relative(x: OptionInputs, rows: Tensor | None = None) -> Tensor:
+    return picked(x.q * DIM**-0.5, x.table, _rows(x) if rows is None else rows)
 
 
-def _future(x: OptionInputs) -> Tensor:
-    return future(x.q.shape[-2])
-
-
-def _sdpa(x: OptionInputs, bias: Tensor, **options: Any) -> Tensor:
+def _sdpa(x: OptionInputs, hidden: Tensor | None = None, rows: Tensor | None = None, **options: Any) -> Tensor:
+    bias = _relative(x, rows).masked_fill(x.future if hidden is None else hidden, -torch.inf)
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, **options)
 
 
@@ -63,96 +69,64 @@ def _relskew(x: OptionInputs, **options: Any) -> Any:
     return relative_attention(x.q, x.k, x.v, x.table, Span.clipped(REACH), **options)
 
 
+_causal = partial(_relskew, causal=True)
+
+
 def _dense_sinks(x: OptionInputs) -> Tensor:
-    logits = x.q @ x.k.mT * DIM**-0.5 + _bias(x, _future(x), _rows(x))
+    logits = (x.q @ x.k.mT * DIM**-0.5 + _relative(x)).masked_fill(x.future, -torch.inf)
     sinks = x.sinks[:, None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
 def _dense_softcap(x: OptionInputs) -> Tensor:
-    sums = x.q @ x.k.mT * DIM**-0.5 + picked(x.q * DIM**-0.5, x.table, _rows(x))
-    return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, _future(x))
+    sums = x.q @ x.k.mT * DIM**-0.5 + _relative(x)
+    return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, x.future)
 
 
 def _dense_key_table(x: OptionInputs) -> Tensor:
-    return _sdpa(x, picked(x.q * DIM**-0.5, x.table, _rows(x)) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT)
+    bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
 
 
-def _offsets(x: OptionInputs, offset: Any) -> Any:
+def _offsets(x: OptionInputs) -> Any:
     """Attend with the heads as items of the batch."""
-    q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
-    out: Any = relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset)
-    return out.movedim(0, 1)
+    items = x._replace(q=x.q.movedim(1, 0), k=x.k.movedim(1, 0), v=x.v.movedim(1, 0))
+    return _causal(items, offset=[*range(HEADS)]).movedim(0, 1)
 
 
 def _dense_offsets(x: OptionInputs) -> Tensor:
-    steps = torch.arange(x.q.shape[-2])
-    r = steps[None, :] - (steps + torch.arange(HEADS)[:, None])[..., None]
-    return _sdpa(x, _bias(x, r > 0, r.clamp(-REACH, REACH) + REACH))
-
-
-def _padding(x: OptionInputs) -> Tensor:
-    return (torch.arange(x.q.shape[-2]) < x.q.shape[-2] * 7 // 8)[None, None, None]
+    r = x.steps[None, :] - (x.steps + torch.arange(HEADS)[:, None])[..., None]
+    return _sdpa(x, r > 0, r.clamp(-REACH, REACH) + REACH)
 
 
 def _dense_blocks(x: OptionInputs) -> Tensor:
-    block = torch.arange(x.q.shape[-2]) // 128
-    behind = block[:, None] - block[None, :]
-    return _sdpa(x, _bias(x, (behind < 0) | (behind > 2), _rows(x)))
-
-
-def _dense_positions(x: OptionInputs) -> Tensor:
-    return _sdpa(x, _bias(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps)))
+    behind = (x.steps // 128)[:, None] - x.steps // 128
+    return _sdpa(x, (behind < 0) | (behind > 2))
 
 
 def _dense_scales(x: OptionInputs) -> Tensor:
-    scale = x.scale[:, None, None]
-    scaled = x._replace(q=x.q * scale)
-    return F.scaled_dot_product_attention(
-        scaled.q, x.k, x.v, attn_mask=_bias(scaled, _future(x), _rows(x), 1.0), scale=1.0
-    )
+    return _sdpa(x._replace(q=x.q * x.scale[:, None, None] * DIM**0.5))
 
 
-@dataclass(frozen=True)
-class Option:
-    call: str
-    relskew: Callable[[OptionInputs], Any]
-    dense: Callable[[OptionInputs], Tensor]
-    exact: bool = True  # whether both compute the same numbers
-
-
-OPTIONS = {
-    "none": Option(
-        "causal alone", lambda x: _relskew(x, causal=True), lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)))
-    ),
-    "sinks": Option("sinks=(H,)", lambda x: _relskew(x, causal=True, sinks=x.sinks), _dense_sinks),
-    "softcap": Option("softcap=30", lambda x: _relskew(x, causal=True, softcap=SOFTCAP), _dense_softcap),
-    "padding": Option(
-        "mask=(B, 1, 1, L), not causal",
-        lambda x: _relskew(x, mask=_padding(x)),
-        lambda x: _sdpa(x, _bias(x, ~_padding(x), _rows(x))),
-    ),
-    "key_table": Option("key_table=(R, D), not causal", lambda x: _relskew(x, key_table=x.table), _dense_key_table),
-    "offsets": Option("offset, by item", lambda x: _offsets(x, [*range(HEADS)]), _dense_offsets),
-    "segments": Option(
-        "segments, 64 documents",
-        lambda x: _relskew(x, causal=True, segments=x.documents),
-        lambda x: _sdpa(x, _bias(x, _future(x) | (x.documents[:, None] != x.documents), _rows(x))),
-    ),
-    "blocks": Option(
-        "block_size=128, blocks_before=2", lambda x: _relskew(x, block_size=128, blocks_before=2), _dense_blocks
-    ),
-    "positions": Option(
-        "positions, time stamps", lambda x: _relskew(x, causal=True, positions=(x.stamps, x.stamps)), _dense_positions
-    ),
-    "scale": Option("scale=(H,)", lambda x: _relskew(x, causal=True, scale=x.scale), _dense_scales),
-    "dropout": Option(
-        "dropout=0.1",
-        lambda x: _relskew(x, causal=True, dropout=DROPOUT, seed=1),
-        lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)), dropout_p=DROPOUT),
-        exact=False,
-    ),
-}
+OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInputs], Tensor]]] = {
+    "none": ("causal alone", _causal, _sdpa),
+    "sinks": ("sinks=(H,)", lambda x: _causal(x, sinks=x.sinks), _dense_sinks),
+    "softcap": ("softcap=30", lambda x: _causal(x, softcap=SOFTCAP), _dense_softcap),
+    "padding": ("mask=(B, 1, 1, L), not causal",
+                lambda x: _relskew(x, mask=x.padding), lambda x: _sdpa(x, ~x.padding)),
+    "key_table": ("key_table=(R, D), not causal", lambda x: _relskew(x, key_table=x.table), _dense_key_table),
+    "offsets": ("offset, by item", _offsets, _dense_offsets),
+    "segments": ("segments, 64 documents", lambda x: _causal(x, segments=x.documents),
+                 lambda x: _sdpa(x, x.future | (x.documents[:, None] != x.documents))),
+    "blocks": ("block_size=128, blocks_before=2", lambda x: _relskew(x, block_size=128, blocks_before=2),
+               _dense_blocks),
+    "positions": ("positions, time stamps", lambda x: _causal(x, positions=(x.stamps, x.stamps)),
+                  lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps))),
+    "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale), _dense_scales),
+    "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1),
+                lambda x: _sdpa(x, dropout_p=DROPOUT)),
+}  # fmt: skip
+"""Every option, as it is written, in relskew, and in its common form."""
 
 
 class OptionsOfCalls(Benchmark):
@@ -160,45 +134,43 @@ class OptionsOfCalls(Benchmark):
 
     page = "options.md"
     names = ("relskew", "dense")
+    corner = "relskew, and its multiple of the dense mask"
     tolerance = 1e-5
     seconds = 2.0
     small: ClassVar[Case] = {"length": 512}  # a small call that still takes the path of long ones, with kernels
 
     def cases(self) -> Iterator[Case]:
-        for option in OPTIONS:
-            for length in LENGTHS:
-                yield from ({"option": option, "length": length, "backward": backward} for backward in (False, True))
+        for option, length, backward in itertools.product(OPTIONS, LENGTHS, (False, True)):
+            yield {"option": option, "length": length, "backward": backward}
 
     def prepare(self, case: Case, contender: str) -> Call:
         x = OptionInputs.draw(case["length"], gradients=case["backward"])
-        function = getattr(OPTIONS[case["option"]], contender)
+        function = OPTIONS[case["option"]][1 + self.names.index(contender)]
         if not case["backward"]:
             return lambda: function(x)
         d_out, wanted = torch.ones_like(x.v), [y for y in x if y.is_floating_point()]
         return lambda: torch.autograd.grad(function(x), wanted, d_out, allow_unused=True)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        if first is None or not OPTIONS[case["option"]].exact:
+        if first is None or case["option"] == "dropout":  # whose numbers are others
             return None
         return distance(*([y for y in x if y is not None] if isinstance(x, tuple) else x for x in (result, first)))
 
     def measures_of(self, case: Case) -> set[str]:
         return {"time", "memory"} if case["length"] == LENGTHS[-1] else {"time"}
 
-    def texts(self, record: Record) -> dict[str, str]:
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for case, rows in record.by_case():
-                relskew, dense, call = rows["relskew"], rows["dense"], OPTIONS[case["option"]].call
-                line = call if case["option"] == "none" else f"`{call}`"
-                size = f"{case['length']}{', with backward' if case['backward'] else ''}"
-                one, other = relskew.fastest or 0.0, dense.fastest or 1.0
-                yield line, f"L = {size}", f"{as_time(one)} ({one / other:.2f}×)"
-                if relskew.bytes is not None and dense.bytes is not None:
-                    yield line, f"memory at {size}", f"{relskew.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for case, rows in record.by_case():
+            relskew, dense, call = rows["relskew"], rows["dense"], OPTIONS[case["option"]][0]
+            line = call if case["option"] == "none" else f"`{call}`"
+            size = f"{case['length']}{after(case['backward'])}"
+            one, other = relskew.fastest or 0.0, dense.fastest or 1.0
+            yield line, f"L = {size}", f"{as_time(one)} ({one / other:.2f}×)"
+            if relskew.bytes is not None and dense.bytes is not None:
+                yield line, f"memory at {size}", f"{relskew.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
 
-        ordered = sorted(cells(), key=lambda cell: "memory" in cell[1])
-        corner = "relskew, and its multiple of the dense mask"
-        return {"": f"{record.where}\n\n{pivot(ordered, corner)}"}
+    def order(self, cell: tuple[str, str, str]) -> bool:
+        return "memory" in cell[1]
 
 
 WIDTH, REQUESTS, PAGE = HEADS * DIM, 16, 16
@@ -241,20 +213,14 @@ class Dense(Benchmark):
             return torch.no_grad()(function)
         return lambda: torch.autograd.grad(function().square().sum(), arrays)
 
-    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return None if first is None else distance(result, first)
-
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():
             dense, relskew = (rows[name] for name in self.names)
             column = "with backward" if case["backward"] else "forward"
             line = f"{case['what']}, {case['length']}"
             yield line, column, f"{as_time(relskew.cpu or 0.0)} ({relskew.ratio or 0.0:.2f}×)"
-            yield (
-                line,
-                f"memory, {column}",
-                f"{(relskew.bytes or 0) / 2**20:.0f} of {(dense.bytes or 0) / 2**20:.0f} MiB",
-            )
+            memory = f"{(relskew.bytes or 0) / 2**20:.0f} of {(dense.bytes or 0) / 2**20:.0f} MiB"
+            yield line, f"memory, {column}", memory
 
 
 def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor], Sequence[Tensor]]:
@@ -270,9 +236,8 @@ def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor],
         return lambda: layer(x), parameters
 
     def dense() -> Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (layer.q_proj, layer.k_proj, layer.v_proj)
-        )
+        parts = (layer.q_proj, layer.k_proj, layer.v_proj)
+        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=_matrix(name, layer, length))
         return layer.out_proj(out.transpose(1, 2).flatten(2))
 
@@ -303,9 +268,8 @@ def _neighborhood(_: str, side: int, relskew: bool) -> tuple[Callable[[], Tensor
     q, k, v = (torch.randn(1, HEADS, side * side, DIM, requires_grad=True) for _ in range(3))
     bias = torch.randn(HEADS, 13, 13, requires_grad=True)
     if relskew:
-        return lambda: relative_attention_2d(
-            q, k, v, rel_bias=bias, q_grid=(side, side), k_grid=(side, side), neighborhood=(7, 7)
-        ), [q, k, v, bias]  # fmt: skip
+        options: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side), "neighborhood": (7, 7)}
+        return partial(relative_attention_2d, q, k, v, rel_bias=bias, **options), [q, k, v, bias]
     place = torch.arange(side)
     start = (place - 3).clamp(0, side - 7)[:, None]
     near = (place >= start) & (place < start + 7)

@@ -92,10 +92,8 @@ Case = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 
 ROOT = Path(__file__).parent.parent
-PAUSE_SECONDS = 0.15
-"""The wait before a turn: another library's threads keep spinning for a tenth of a second after their last call."""
-TURN_SECONDS = 0.1
-"""The least duration of a turn, which repeats short calls."""
+PAUSE_SECONDS = 0.15  # before a turn: threads of another library keep spinning for 0.1 s after their last call
+TURN_SECONDS = 0.1  # of a turn at least, which repeats short calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +178,7 @@ class Benchmark:
 
     def order(self, cell: tuple[str, str, str]) -> Any:
         """Return the key to sort the cells by."""
+        return 0
 
     def draw(self, record: Record) -> None:
         """Draw the page's pictures, if it has any."""
@@ -197,9 +196,8 @@ class Benchmark:
     def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
         """Return the answer of a fresh process, and its output."""
         command = [sys.executable, "-m", "benchmarks", name, "--child", json.dumps([case, contender])]
-        ended = subprocess.run(
-            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
-        )
+        options: Any = {"capture_output": True, "text": True, "timeout": 900, "check": False}
+        ended = subprocess.run(command, cwd=ROOT, env=os.environ | environment, **options)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or [""])[-1]  # first here, as records keep the beginning
             error = f"{last} ({contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]})"
@@ -283,15 +281,13 @@ def turns(
 
 
 def _turn(call: Call, seconds: float) -> Iterator[tuple[float, float]]:
-    began = time.perf_counter()
-    while True:
+    began = stop = time.perf_counter()
+    while stop == began or stop - began < seconds:
         cpu, start = time.process_time(), time.perf_counter()
         result = call()
         stop, ended = time.perf_counter(), time.process_time()
         del result
         yield stop - start, ended - cpu
-        if stop - began >= seconds:
-            return
 
 
 def _summary(own: list[list[tuple[float, float]]], base: list[list[tuple[float, float]]] | None) -> Case:
@@ -335,7 +331,8 @@ def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
 def passes(function: Callable[..., Any], given: Sequence[Any], training: bool) -> Call:
     """Return a call of tensors, or with ``training`` one that returns the gradients of them all."""
     learned = [x.detach().requires_grad_(training) for x in given]
-    d_out = torch.randn_like(given[0])
+    x = given[0]
+    d_out = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
 
     def call() -> Any:
         out = function(*learned)
@@ -348,10 +345,8 @@ def distance(result: Any, expected: Any) -> float:
     """Return the relative L2 error of an array, or the largest of several."""
     if isinstance(expected, (tuple, list)):
         return max(itertools.starmap(distance, zip(result, expected, strict=True)))
-    one, other = (
-        np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, np.float64)
-        for x in (result, expected)
-    )
+    arrays = (x.detach().cpu().double() if isinstance(x, torch.Tensor) else x for x in (result, expected))
+    one, other = (np.asarray(x, np.float64) for x in arrays)
     if one.shape != other.shape:
         raise ValueError(f"gives {one.shape} instead of {other.shape}")
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
@@ -422,7 +417,9 @@ class Record:
 
 def machine(device: str = "cpu") -> dict[str, Any]:
     """Describe the machine, the versions and the commit, ready for JSON."""
-    cpu, cuda = _cpu(), {}
+    info, cuda = Path("/proc/cpuinfo"), {}
+    named = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    cpu = named[1].strip() if named else platform.processor() or platform.machine()
     if device != "cpu":  # pragma: gpu only
         found = torch.cuda.get_device_properties(device)
         cuda = {"device": found.name, "capability": f"{found.major}.{found.minor}", "cuda": torch.version.cuda}
@@ -441,12 +438,6 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES} | {"relskew": relskew_core.__version__},
         "torch_threads": torch.get_num_threads(),
     } | cuda
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -48,7 +48,7 @@ class Graph:
 
     name: str
     model: onnx.ModelProto
-    calls: list[tuple[dict[str, np.ndarray], list[np.ndarray]]]
+    calls: list[Any]  # inputs and outputs
 
     def save(self, folder: Path) -> None:
         """Write the graph and the calls for a process that has neither onnx nor this library."""
@@ -67,26 +67,23 @@ def graphs(profile: Any, opset: int | None = None) -> Iterator[Graph]:
         yield Graph(name, model, [_call(spec, weights, options, length) for length in LENGTHS])
 
 
-def _call(
-    spec: BlockSpec, weights: dict[str, np.ndarray], options: dict[str, Any], length: int
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+def _call(spec: BlockSpec, weights: dict[str, Any], options: dict[str, Any], length: int) -> Any:
+    """Draw inputs, and return them with their outputs."""
     generator = np.random.default_rng(length)
 
-    def normal(*shape: int) -> np.ndarray:
+    def normal(*shape: int) -> Any:
         return generator.standard_normal(shape).astype(np.float32)
 
-    feeds: dict[str, np.ndarray] = {"x": normal(2, length, 8)}
-    more: dict[str, Any] = {}
+    x, more, past = normal(2, length, 8), {}, ()
     if spec.cross:
-        feeds["memory"] = more["memory"] = normal(2, 10 - length, 8)
+        more["memory"] = normal(2, 10 - length, 8)
     if "mask" in options:
-        feeds["mask"] = more["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
+        more["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
     if "past" in options:
         past = tuple(normal(2, spec.num_kv_heads, 9 - length, spec.head_dim) for _ in "kv")
-        more["past"] = past
-        feeds |= dict(zip(("past_key", "past_value"), past, strict=True))
-    result: Any = attention_block(feeds["x"], weights, spec, **more)
-    return feeds, [result[0], *result[1]] if "past" in options else [result]
+    feeds = {"x": x, **more, **dict(zip(("past_key", "past_value"), past, strict=False))}
+    result: Any = attention_block(x, weights, spec, past=past or None, **more)
+    return feeds, [result[0], *result[1]] if past else [result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +120,11 @@ def _apart(package: str, release: str, *more: str) -> Release:
 RELEASES = (
     _apart("onnxruntime", "1.17.3", "numpy==1.26.4"),
     *(_apart("onnxruntime", release) for release in ("1.20.1", "1.23.2", "1.25.0", "1.27.0")),
-    *map(_here, ("onnxruntime", "openvino")),
-    _apart("tract", "0.23.9"),
-    _apart("onnx2torch", "1.5.15"),
-    _here("onnxscript"),
-    _apart("onnxsim", "0.8.1"),
-    _apart("onnxslim", "0.1.98"),
-)
-HERE = ("onnxruntime", "openvino")
-"""The runtimes that are tried with every opset."""
-PROFILES = {"ort": (23, 24), "portable": range(18, 25), "trt": (23, 24)}
-"""Every profile with its opsets."""
+    *map(_here, ("onnxruntime", "openvino")), _apart("tract", "0.23.9"), _apart("onnx2torch", "1.5.15"),
+    _here("onnxscript"), _apart("onnxsim", "0.8.1"), _apart("onnxslim", "0.1.98"),
+)  # fmt: skip
+HERE = ("onnxruntime", "openvino")  # are tried with every opset
+PROFILES = {"ort": (23, 24), "portable": range(18, 25), "trt": (23, 24)}  # with their opsets
 
 
 class Runtimes(Benchmark):
@@ -166,17 +157,14 @@ class Runtimes(Benchmark):
 
     def texts(self, record: Record) -> dict[str, str]:
         own = [row for row in record.rows if row.case["opset"] is None]
-        released = [(row.contender, f"`{row.case['profile']}`", _cell(row)) for row in own]
         names = list(dict.fromkeys(row.contender for row in own))
-        released.sort(key=lambda cell: names.index(cell[0]))
-        opsets = [
-            (f"`{row.case['profile']}`, opset {row.case['opset']}", row.contender, _cell(row))
-            for row in record.rows
-            if row.case["opset"] is not None
-        ]
+        own.sort(key=lambda row: names.index(row.contender))
+        released = [(row.contender, f"`{row.case['profile']}`", _cell(row)) for row in own]
+        others = (row for row in record.rows if row.case["opset"] is not None)
+        opsets = [("`{profile}`, opset {opset}".format(**row.case), row.contender, _cell(row)) for row in others]
         about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
         heading = "The error of each form that fails:"
-        return {"": "\n\n".join([about, pivot(released), heading, "\n".join(reasons(own, names)), pivot(opsets)])}
+        return {"": "\n\n".join([about, pivot(released), heading, "\n".join(reasons(own)), pivot(opsets)])}
 
 
 def _releases(case: Case) -> Sequence[Release]:
@@ -185,15 +173,14 @@ def _releases(case: Case) -> Sequence[Release]:
     return [release for release in RELEASES if release.runtime in HERE and not release.packages]
 
 
-def reasons(rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
+def reasons(rows: Iterable[Row]) -> Iterator[str]:
     """Yield a line for every form that runs in part, with the runtime's message; wrong numbers come first."""
-    for name in names:
-        failures: dict[str, list[str]] = {}
-        for row in rows:
-            failed = sorted(row.facts["failed"].items(), key=lambda each: not each[1].startswith("wrong"))
-            if row.contender == name and failed:
-                failures.setdefault(": ".join(failed[0]), []).append(f"`{row.case['profile']}`")
-        yield from (f"- {name}, {' and '.join(where)}, {what}" for what, where in failures.items())
+    failures: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        failed = sorted(row.facts["failed"].items(), key=lambda each: not each[1].startswith("wrong"))
+        for form, why in failed[:1]:
+            failures.setdefault((row.contender, f"{form}: {why}"), []).append(f"`{row.case['profile']}`")
+    yield from (f"- {name}, {' and '.join(where)}, {what}" for (name, what), where in failures.items())
 
 
 def _cell(row: Row) -> str:
@@ -232,8 +219,6 @@ def _run(release: Release, folder: Path) -> dict[str, str] | str:
 
 def clean(reason: str) -> str:
     """Return a message without the paths and addresses of one build."""
-    without = re.sub(
-        r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:", " ", reason
-    )
-    without = without.replace("|", "/").replace("<", "‹").replace(">", "›")
+    noise = r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:"
+    without = re.sub(noise, " ", reason).replace("|", "/").replace("<", "‹").replace(">", "›")
     return " ".join(without.split())[:200]

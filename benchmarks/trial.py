@@ -79,31 +79,25 @@ def onnx2torch(path: Path) -> Run:
     return run
 
 
-def onnxslim(path: Path) -> Run:
-    return _rewritten(path, import_module("onnxslim").slim)
+def rewriting(optimizer: str, name: str, pick: Callable[[Any], Any] = lambda model: model) -> Callable[[Path], Run]:
+    """Return a function that loads what an optimiser makes of a graph in onnxruntime."""
 
+    def load(path: Path) -> Run:
+        import onnx
 
-def onnxsim(path: Path) -> Run:
-    simplify = import_module("onnxsim").simplify
-    return _rewritten(path, lambda model: simplify(model)[0])
+        made = path.with_suffix(".rewritten")
+        model = pick(getattr(import_module(optimizer), name)(onnx.load(path)))
+        made.write_bytes(model.SerializeToString())
+        return onnxruntime(made)
 
-
-def onnxscript(path: Path) -> Run:
-    from onnxscript import optimizer
-
-    return _rewritten(path, optimizer.optimize)
-
-
-def _rewritten(path: Path, rewrite: Callable[[Any], Any]) -> Run:
-    import onnx
-
-    made = path.with_suffix(".rewritten")
-    made.write_bytes(rewrite(onnx.load(path)).SerializeToString())
-    return onnxruntime(made)
+    return load
 
 
 RUNTIMES: dict[str, Callable[[Path], Run]] = {
-    load.__name__: load for load in (onnxruntime, openvino, tract, onnx2torch, onnxslim, onnxsim, onnxscript)
+    **{load.__name__: load for load in (onnxruntime, openvino, tract, onnx2torch)},
+    "onnxslim": rewriting("onnxslim", "slim"),
+    "onnxsim": rewriting("onnxsim", "simplify", lambda pair: pair[0]),
+    "onnxscript": rewriting("onnxscript.optimizer", "optimize"),
 }
 
 
@@ -112,13 +106,12 @@ def attempt(load: Callable[[Path], Run], path: Path) -> str:
     try:
         run = load(path)
         stored = np.load(path.with_suffix(".npz"))
-        for call in sorted({name.split("/")[0] for name in stored.files}):
-            inputs, outputs = (
-                {name.split("/")[2]: stored[name] for name in stored.files if name.startswith(f"{call}/{kind}/")}
-                for kind in ("in", "out")
-            )
-            results = run(inputs)
-            for result, expected in zip(results, outputs.values(), strict=True):
+        calls: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+        for name in stored.files:
+            call, kind, each = name.split("/")
+            calls.setdefault(call, {}).setdefault(kind, {})[each] = stored[name]
+        for call, arrays in sorted(calls.items()):
+            for result, expected in zip(run(arrays["in"]), arrays["out"].values(), strict=True):
                 if result.shape != expected.shape:
                     return f"a result of shape {result.shape} instead of {expected.shape}"
                 error = float(np.max(np.abs(result - expected), initial=0))

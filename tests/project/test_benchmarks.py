@@ -17,9 +17,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
+from benchmarks import calls, contenders, families, gpu_graphs, graphs, models, runtimes, short
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
-from benchmarks.family_models import Model
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
@@ -142,7 +141,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Make small what no option makes small, and what is not installed here."""
     monkeypatch.setattr(models, "WIDTH", 32)
     monkeypatch.setattr("benchmarks.operator.LAYERS", 1)
-    model = Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
+    model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
     monkeypatch.setattr(families, "MODELS", {"twice": model, "pixels": replace(model, generating=None, lengths=(5,))})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
     # another test measures it in separate processes
@@ -287,8 +286,8 @@ def test_memory_sees_what_a_call_allocates() -> None:
 @pytest.mark.skipif(_compiled.kernels is None, reason="torch's operator, which is needed without kernels, takes more")
 @pytest.mark.parametrize(("library", "mib"), [("torch", 25), ("NumPy", 15), ("JAX", 25)])
 def test_a_first_call_takes_little_memory(library: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first, "PROCESSES", 2)
-    found = first.First().memory("first", {"first": library}, "relskew")
+    monkeypatch.setattr(short, "PROCESSES", 2)
+    found = short.First().memory("first", {"first": library}, "relskew")
     assert 0 < found["bytes"] <= mib * 2**20
 
 
