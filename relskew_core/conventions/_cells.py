@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
@@ -13,7 +15,7 @@ from relskew_core._positions.span import Span
 
 @dataclass(frozen=True, kw_only=True)
 class Swin:
-    """Swin's table of a window's relative cells: a bias by relative height and width.
+    """Swin's table of a window's relative cells: a bias by relative height and width, and depth in Video Swin.
 
     ::
 
@@ -22,8 +24,8 @@ class Swin:
 
     Parameters
     ----------
-    window : (int, int)
-        Height ``h`` and width ``w``.
+    window : tuple of int
+        Height ``h`` and width ``w``, after a depth in windows of three axes, as Video Swin and MONAI have them.
 
     Examples
     --------
@@ -36,18 +38,18 @@ class Swin:
     array([ 1.,  0., -1.])
     """
 
-    window: tuple[int, int]
+    window: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "window", check_sides("window", self.window, 2, minimum=1))
+        axes = 3 if isinstance(self.window, (tuple, list)) and len(self.window) == 3 else 2
+        object.__setattr__(self, "window", check_sides("window", self.window, axes, minimum=1))
 
     @property
-    def spans(self) -> tuple[Span, Span]:
-        """The spans of heights and widths, which reach equally far in both directions."""
-        h, w = self.window
-        return Span.full(h), Span.full(w)
+    def spans(self) -> tuple[Span, ...]:
+        """The span of each axis, which reaches equally far in both directions."""
+        return tuple(map(Span.full, self.window))
 
-    def load(self, table: Array) -> tuple[Array, Span, Span]:
+    def load(self, table: Array) -> tuple[Any, ...]:
         """Convert a table of the other code base.
 
         Parameters
@@ -58,24 +60,24 @@ class Swin:
         Returns
         -------
         rel_bias : array, shape (H, 2h - 1, 2w - 1)
-            For ``relative_attention_2d`` or ``toeplitz_2d``.
+            For ``relative_attention_2d`` or ``toeplitz_2d``, or ``relative_attention_nd`` with three axes.
         span_h, span_w : Span
-            ``Span.full(h)`` and ``Span.full(w)``.
+            ``Span.full(h)`` and ``Span.full(w)``, after that of the depth.
         """
         xp = namespace_of_arrays({"table": table})
-        height, width = self.spans
         _check_cells(table, self.window, extra=0)
-        grid = xp.reshape(xp.matrix_transpose(table), (table.shape[1], height.rows, width.rows))
-        return xp.flip(grid, axis=(-2, -1)), height, width
+        rows = tuple(span.rows for span in self.spans)
+        grid = xp.reshape(xp.matrix_transpose(table), (table.shape[1], *rows))
+        return xp.flip(grid, axis=tuple(range(1, len(rows) + 1))), *self.spans
 
-    def store(self, rel_bias: Array, span_h: Span, span_w: Span) -> Array:
+    def store(self, rel_bias: Array, *spans: Span) -> Array:
         """Write a bias as Swin's table; the inverse of :meth:`load`.
 
         Parameters
         ----------
         rel_bias : array, shape (H, 2h - 1, 2w - 1)
             Numbers of ascending relative heights and widths.
-        span_h, span_w : Span
+        *spans : Span
             Which relative heights and widths they are: all of the window.
 
         Returns
@@ -83,14 +85,14 @@ class Swin:
         array, shape ((2h-1) · (2w-1), H)
         """
         xp = namespace_of_arrays({"rel_bias": rel_bias})
-        for name, span, expected in zip(("span_h", "span_w"), (span_h, span_w), self.spans, strict=True):
-            if span != expected:
-                raise ValueError(f"`{name}` must be {expected}, all of the window {self.window}, got {span}")
+        if spans != self.spans:
+            raise ValueError(f"`spans` must be {self.spans}, all of the window {self.window}, got {spans}")
         rows = tuple(span.rows for span in self.spans)
-        if rel_bias.ndim != 3 or tuple(rel_bias.shape[-2:]) != rows:
-            raise ValueError(f"`rel_bias` must have shape (H, {rows[0]}, {rows[1]}), got {describe(rel_bias)}")
-        flipped = xp.flip(rel_bias, axis=(-2, -1))
-        return xp.matrix_transpose(xp.reshape(flipped, (rel_bias.shape[0], rows[0] * rows[1])))
+        if tuple(rel_bias.shape[1:]) != rows:
+            expected = ", ".join(map(str, rows))
+            raise ValueError(f"`rel_bias` must have shape (H, {expected}), got {describe(rel_bias)}")
+        flipped = xp.flip(rel_bias, axis=tuple(range(1, len(rows) + 1)))
+        return xp.matrix_transpose(xp.reshape(flipped, (rel_bias.shape[0], math.prod(rows))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +170,8 @@ class BEiT:
         return xp.concat([cells, _exchanged(xp.matrix_transpose(prefix_bias))], axis=0)
 
 
-def _check_cells(table: Array, window: tuple[int, int], *, extra: int) -> None:
-    h, w = window
-    cells = (2 * h - 1) * (2 * w - 1)
+def _check_cells(table: Array, window: tuple[int, ...], *, extra: int) -> None:
+    cells = math.prod(2 * side - 1 for side in window)
     if table.ndim != 2 or table.shape[0] != cells + extra:
         rows = f"{cells} + {extra}" if extra else cells
         raise ValueError(f"`table` must have shape ({rows}, H) for the window {window}, got {describe(table)}")

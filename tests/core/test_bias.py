@@ -19,6 +19,7 @@ from relskew_core import (
     alibi_bias,
     attention_block,
     backends,
+    conventions,
     deberta_buckets,
     init_weights,
     proximal_bias,
@@ -248,3 +249,69 @@ def test_slopes_of_a_block_are_as_precise_as_its_arrays() -> None:
     out = relative_attention(q, k, v, None, span, rel_bias=alibi_bias(heads, span, xp=np), causal=True)
     expected = out[..., 0].mT @ weights["out_proj.weight"].T
     np.testing.assert_allclose(attention_block(x, weights, spec), expected, rtol=0, atol=1e-13)
+
+
+def attended(x: Any, bias: Any, *, causal: bool = True) -> Any:
+    """Self-attention with a bias for each pair, as a matrix."""
+    logits = x @ x.swapaxes(-1, -2) * x.shape[-1] ** -0.5 + bias
+    if causal:
+        logits = np.where(np.tri(x.shape[-2]) > 0, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ x
+
+
+def test_sums_from_key_to_query_are_a_mask_of_keys(library: Library) -> None:
+    """CABLE, Veisi and others 2025, equation 5: the bias is the sum of ``-softplus(h[t])`` over ``j < t <= i``."""
+    x, h = np.random.default_rng(0).standard_normal((2, 20, 8)), np.random.default_rng(1).standard_normal((2, 20))
+    bias = np.zeros((2, 20, 20))
+    for i, j in itertools.product(range(20), repeat=2):
+        bias[:, i, j] = -np.log1p(np.exp(h[:, j + 1 : i + 1])).sum(-1)
+    mask = np.cumsum(np.log1p(np.exp(h)), axis=-1)[:, None]
+    arrays = {name: library.asarray(y, "float32") for name, y in {"q": x, "k": x, "v": x, "mask": mask}.items()}
+    got = library.call(relative_attention, arrays, causal=True)
+    assert oracles.relative_error(library.to_numpy(got), attended(x, bias)) < GATES["float32"]
+
+
+def test_fire_is_a_bias_up_to_its_threshold() -> None:
+    """Li et al. 2024, equations 4 and 6: ``f(log(c (i - j) + 1) / log(c max(L, i) + 1))``."""
+    rng = np.random.default_rng(0)
+    x, first, second = rng.standard_normal((2, 20, 8)), rng.standard_normal((1, 4)), rng.standard_normal((4, 2))
+
+    def network(ratio: Any) -> Any:
+        return np.moveaxis(np.tanh(ratio[..., None] @ first) @ second, -1, 0)
+
+    i, j = np.arange(20)[:, None], np.arange(20)
+    bias = network(np.log1p(0.3 * np.maximum(i - j, 0)) / np.log1p(0.3 * np.maximum(19, i)))
+    numbers = network(np.log1p(0.3 * np.arange(19.0, -1, -1)) / np.log1p(0.3 * 19))
+    got = relative_attention(x, x, x, rel_bias=numbers, causal=True)
+    assert oracles.relative_error(got, attended(x, bias)) < 1e-12
+
+
+def test_heads_that_see_one_side_and_slopes_by_item() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 2, 20, 8))
+    r = np.arange(20) - np.arange(20)[:, None]
+    one_sided = np.stack([np.where(r > 0, -np.inf, r), np.where(r < 0, -np.inf, -r)])
+    numbers = np.stack([np.where(np.arange(-19, 20) * side > 0, -np.inf, -abs(np.arange(-19, 20))) for side in (1, -1)])
+    got = relative_attention(x, x, x, rel_bias=numbers)
+    assert oracles.relative_error(got, attended(x, one_sided, causal=False)) < 1e-12
+    slopes = np.random.default_rng(1).uniform(size=(3, 2, 1))
+    folded = x.reshape(6, 20, 8)
+    got = relative_attention(folded, folded, folded, rel_bias=-slopes.reshape(6, 1) * abs(np.arange(-19, 20)))
+    assert oracles.relative_error(got.reshape(x.shape), attended(x, -slopes[..., None] * abs(r), causal=False)) < 1e-12
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_a_table_of_t5x_has_a_row_for_each_head(bidirectional: bool) -> None:
+    """T5X counts buckets of key - query from a table ``rel_embedding`` of shape (heads, buckets)."""
+    x, table = np.random.default_rng(0).standard_normal((2, 20, 8)), np.random.default_rng(1).standard_normal((2, 8))
+    bias = np.zeros((2, 20, 20))
+    for i, j in itertools.product(range(20), repeat=2):
+        count, behind = (4, int(j > i) * 4) if bidirectional else (8, 0)
+        near, distance = count // 2, abs(j - i) if bidirectional else max(i - j, 0)
+        if distance >= near:
+            grown = near + int(math.log(distance / near) / math.log(12 / near) * (count - near))
+            distance = min(grown, count - 1)
+        bias[..., i, j] = table[:, behind + distance]
+    numbers, span = conventions.T5(bidirectional=bidirectional, num_buckets=8, max_distance=12).load(table.T)
+    got = relative_attention(x, x, x, None, span, rel_bias=numbers, causal=not bidirectional)
+    assert oracles.relative_error(got, attended(x, bias, causal=not bidirectional)) < 1e-12

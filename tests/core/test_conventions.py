@@ -154,6 +154,19 @@ def test_deberta_round_trip(library: Library, furthest: int | None, heads: tuple
     assert used.all() or furthest is not None
 
 
+def test_swin_of_three_axes(library: Library) -> None:
+    swin = conventions.Swin(window=(2, 3, 1))
+    theirs = np.random.default_rng(2).standard_normal((15, 2))
+    loaded = swin.load(library.asarray(theirs, "float64"))
+    assert loaded[1:] == (Span.full(2), Span.full(3), Span.full(1))
+    bias = library.to_numpy(loaded[0])
+    assert bias.shape == (2, 3, 5, 1)
+    for z in range(-1, 2):
+        for y in range(-2, 3):
+            np.testing.assert_array_equal(bias[:, z + 1, y + 2, 0], theirs[(1 - z) * 5 + 2 - y])
+    np.testing.assert_array_equal(library.to_numpy(swin.store(*loaded)), theirs)
+
+
 @pytest.mark.parametrize("window", [(2, 3), (1, 1), (4, 4)])
 def test_swin_and_beit(library: Library, window: tuple[int, int]) -> None:
     h, w = window
@@ -209,7 +222,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("`window` must be a pair", lambda: their.Swin(window=2)),  # type: ignore[arg-type]
     ("`table` must have shape (9, H)", lambda: their.Swin(window=(2, 2)).load(FOUR)),
     ("`rel_bias` must have shape (H, 1, 1)", lambda: their.Swin(window=(1, 1)).store(np.zeros((1, 2, 3)), ONE, ONE)),
-    ("`span_w` must be Span(left=1", lambda: their.Swin(window=(1, 2)).store(np.zeros((1, 1, 3)), ONE, ONE)),
+    ("`spans` must be (Span(left=0", lambda: their.Swin(window=(1, 2)).store(np.zeros((1, 1, 3)), ONE, ONE)),
     ("`table` must have shape (9 + 3, H)", lambda: their.BEiT(window=(2, 2)).load(FOUR)),
     (
         "`prefix_bias` must have shape (1, 3)",

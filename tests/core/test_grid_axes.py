@@ -237,3 +237,33 @@ def test_grids_that_do_not_fit_are_refused() -> None:
         relative_logits_nd(q, [None, None], **grids)
     with pytest.raises(ValueError, match=r"^`table_h` or `table_w` must be given, got None for both"):
         relative_logits_2d(q, None, None, **grids)
+
+
+@pytest.mark.parametrize("length", [12, 13, 14])
+def test_a_dilated_neighborhood_is_one_of_every_third_token(length: int) -> None:
+    """The window of NATTEN's ``get_window_start`` and the rows of its ``get_pb_start``, one key at a time."""
+    size, step, around = 3, 3, 1
+    x, numbers = np.random.default_rng(0).standard_normal((2, length, 4)), np.arange(10.0).reshape(2, 5)
+    want = np.empty_like(x)
+    for i in range(length):
+        first = i - around * step
+        if first < 0:
+            first = i % step
+        elif i + around * step >= length:
+            whole = length // step * step
+            left = length - whole
+            last = length - left + i % step if i % step < left else whole + i % step - step
+            first = last - (size - 1) * step
+        keys = [first + step * n for n in range(size)]
+        row = (first - i) // step + size - 1
+        logits = np.einsum("hd,hkd->hk", x[:, i], x[:, keys]) / 2 + numbers[:, row : row + size]
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        want[:, i] = np.einsum("hk,hkd->hd", weights / weights.sum(-1, keepdims=True), x[:, keys])
+    got = np.empty_like(x)
+    for start in range(step):
+        part = x[:, start::step]
+        grid = (part.shape[1],)
+        got[:, start::step] = relative_attention_nd(
+            part, part, part, rel_bias=numbers, q_grid=grid, k_grid=grid, neighborhood=(size,)
+        )
+    assert oracles.relative_error(got, want) < 1e-12

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from oracles import relative_error
@@ -35,6 +36,12 @@ def alone(path: str) -> Any:
     finally:  # others import the whole packages
         for package in missing:
             del sys.modules[package]
+
+
+def installed(package: str) -> None:
+    """Skip a comparison with a package that an older environment of the peers lacks."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: run `make .venv-peers/stamp`")
 
 
 def definitions(package: str, file: str, *names: str, **given: Any) -> Any:

@@ -66,3 +66,16 @@ def test_the_examples_of_a_docstring_run(function: Any) -> None:
 def test_the_page_has_every_family(family: str) -> None:
     table = PAGE[PAGE.index("## Families") : PAGE.index("## Limits")]
     assert re.search(rf"^\| .*\b{re.escape(family)}\b", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "encoder"), [("CanaryForConditionalGeneration", "Parakeet"),
+                                               ("CohereAsrForConditionalGeneration", "Parakeet"),
+                                               ("Nemotron3_5AsrForRNNT", "NemotronAsrStreaming")])  # fmt: skip
+def test_the_questions_name_models_with_known_encoders(name: str, encoder: str) -> None:
+    """Without memory: their encoders alone are replaced."""
+    with torch.device("meta"):
+        theirs = peer(f"transformers.{name}")(peer(f"transformers.{name}").config_class())
+    before = {path: type(module).__name__ for path, module in theirs.named_modules()}
+    ours = replace_attention(theirs)
+    changed = {before[path] for path, module in ours.named_modules() if type(module).__name__ != before[path]}
+    assert changed == {f"{encoder}EncoderAttention"}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from peers.common import alone, check, definitions, installed, join, padding, peer, randn, randomised, split
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softplus
 
 from relskew_core import (
     Span,
@@ -18,6 +18,7 @@ from relskew_core import (
     attention_block,
     conventions,
     deberta_buckets,
+    merge_attention,
     relative_attention,
     relative_logits,
     sinusoidal_table,
@@ -117,6 +118,100 @@ def test_x_transformers_alibi(heads: int) -> None:
     theirs = peer("x_transformers.x_transformers.AlibiPositionalBias")(heads=heads)
     ours = toeplitz(alibi_bias(heads, Span(12, 8), xp=torch), Span(12, 8), n_queries=9, n_keys=9)
     check(ours, theirs(9, 9)[:heads].reshape(heads, 9, 9), 1e-6)
+
+
+def test_x_transformers_bank() -> None:
+    """Inkling's curves by distance, a column for each, mixed by weights of each query; nothing beyond the last."""
+    bank = peer("x_transformers.x_transformers.RelativeProjPositionalBias")
+    theirs = randomised(bank(24, 3, num_distance_basis=5, max_dist=7))
+    for n, m in [(1, 1), (9, 9), (5, 12)]:
+        x, future = randn(2, n, 24), torch.ones(n, m).bool().triu(m - n + 1)
+        q, k, v = (randn(2, 3, length, 8, seed=length) for length in (n, m, m))
+        want = scaled_dot_product_attention(q, k, v, theirs(x, m).masked_fill(future, -torch.inf))
+        table, span = conventions.INKLING.load(theirs.distance_bank.mT)
+        weights = theirs.to_distance_weights(x)
+        out: Any = relative_attention(q, k, v, table, span, rel_q=weights, rel_scale=1.0, causal=True, offset=m - n)
+        check(out, want)
+
+
+def test_forgetting() -> None:
+    """The sum of the gates' logarithms from key to query, by a mask of keys alone, and the gradients of the gates."""
+    theirs = randomised(peer("x_transformers.x_transformers.DataDependentAlibi")(24, 3, bias_init=1.0))
+    x, future = randn(2, 40, 24), torch.ones(40, 40).bool().triu(1)
+    q, k, v, d_out = (randn(2, 3, 40, 8, seed=seed) for seed in range(4))
+    want = scaled_dot_product_attention(q, k, v, theirs(x).masked_fill(future, -torch.inf))
+    gates = theirs.to_forget_gates(x).cumsum(-1)
+    out: Any = relative_attention(q, k, v, mask=-gates[..., None, :], causal=True)
+    check(out, want)
+    parameters = list(theirs.parameters())
+    for ours, expected in zip(*(torch.autograd.grad(y, parameters, d_out) for y in (out, want)), strict=True):
+        check(ours, expected)
+
+
+@pytest.mark.parametrize("package", ["x_transformers", "PoPE_pytorch"])
+@torch.no_grad()
+def test_pope(package: str) -> None:
+    """Magnitudes by softplus and angles by position, as queries and keys of twice the width."""
+    q, k, v = (randn(2, 3, 17, 8, seed=seed) for seed in range(3))
+    frequencies = 1e4 ** -(torch.arange(8, dtype=torch.float64) / 8)
+    if package == "x_transformers":
+        embedding, turn = (
+            peer(f"x_transformers.x_transformers.{name}") for name in ("PolarEmbedding", "apply_polar_pos_emb")
+        )
+        theirs = randomised(embedding(8, 3))
+        theirs.inv_freq.copy_(frequencies)
+        angles, bias = theirs(torch.arange(17))
+        turned, shift = [turn(q, angles).double(), turn(k, angles + bias).double()], theirs.learned_bias
+    else:
+        installed("PoPE_pytorch")
+        theirs = randomised(alone("PoPE_pytorch.pope.PoPE")(8, heads=3))
+        theirs.inv_freqs.copy_(frequencies)
+        turned, shift = theirs.apply_pope_to_qk(theirs(17), q, k), theirs.bias[:, None]
+    want = scaled_dot_product_attention(*turned, v, is_causal=True, scale=8**-0.5)
+    angles = torch.arange(17.0, dtype=torch.float64)[:, None] * frequencies
+    ours = [
+        torch.cat([softplus(x) * wave(angles + of_keys) for wave in (torch.cos, torch.sin)], dim=-1)
+        for x, of_keys in ((q, torch.zeros_like(shift)), (k, shift.clamp(-2 * torch.pi, 0)))
+    ]
+    out: Any = relative_attention(*ours, v, scale=8**-0.5, causal=True)
+    check(out, want, 1e-6)  # x-transformers' magnitudes are float32
+
+
+@torch.no_grad()
+def test_moirai() -> None:
+    """One number for keys of the same variate and one for the others: distances 0, and all the rest."""
+    installed("uni2ts")
+    theirs = randomised(alone("uni2ts.module.position.attn_bias.BinaryAttentionBias")(24, 3, 3))
+    variates = torch.tensor([0, 0, 3, 3, 3, 1, 0, 7, 7])
+    q, k, v = (randn(2, 3, 9, 8, seed=seed) for seed in range(3))
+    ids = variates.expand(2, 1, 1, 9)
+    want = scaled_dot_product_attention(q, k, v, theirs(q[:, :, None], k[:, :, None], ids, ids)[:, :, 0])
+    other, same = theirs.emb.weight
+    numbers = torch.stack([other, same, other], dim=-1)
+    out: Any = relative_attention(q, k, v, None, Span.clipped(1), rel_bias=numbers, positions=(variates, variates))
+    check(out, want)
+
+
+@torch.no_grad()
+def test_longformer() -> None:
+    """A key that all queries see, and a window of the others; the query of the global token has its own projections."""
+    config = peer("transformers.LongformerConfig")(
+        hidden_size=24,
+        num_attention_heads=3,
+        attention_window=[4],
+        num_hidden_layers=1,
+        attention_probs_dropout_prob=0.0,
+    )
+    theirs = randomised(peer("transformers.models.longformer.modeling_longformer.LongformerSelfAttention")(config, 0))
+    x, first = randn(2, 12, 24), torch.arange(12).expand(2, 12) == 0
+    want, *_ = theirs(x, 1e4 * first.double(), torch.zeros_like(first), first, is_global_attn=True)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
+    shared = relative_attention(q, k[:, :, :1], v[:, :, :1], return_lse=True)
+    near = relative_attention(q, k[:, :, 1:], v[:, :, 1:], window=(2, 2), offset=-1, return_lse=True)
+    out, _ = merge_attention(*zip(shared, near, strict=True))
+    own = (split(linear(x), 3) for linear in (theirs.query_global, theirs.key_global, theirs.value_global))
+    of_first: Any = relative_attention(*own)
+    check(join(torch.cat([of_first[:, :, :1], out[:, :, 1:]], dim=-2)), want, 1e-6)  # its softmax is float32
 
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])

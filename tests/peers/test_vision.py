@@ -42,6 +42,18 @@ def test_swin(window: int) -> None:
         check(theirs.o_proj(join(out)), want, 1e-6 if mask is None else 1e-5)  # its softmax is float32
 
 
+@pytest.mark.parametrize(("trained", "window"), [((7, 7), (12, 12)), ((3, 3), (5, 2)), ((1, 1), (2, 2))])
+def test_swin_for_larger_windows(trained: tuple[int, int], window: tuple[int, int]) -> None:
+    rows, cells = [2 * side - 1 for side in window], math.prod(2 * side - 1 for side in trained)
+    table = randn(cells, 3)
+    theirs = definitions("timm", "layers/pos_embed_rel.py", "resize_rel_pos_bias_table_simple")
+    rel_bias, *_ = conventions.Swin(window=trained).load(table)
+    for axis in (-2, -1):
+        rel_bias = resize_table(rel_bias, rows[axis], method="cubic", axis=axis)
+    got = conventions.Swin(window=window).store(rel_bias, *map(Span.full, window))
+    check(got, theirs(table, window, (math.prod(rows), 3)), 1e-6)  # theirs has the cubic's coefficients in float32
+
+
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_swin_v2(window: int) -> None:
     """Cosine attention: a scale for each head, and a bias that a small network makes."""
@@ -226,8 +238,7 @@ def test_video_swin(package: str, window: tuple[int, int, int]) -> None:
         theirs = peer("torchvision.models.video.swin_transformer.ShiftedWindowAttention3d")
         theirs = randomised(theirs(24, list(window), [0, 0, 0], 3))
         want = theirs(x.unflatten(1, window)).flatten(1, 3)
-    sides = [2 * side - 1 for side in window]
-    rel_bias = theirs.relative_position_bias_table.mT.reshape(3, *sides).flip(1, 2, 3)
+    rel_bias, *_ = conventions.Swin(window=window).load(theirs.relative_position_bias_table)
     q, k, v = (split(y, 3) for y in theirs.qkv(x).chunk(3, dim=-1))
     out: Any = relative_attention_nd(q, k, v, rel_bias=rel_bias, q_grid=window, k_grid=window)
     check(theirs.proj(join(out)), want)

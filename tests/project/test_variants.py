@@ -88,20 +88,22 @@ INSTALLED = {
     "SAM": "modeling_sam", "ViTDet": "vitdet", "MViT": "mvit", "HaloNet": "halo_attn", "BEiT": "beit",
     "torchvision": "torchvision", "MONAI": "monai", "Swin": "modeling_swin",
     "BERT": "RnaBert", "CTranslate2": "ctranslate2", "multimolecule": "multimolecule",
+    "uni2ts": "uni2ts", "pope-pytorch": "PoPE_pytorch", "Longformer": "longformer",
     "AlphaFold": "AttentionPairBias", "Boltz": "boltz.model",
 }  # fmt: skip
 """Code bases on the pages, and what the comparison with each has in its source."""
 
 ELSEWHERE = {
     "ports to PyTorch", "I. Ukhov", "Lingvo", "HSTU", "Graphormer", "Evoformer",
-    "Kerple", "Sandwich", "TUPE", "xPos", "flash-attention", "NATTEN",
+    "Kerple", "Sandwich", "T5X", "FIRE", "CABLE", "DroPE", "TUPE", "xPos", "flash-attention", "NATTEN",
 }  # fmt: skip
 """Code bases that no comparison runs: they cannot be installed with the others, or there is only a paper."""
 
 OTHERS = {
     "Shaw", "Music Transformer", "Music by time and pitch", "Left padding", "Speculative trees", "any", "ALiBi",
     "symmetric", "Conformers", "streaming", "logarithmic", "power", "Packed documents", "BoTNet", "Video Swin",
-    "SwinUNETR", "Neighborhood Attention", "generative recommenders", "versions",
+    "SwinUNETR", "Neighborhood Attention", "generative recommenders", "versions", "Moirai", "Cross-attention",
+    "one-sided heads", "slopes by item", "NoPE", "PoPE", "Forgetting attention", "FoX",
 }  # fmt: skip
 """What else the first column has: papers whose code is named next to them, and what is no code base."""
 
