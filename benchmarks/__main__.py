@@ -28,11 +28,11 @@ NAMES: dict[str, tuple[str, str]] = {
     "stream": ("models.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
     "export": ("graphs.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
-    "quantise": ("quantise.Quantise", "the accuracy that quantisation loses and the size that it saves"),
+    "quantise": ("graphs.Quantise", "the accuracy that quantisation loses and the size that it saves"),
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
     "devices": ("devices.Devices", "the cost of splitting a sequence over GPUs, by arithmetic"),
     "gpu": ("gpu.GPU", "calls on a GPU; needs only torch"),
-    "gpu_graphs": ("gpu_graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
+    "gpu_graphs": ("graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
     "gpu_registers": ("gpu_registers.GPURegisters", "registers and shared memory of the fused kernels; needs no GPU"),
 }
 

@@ -172,8 +172,8 @@ def torchvision_swin(size: int, suffix: str = "") -> Callable[[], Any]:
     )()  # fmt: skip
 
 
-RELATIVE = {"position_embeddings_type": "relative"}
-BY_KEY = {"position_embeddings_type": "relative_key"}
+RELATIVE: dict[str, Any] = {"position_embeddings_type": "relative"}
+BY_KEY: dict[str, Any] = {"position_embeddings_type": "relative_key"}
 MODELS: dict[str, Model] = {
     "T5": text_to_text("T5"),
     "T5, eager": text_to_text("T5", "eager"),

@@ -1,14 +1,21 @@
-"""Exported graphs compared with those of ``torch.onnx.export`` from textbook code, and the block without positions."""
+"""Exported graphs compared with those of ``torch.onnx.export`` from textbook code; on CUDA, and quantised."""
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
+import json
+import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, pivot, verdicts
 from benchmarks.textbook import attended, columns, gathered, picked, shifted, skewed
 from relskew_core import BlockSpec, Span, attention_block, init_weights
-from relskew_core.export import custom_ops_library, to_onnx
+from relskew_core.export import custom_ops_library, quantize, save, to_onnx
 from relskew_core.export._nodes.functions import all_graphs
 
 BARE = "no positions"
@@ -109,7 +116,7 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
     """Return, by label, functions that make each graph as the bytes of its file."""
     relskew = partial(as_bytes, to_onnx, form.spec, weights)
     bare = partial(as_bytes, without_positions, replace(form.spec, block_size=None), weights)
-    made = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
+    made: dict[str, Callable[[], bytes]] = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
     if form.spec.block_size is None:
         made[CHUNKED] = partial(relskew, chunk_size=CHUNK)
     made["relskew `portable`"] = partial(relskew, profile="portable")
@@ -351,3 +358,188 @@ def table(rows: Sequence[Row]) -> str:
     body = pivot(cells())
     notes = [f"{label}, L = {', '.join(lengths)}: {reason}" for (label, reason), lengths in reasons.items()]
     return "\n\n".join([body, *notes])
+
+
+ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
+REPORT_KERNEL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
+CHUNKS = "relskew `ort`, in chunks"
+GRAPHS: dict[str, dict[str, Any]] = {
+    BARE: {},
+    "relskew `ort`": {"chunk_size": None},  # the window by Slice
+    "relskew `portable`": {"profile": "portable"},  # by Gather
+    CHUNKS: {},
+}
+
+
+class GPUGraphs(Benchmark):
+    """Blocks on CUDA: times with bound tensors, the device of each node, and the kernel of fused attention.
+
+    The memory-efficient kernel is also forbidden, which shows what it is worth. A session chooses its kernels from
+    the environment of the process, so every measurement runs in a separate one.
+    """
+
+    page = "gpu.md"
+    fallible = True
+    measures = frozenset[str]()
+
+    def cases(self) -> Iterator[Case]:
+        every = (("causal", "full"), ("float16", "float32"), (512, 1024, 2048, 4096), ARMS)
+        for form, dtype, length, arm in itertools.product(*every):
+            case = {"form": form, "dtype": dtype, "length": length, "kernels": arm}
+            yield case | {"provider": "CUDAExecutionProvider", "rounds": 30}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        chunks = case["kernels"] == "usual" and case["length"] == 1024
+        return [name for name in GRAPHS if name != CHUNKS or chunks]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        def call() -> Case:
+            found, printed = self.apart("gpu_graphs", case, contender, **ARMS[case["kernels"]], **REPORT_KERNEL)
+            kernel = re.search(r"SdpaKernel=(\w+)", printed)
+            return found | {"kernel": kernel[1] if kernel else None}
+
+        return call
+
+    def answer(self, case: Case, contender: str) -> Case:
+        if hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()
+        dtype, length, provider = case["dtype"], case["length"], case["provider"]
+        spec = forms(length)[case["form"]].spec
+        weights = init_weights(spec, seed=0, dtype=dtype)
+        model = as_bytes(without_positions if contender == BARE else to_onnx, spec, weights, **GRAPHS[contender])
+        device = "cuda" if provider.startswith("CUDA") else "cpu"
+        x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
+
+        def opened(**settings: Any) -> tuple[Any, Any]:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # errors alone, which are what remains of a process that fails
+            for name, value in settings.items():
+                setattr(options, name, value)
+            session = onnxruntime.InferenceSession(model, options, providers=[provider])
+            if session.get_providers()[0] != provider:
+                raise SystemExit(
+                    f"onnxruntime {onnxruntime.__version__} has no {provider} here: {session.get_providers()}"
+                )
+            binding = session.io_binding()
+            binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
+            binding.bind_output("y", device, 0)
+            return session, binding
+
+        session, binding = opened()
+
+        def call() -> float:
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            return time.perf_counter() - start
+
+        call()
+        seconds = median(call() for _ in range(case["rounds"]))
+        finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
+        with TemporaryDirectory() as folder:  # in a second session: a profile costs time at every node
+            session, binding = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
+            session.run_with_iobinding(binding)
+            events = json.loads(Path(session.end_profiling()).read_text())
+        ran = Counter(event["args"]["provider"] for event in events if event.get("args", {}).get("provider"))
+        return {"seconds": seconds, "placement": dict(ran), "finite": finite}
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return result
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.rows:
+            case, facts = row.case, row.facts
+            line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
+            kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
+            nodes = facts.get("placement", {}).items()
+            placed = ", ".join(f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in nodes)
+            text = "failed" if row.skipped else f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
+            yield line, case["kernels"], text
+
+
+LARGE = 6.0
+"""The factor of inputs for logits in the tens."""
+PROFILES = ("ort", "portable")
+KINDS = ("float32", "float16", "weights-8", "weights-4", "dynamic", "static")
+CALL, LOGITS, TOKEN = "a call", "large logits", "one token"
+
+
+class Quantise(Benchmark):
+    """A causal block of every kind: two sequences of 256, the same with large logits, and a token after 1000 others."""
+
+    page = "quantisation.md"
+    names = KINDS
+    seconds = 2.0
+
+    def cases(self) -> Iterator[Case]:
+        for profile, form in itertools.product(PROFILES, (CALL, LOGITS, TOKEN)):
+            yield {"profile": profile, "form": form, "width": 512, "rows": 2048}
+
+    def measures_of(self, case: Case) -> set[str]:
+        """Large logits do not affect time."""
+        return set() if case["form"] == LOGITS else {"time"}
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        content, feeds = made(*case.values(), contender), block(*list(case.values())[1:])[2]
+        session = open_session(content)
+        half = session.get_inputs()[0].type == "tensor(float16)"
+
+        def run(given: dict[str, np.ndarray]) -> np.ndarray:
+            return np.asarray(session.run(["y"], given)[0])
+
+        given = {name: x.astype(np.float16) if half else x for name, x in feeds.items()}
+        if case["form"] != TOKEN and contender != "dynamic":  # its scale follows from the whole input
+            y, middle, changed = run(given), given["x"].shape[1] // 2, given["x"].copy()
+            changed[:, middle:] = changed[:, middle:][:, ::-1]
+            leak = float(np.max(np.abs(y - run({"x": changed}))[:, :middle]))
+            if leak > 0:
+                raise ValueError(f"{contender}, {case}: keys that are hidden change the output by {leak:.1e}")
+        return lambda: run(given)
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        return distance(result, block(*list(case.values())[1:])[3])
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return {"file_bytes": len(made(*case.values(), contender))}
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            line, profile, form = f"`{row.contender}`", row.case["profile"], row.case["form"]
+            if (profile, form) == (PROFILES[0], CALL):
+                yield line, "size", f"{row.facts['file_bytes'] / 2**20:.2f} MiB"
+            yield line, f"`{profile}`, error: {form}", f"{row.error:.0e}"
+            if row.cpu is not None:
+                yield line, f"`{profile}`, time: {form}", f"{as_time(row.cpu)} ({row.ratio:.2f}×)"
+
+    def order(self, cell: tuple[str, str, str]) -> Any:
+        return "time" in cell[1], "portable" in cell[1]
+
+
+@functools.lru_cache(maxsize=2)
+def block(form: str, width: int, rows: int) -> tuple[BlockSpec, dict[str, Any], dict[str, Any], Any]:
+    """Return a block, its weights, inputs, and the outputs in float64."""
+    spec, draw = BlockSpec(width, width // 64, Span.causal(rows), causal=True), np.random.default_rng(0)
+    weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=0).items()}
+    if form == TOKEN:
+        sizes = [(1, spec.num_kv_heads, min(rows - 1, 1000), 64)] * 2 + [(1, 1, width)]
+    else:
+        sizes = [(2, min(rows, 256), width)]
+    *past, x = (draw.standard_normal(size).astype(np.float32) for size in sizes)
+    x = np.float32(LARGE) * x if form == LOGITS else x
+    wide = {key: w.astype(np.float64) for key, w in weights.items()}
+    wide_past = tuple(y.astype(np.float64) for y in past) or None
+    right: Any = attention_block(x.astype(np.float64), wide, spec, past=wide_past)  # type: ignore[arg-type]
+    feeds = {"x": x, **dict(zip(("past_key", "past_value"), past, strict=False))}
+    return spec, weights, feeds, right[0] if past else right
+
+
+@functools.lru_cache(maxsize=len(KINDS))
+def made(profile: Any, form: str, width: int, rows: int, kind: Any) -> bytes:
+    spec, weights, feeds, _ = block(form, width, rows)
+    options: dict[str, Any] = {"profile": profile, "past": form == TOKEN}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "block.onnx"
+        if kind.startswith("float"):
+            return save(to_onnx(spec, weights, dtype=kind, **options), path).read_bytes()
+        inputs = [feeds] if kind == "static" else None
+        return quantize(to_onnx(spec, weights, **options), path, kind, inputs=inputs).read_bytes()

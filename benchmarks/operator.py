@@ -151,7 +151,7 @@ def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
 
 
 def node(
-    kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], threads: int = 1, **attributes: int
+    kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], threads: int = 1, **attributes: Any
 ) -> Call:  # fmt: skip
     """Return a function that runs one node; a present of the size of its past is written in place."""
     types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}

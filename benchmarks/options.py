@@ -36,7 +36,7 @@ class OptionInputs(NamedTuple):
         sizes = [(1, HEADS, length, DIM)] * 3 + [(2 * REACH + 1, DIM), (HEADS,), (HEADS,)]
         floats = [torch.randn(shape, generator=generator).requires_grad_(gradients) for shape in sizes]
         stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
-        return cls(*floats, torch.arange(length) * 64 // length, stamps)
+        return cls._make([*floats, torch.arange(length) * 64 // length, stamps])
 
     @property
     def steps(self) -> Tensor:
@@ -145,7 +145,7 @@ class OptionsOfCalls(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         x = OptionInputs.draw(case["length"], gradients=case["backward"])
-        function = OPTIONS[case["option"]][1 + self.names.index(contender)]
+        function: Any = OPTIONS[case["option"]][1 + self.names.index(contender)]
         if not case["backward"]:
             return lambda: function(x)
         d_out, wanted = torch.ones_like(x.v), [y for y in x if y.is_floating_point()]

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, gpu_graphs, graphs, models, runtimes, short
+from benchmarks import calls, contenders, families, graphs, models, runtimes, short
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
@@ -293,9 +293,7 @@ def test_a_first_call_takes_little_memory(library: str, mib: int, monkeypatch: p
 
 def test_the_pictures_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.plots import draw
-
-    paths = draw(Record.newest("calls"), tmp_path)
+    paths = calls.draw(Record.newest("calls"), tmp_path)
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     page += (ROOT / "README.md").read_text()
     assert len(paths) == 10
@@ -344,7 +342,7 @@ def test_a_missing_provider_is_named(tmp_path: Path) -> None:
     """Nothing falls back unseen: a row without its numbers says why."""
     case = {"form": "full", "dtype": "float32", "length": 16, "kernels": "usual", "rounds": 1}
     with pytest.raises(RuntimeError, match="NoSuchProvider"):
-        gpu_graphs.GPUGraphs().prepare(case | {"provider": "NoSuchProvider"}, "relskew `ort`")()
+        graphs.GPUGraphs().prepare(case | {"provider": "NoSuchProvider"}, "relskew `ort`")()
 
 
 def test_floor_multiplies_what_causal_attention_multiplies() -> None:
