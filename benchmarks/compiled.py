@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,8 +56,6 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "dropout": ((1024,), CAUSAL | {"dropout": 0.1, "seed": 1}),
 }
 """Lengths, and the arguments: tables (``rel_k``) of full reach or clipped, and options."""
-DOUBLE = (1024, 2048)
-"""Lengths of causal calls in float64."""
 
 
 def tables_and_options(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,7 +83,7 @@ class Compiled(Benchmark):
 
     def cases(self) -> Iterator[Case]:
         calls = [(call, length, "float32") for call, (lengths, _) in CALLS.items() for length in lengths]
-        calls += [("causal", length, "float64") for length in DOUBLE]
+        calls += [("causal", length, "float64") for length in (1024, 2048)]
         for (call, length, dtype), library, training in itertools.product(calls, ("torch", "NumPy"), (False, True)):
             yield {"call": call, "length": length, "dtype": dtype, "library": library, "training": training}
 
@@ -294,7 +292,9 @@ class Cores(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         given = drawn(case["queries"], case["keys"], heads=case["heads"])
-        one = passes(attend, given, case["training"]) if case["queries"] else partial(_read, given)
+        one = passes(attend, given, case["training"])
+        if not case["queries"]:  # read and compute nothing but sums: no call that reads these can take less time
+            one = partial(lambda *arrays: [x.sum() for x in arrays], *given)
 
         def call() -> Any:
             torch.set_num_threads(int(contender))
@@ -318,11 +318,6 @@ class Cores(Benchmark):
             for processors in (16, 64, 128):
                 least = min(speed_up(each * (heads if n > 1 else 1), processors) for each in tasks)
                 yield line, f"{processors} processors", f"{least:.0f}×"
-
-
-def _read(arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Read arrays and compute nothing but their sums: no call that reads them can take less time."""
-    return [x.sum() for x in arrays]
 
 
 BARE, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, pivot, verdicts
-from benchmarks.textbook import attended, columns, gathered, picked, shifted, skewed
+from benchmarks.textbook import attended, columns, gathered, joined, picked, projected, shifted, skewed
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import custom_ops_library, quantize, save, to_onnx
 from relskew_core.export._nodes.functions import all_graphs
@@ -58,10 +58,6 @@ def by_pair(select: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relative:
 class Textbook(nn.Module):
     """Projections, heads and attention. Its state dict is a block's mapping of weights."""
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
     mask: Tensor
 
     def __init__(self, relative: Relative, spec: BlockSpec, weights: dict[str, Any], longest: int) -> None:
@@ -75,16 +71,10 @@ class Textbook(nn.Module):
         self.load_state_dict({key: torch.as_tensor(weight) for key, weight in weights.items()})
 
     def forward(self, x: Tensor) -> Any:
-        batch, length, _ = x.shape
-        heads, width = self.spec.num_heads, self.spec.head_dim
-
-        def split(projection: Any) -> Tensor:
-            return projection(x).reshape(batch, length, heads, width).transpose(1, 2)
-
-        q, k, v = split(self.q_proj), split(self.k_proj), split(self.v_proj)
-        logits = (torch.matmul(q, k.transpose(-2, -1)) + self.relative(q, self.rel_k, self.spec.span)) / width**0.5
-        out = attended(logits, v, self.mask[:length, :length] == 0 if self.spec.causal else None)
-        return self.out_proj(out.transpose(1, 2).reshape(batch, length, heads * width))
+        length, spec = x.shape[1], self.spec
+        q, k, v = projected(self, x, spec.num_heads)
+        logits = (torch.matmul(q, k.transpose(-2, -1)) + self.relative(q, self.rel_k, spec.span)) / spec.head_dim**0.5
+        return joined(self, attended(logits, v, self.mask[:length, :length] == 0 if spec.causal else None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.runner import Benchmark, Call, Case, Record, as_time, markdown, pivot
-from benchmarks.textbook import attended, columns, future, gathered, skewed
+from benchmarks.textbook import attended, columns, future, gathered, joined, projected, skewed
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.layers.torch import ChunkCache, ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 
@@ -30,15 +30,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, past: Any = None) -> Any:
         """Attend, including the past if it is given as keys, values and their number."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections)
+        q, k, v = projected(self, x, HEADS)
         if past is None:
-            return self.out_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+            return joined(self, self.attend(q, k, v))
         keys, values, start = past
         stop = start + x.shape[1]
         keys[:, :, start:stop], values[:, :, start:stop] = k, v
-        out = self.attend(q, keys[:, :, :stop], values[:, :, :stop])
-        return self.out_proj(out.transpose(1, 2).flatten(2)), (keys, values, stop)
+        return joined(self, self.attend(q, keys[:, :, :stop], values[:, :, :stop])), (keys, values, stop)
 
     def empty_cache(self, batch: int, length: int) -> tuple[Tensor, Tensor, int]:
         keys, values = torch.zeros(2, batch, HEADS, length, WIDTH // HEADS)

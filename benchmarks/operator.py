@@ -77,9 +77,7 @@ class OperatorNodes(Benchmark):
 
             return call
         new = {"q": rows(q), "k": rows(k[:, :, -q.shape[2] :]), "v": rows(v[:, :, -q.shape[2] :])}
-        past = (
-            {f"past_{name}": x[:, :, : -q.shape[2]] for name, x in (("key", k), ("value", v))} if form == TOKEN else {}
-        )
+        past = {"past_key": k[:, :, :-1], "past_value": v[:, :, :-1]} if form == TOKEN else {}
         if contender == BARE:
             inputs = ("q", "k", "v", "", "past_key", "past_value")
             attributes = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "is_causal": int(form == "causal")}
@@ -121,9 +119,8 @@ class OperatorNodes(Benchmark):
 
 def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
     """Yield times and the speed-up of a second thread, which only the fastest calls of a busy machine show."""
-    for case, rows in record.by_case():
-        if case["form"] != CORES:
-            continue
+    cores = [(case, rows) for case, rows in record.by_case() if case["form"] == CORES]
+    for case, rows in cores:
         for name in (NUMPY, OPERATOR):
             one, two = (rows[f"{name}, {threads}"].fastest or 0.0 for threads in ("1 thread", "2 threads"))
             yield name, f"{case['length']}", f"{as_time(one)} → {as_time(two)} ({one / two:.2f}×)"

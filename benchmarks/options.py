@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from torch import Tensor
 
 from benchmarks.runner import Benchmark, Call, Case, Record, after, as_time, distance
-from benchmarks.textbook import attended, future, picked
+from benchmarks.textbook import attended, future, joined, picked, projected
 from relskew_core import BlockSpec, Span, alibi_bias, paged_attention, relative_attention, relative_attention_2d
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -223,11 +223,9 @@ class Dense(Benchmark):
             yield line, f"memory, {column}", memory
 
 
-def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor], Sequence[Tensor]]:
+def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Any], Sequence[Tensor]]:
     """Return a layer, or its projections around attention with a bias that is a matrix by head."""
-    spec = SPECS[name]
-    layer = RelativeMultiheadAttention(spec)
-    x = torch.randn(1, length, WIDTH)
+    layer, x = RelativeMultiheadAttention(SPECS[name]), torch.randn(1, length, WIDTH)
     parameters = list(layer.parameters())
     with torch.no_grad():
         for parameter in parameters:
@@ -236,10 +234,9 @@ def _layer(name: str, length: int, relskew: bool) -> tuple[Callable[[], Tensor],
         return lambda: layer(x), parameters
 
     def dense() -> Tensor:
-        parts = (layer.q_proj, layer.k_proj, layer.v_proj)
-        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_matrix(name, layer, length))
-        return layer.out_proj(out.transpose(1, 2).flatten(2))
+        mask = _matrix(name, layer, length)
+        q, k, v = projected(layer, x, HEADS)
+        return joined(layer, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
     return dense, parameters
 

@@ -51,10 +51,8 @@ DRAFTS = (
 
 WHERE = (
     *((way, b, h, n, n, d) for way in ("forward", "training") for b, h, n, d in SQUARES),
-    *(("decoding", b, h, 1, m, d) for b, h, m, d in STEPS),
-    *(("continuing", *shape) for shape in DRAFTS),
-)
-"""Ways and shapes."""
+    *(("decoding", b, h, 1, m, d) for b, h, m, d in STEPS), *(("continuing", *shape) for shape in DRAFTS),
+)  # fmt: skip
 NAMES = ("library", "way", "batch", "heads", "queries", "length", "dim", "threads")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,3 +48,13 @@ def future(length: int, device: Any = None) -> Tensor:
 def attended(logits: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
     logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
     return logits.softmax(-1) @ v
+
+
+def projected(layer: Any, x: Tensor, heads: int) -> Iterator[Tensor]:
+    """Return the queries, keys and values of a layer, by head; torch.onnx fixes the lengths of ``unflatten``."""
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    return (project(x).reshape(*x.shape[:2], heads, -1).transpose(1, 2) for project in projections)
+
+
+def joined(layer: Any, out: Tensor) -> Any:
+    return layer.out_proj(out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1))
