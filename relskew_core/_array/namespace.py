@@ -153,11 +153,19 @@ def _namespace(name: str, array: Array) -> Namespace:
                 "items: pad them and hide the padding by `mask`, or call for each item of `unbind()`, as the modules "
                 "of `relskew_core.layers.torch` do"
             )
+        if array.layout != sys.modules["torch"].strided:
+            raise TypeError(f"`{name}` must be a dense tensor, such as `x.to_dense()`, got layout {array.layout}")
         return namespace
     try:
-        return _conforming(array)
+        namespace = _conforming(array)
     except TypeError:
         raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None
+    if namespace.__name__ != "numpy" and any(size is None or isinstance(size, float) for size in array.shape):
+        raise ValueError(
+            f"`{name}` must have known sizes, as `compute_chunk_sizes()` of dask gives; `relskew_core.export` "
+            f"makes graphs of any length, got {describe(array)}"
+        )
+    return namespace
 
 
 def _conforming(array: Array) -> Namespace:

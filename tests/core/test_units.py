@@ -157,3 +157,27 @@ def test_what_a_class_of_tensors_adds_is_not_lost_in_a_conversion(case: str) -> 
         with pytest.raises(TypeError, match="must be a tensor of numbers alone") as error:
             function(**{**tensors, name: x.as_subclass(measured)})
         assert name in str(error.value)
+
+
+def sparse_tensor(x: Any) -> Any:
+    return torch.tensor(x).to_sparse()
+
+
+def rows_that_data_choose(x: Any) -> Any:
+    return da.from_array(x)[:, da.ones(x.shape[1]) > 0]
+
+
+def any_length(x: Any) -> Any:
+    ndonnx = pytest.importorskip("ndonnx")
+    return ndonnx.argument(shape=(x.shape[0], "n", x.shape[2]), dtype=ndonnx.float64)
+
+
+@pytest.mark.parametrize(("made", "error", "words"), [
+    (sparse_tensor, TypeError, "must be a dense tensor, such as `x.to_dense\\(\\)`, got layout torch.sparse_coo"),
+    (rows_that_data_choose, ValueError, "must have known sizes.* shape \\(2, nan, 4\\)"),
+    (any_length, ValueError, "must have known sizes.* shape \\(2, None, 4\\)"),
+])  # fmt: skip
+def test_sparse_arrays_and_unknown_sizes_are_refused(made: Callable[[Any], Any], error: type, words: str) -> None:
+    x = np.ones((2, 5, 4))
+    with pytest.raises(error, match=f"^`q` {words}"):
+        relskew.relative_attention(made(x), made(x), made(x))

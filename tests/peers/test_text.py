@@ -167,13 +167,13 @@ def test_pope(package: str) -> None:
         theirs = randomised(alone("PoPE_pytorch.pope.PoPE")(8, heads=3))
         theirs.inv_freqs.copy_(frequencies)
         turned, shift = theirs.apply_pope_to_qk(theirs(17), q, k), theirs.bias[:, None]
-    want = scaled_dot_product_attention(*turned, v, is_causal=True, scale=8**-0.5)
+    want = scaled_dot_product_attention(turned[0], turned[1], v, is_causal=True, scale=8**-0.5)
     angles = torch.arange(17.0, dtype=torch.float64)[:, None] * frequencies
     ours = [
         torch.cat([softplus(x) * wave(angles + of_keys) for wave in (torch.cos, torch.sin)], dim=-1)
         for x, of_keys in ((q, torch.zeros_like(shift)), (k, shift.clamp(-2 * torch.pi, 0)))
     ]
-    out: Any = relative_attention(*ours, v, scale=8**-0.5, causal=True)
+    out: Any = relative_attention(ours[0], ours[1], v, scale=8**-0.5, causal=True)
     check(out, want, 1e-6)  # x-transformers' magnitudes are float32
 
 
@@ -209,8 +209,8 @@ def test_longformer() -> None:
     shared = relative_attention(q, k[:, :, :1], v[:, :, :1], return_lse=True)
     near = relative_attention(q, k[:, :, 1:], v[:, :, 1:], window=(2, 2), offset=-1, return_lse=True)
     out, _ = merge_attention(*zip(shared, near, strict=True))
-    own = (split(linear(x), 3) for linear in (theirs.query_global, theirs.key_global, theirs.value_global))
-    of_first: Any = relative_attention(*own)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.query_global, theirs.key_global, theirs.value_global))
+    of_first: Any = relative_attention(q, k, v)
     check(join(torch.cat([of_first[:, :, :1], out[:, :, 1:]], dim=-2)), want, 1e-6)  # its softmax is float32
 
 

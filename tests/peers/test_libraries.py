@@ -1,0 +1,47 @@
+"""Other people's implementations of the array API standard: relative attention on their arrays, against plain loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from peers.common import installed, peer
+
+import oracles
+from relskew_core import Span, relative_attention
+
+X, TABLE, BIAS = (np.random.default_rng(0).standard_normal(shape) for shape in [(2, 9, 8), (17, 8), (2, 17)])
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"rel_k": TABLE, "rel_bias": BIAS, "causal": True, "span": Span.full(9)},
+    {"rel_k": TABLE[:5], "rel_v": TABLE[:5], "span": Span.clipped(2), "window": (4, 1), "chunk_size": 4},
+    {"rel_k": TABLE, "mask": np.arange(9) < 7, "sinks": np.ones(2), "span": Span.full(9)},
+]
+
+
+def marray(call: Callable[..., Any], arrays: dict[str, Any]) -> Any:
+    """Masked arrays of NumPy's, none of whose numbers are masked."""
+    installed("marray")
+    xp = peer("marray.masked_namespace")(np)
+    out = call({name: xp.asarray(x) for name, x in arrays.items()})
+    assert not out.mask.any()
+    return out.data
+
+
+def quax(call: Callable[..., Any], arrays: dict[str, Any]) -> Any:
+    """A function whose calls of JAX's primitives quax dispatches by the types of their arrays."""
+    installed("quax")
+    with jax.enable_x64(True):
+        return np.asarray(peer("quax.quaxify")(call)({name: jax.numpy.asarray(x) for name, x in arrays.items()}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(options) or "none" for options in OPTIONS])
+@pytest.mark.parametrize("library", [marray, quax])
+def test_other_implementations_of_the_standard(library: Callable[..., Any], options: dict[str, Any]) -> None:
+    arrays = {"q": X, "k": X, "v": X, **{name: x for name, x in options.items() if isinstance(x, np.ndarray)}}
+    fixed = {name: x for name, x in options.items() if name not in arrays}
+    got = library(lambda given: relative_attention(**given, **fixed), arrays)
+    without = {name: x for name, x in {**arrays, **fixed}.items() if name != "chunk_size"}
+    q, k, v = (without.pop(name) for name in "qkv")
+    assert oracles.relative_error(got, oracles.relative_attention(q, k, v, **without).out) < 1e-12
