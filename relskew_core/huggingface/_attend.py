@@ -51,8 +51,7 @@ def register_masks() -> None:
     def keys_of_a_decoder(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
         if mask_function is masking.causal_mask_function:
             return attention_mask  # (batch, keys): a mask with two axes contains no bias by head and pair
-        mask: Tensor | None = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
-        return mask
+        return keys(mask_function=mask_function, attention_mask=attention_mask, **options)
 
     masking.AttentionMaskInterface.register(MASK_NAME, keys)
     masking.AttentionMaskInterface.register(CAUSAL_NAME, keys_of_a_decoder)
@@ -123,7 +122,7 @@ class DropIn(Whole):
     wants: ClassVar[dict[str, Any]] = {}  # what these attributes must be; True is anything that counts as true
     local: ClassVar[bool] = False  # whether `replace_attention` accepts a window for it
     masks: ClassVar[tuple[str, ...]] = ()  # the modules that make a mask of all pairs for it
-    key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that pass it a mask of keys alone
+    key_masks: ClassVar[tuple[str, ...]] = ()  # the modules that then pass it a mask of keys alone
 
     window: tuple[int, int] | None = None
 

@@ -163,7 +163,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         new.take_the_place_of(part)
     deciding = {name for _, new in made for name in new.key_masks}
     for part in parts.values():
-        if kind_of(part).__name__ in deciding:
+        # Without a name of an implementation, as in a part made alone, transformers makes no mask.
+        if kind_of(part).__name__ in deciding and part.config._attn_implementation is not None:
             mask_keys_alone(part, CAUSAL_NAME)
     if sides is not None:
         make_local(model, sides)

@@ -300,6 +300,7 @@ class VitsRelativeAttention(DropIn):
     replaces = ("VitsAttention",)
     reads = "emb_rel_k emb_rel_v"
     wants: ClassVar[dict[str, Any]] = {"window_size": True}
+    key_masks = ("VitsEncoder",)
 
     emb_rel_k: nn.Parameter
     emb_rel_v: nn.Parameter

@@ -17,7 +17,8 @@ DYNAMIC = torch.export.Dim.DYNAMIC
 def vits(**options: Any) -> Any:
     config = peer("transformers.VitsConfig")(
         hidden_size=24, num_attention_heads=3, num_hidden_layers=2, ffn_dim=32, vocab_size=11, flow_size=16,
-        layerdrop=0.0, attention_dropout=0.0, hidden_dropout=0.0, activation_dropout=0.0, **options,
+        layerdrop=0.0, attention_dropout=0.0, hidden_dropout=0.0, activation_dropout=0.0,
+        attn_implementation="eager", **options,
     )  # fmt: skip
     return randomised(peer("transformers.models.vits.modeling_vits.VitsTextEncoder")(config))
 
@@ -76,6 +77,22 @@ def check_vits(**options: Any) -> None:
 
 def test_vits_exports_with_any_length() -> None:
     check_vits()
+
+
+@pytest.mark.parametrize("implementation", ["eager", None])
+@torch.no_grad()
+def test_vits_masks_keys_alone(implementation: str | None) -> None:
+    """No mask has the size of all pairs. Without an implementation, transformers ignores its mask, and so does ours."""
+    theirs = vits()
+    theirs.config._attn_implementation = implementation
+    ours = replace_attention(copy.deepcopy(theirs))
+    masks = list[Any]()
+    ours.encoder.layers[0].attention.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    for got, want in zip(Encoder(ours)(*tokens(2, 7)), Encoder(theirs)(*tokens(2, 7)), strict=True):
+        check(got, want)
+    assert [mask if mask is None else mask.shape for mask in masks] == [implementation and (2, 1, 1, 7)]
 
 
 class Translator(torch.nn.Module):
