@@ -23,7 +23,8 @@ code base                                      row of ``rel``
 
 The ``load_…`` functions read whole attentions from state dicts into a spec and weights of an attention block:
 :func:`load_vits`, :func:`load_wav2vec2_bert`, :func:`load_tensor2tensor`, :func:`load_music_transformer` and
-:func:`load_t5`; :func:`load_conformer` reads the weights of a ``ConformerAttention``.
+:func:`load_t5`; :func:`load_conformer` reads the weights of a ``ConformerAttention``, and :func:`load_vits_encoder` a
+whole text encoder.
 """
 
 from relskew_core.conventions._buckets import T5, DeBERTa
@@ -35,6 +36,7 @@ from relskew_core.conventions._load import (
     load_t5,
     load_tensor2tensor,
     load_vits,
+    load_vits_encoder,
     load_wav2vec2_bert,
 )
 from relskew_core.conventions._tables import (
@@ -71,5 +73,6 @@ __all__ = [
     "load_t5",
     "load_tensor2tensor",
     "load_vits",
+    "load_vits_encoder",
     "load_wav2vec2_bert",
 ]

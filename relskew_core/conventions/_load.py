@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int
-from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._positions.span import Span
 from relskew_core.conventions._buckets import T5
 from relskew_core.conventions._convention import load_named
-from relskew_core.conventions._state import FORMS, State, Weights, as_block, note_head_width, read_biases, read_weights
+from relskew_core.conventions._state import (
+    FORMS,
+    State,
+    Stored,
+    Weights,
+    as_block,
+    note_head_width,
+    read_biases,
+    read_weights,
+)
 from relskew_core.conventions._tables import MUSIC_TRANSFORMER, SHAW, TENSOR2TENSOR_CAUSAL, TENSOR2TENSOR_UNMASKED, VITS
 
 
-def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
+def load_vits(state: Stored, *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
     """Read the attention of VITS, a window on keys and values: of transformers, or of its authors.
 
     Piper, Coqui TTS and MeloTTS have the authors' names: ``conv_q``, ``conv_k``, ``conv_v`` and ``conv_o``.
 
     Parameters
     ----------
-    state : mapping of str to array
-        A state dict, of one attention or of a whole model.
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict, or an ONNX model with its names, of one attention or of a whole model.
     num_heads : int
         ``config.num_attention_heads``, or the authors' ``n_heads``.
     prefix : str, default ""
@@ -65,15 +73,108 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     return as_block(read, weights, span)
 
 
+_VITS_LAYER = {
+    "attention.emb_rel_k": ("attn_layers.{}.emb_rel_k", "1 R D"),
+    "attention.emb_rel_v": ("attn_layers.{}.emb_rel_v", "1 R D"),
+    "layer_norm.weight": ("norm_layers_1.{}.gamma", "E"),
+    "layer_norm.bias": ("norm_layers_1.{}.beta", "E"),
+    "final_layer_norm.weight": ("norm_layers_2.{}.gamma", "E"),
+    "final_layer_norm.bias": ("norm_layers_2.{}.beta", "E"),
+    "feed_forward.conv_1.weight": ("ffn_layers.{}.conv_1.weight", "F E K"),
+    "feed_forward.conv_1.bias": ("ffn_layers.{}.conv_1.bias", "F"),
+    "feed_forward.conv_2.weight": ("ffn_layers.{}.conv_2.weight", "E F K"),
+    "feed_forward.conv_2.bias": ("ffn_layers.{}.conv_2.bias", "E"),
+} | {
+    f"attention.{name}.{kind}": (f"attn_layers.{{}}.conv_{name[0]}.{kind}", form)
+    for name in PROJECTIONS
+    for kind, form in (("weight", "E E 1"), ("bias", "E"))
+}
+
+
+def load_vits_encoder(state: Stored, *, prefix: str = "") -> tuple[dict[str, Any], Weights]:
+    """Read a whole text encoder of VITS' authors, Piper or Coqui TTS, for the ``VitsTextEncoder`` of transformers.
+
+    Encoders with further inputs, such as MeloTTS' tones and speakers, have no equal in transformers, and raise an error
+    with the names of what is left; :func:`load_vits` reads their attention, layer by layer.
+
+    Parameters
+    ----------
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict of the encoder or of a whole voice, or a voice in ONNX, as Piper has them.
+    prefix : str, default ""
+        The prefix of the encoder in it, such as ``"enc_p."``. A single encoder is found without.
+
+    Returns
+    -------
+    config : dict
+        The arguments of ``VitsConfig``. The number of heads follows from the width of the tables. With
+        ``attn_implementation="eager"``, transformers hides padding; an encoder without it ignores its attention mask.
+    weights : dict of str to array
+        For ``VitsTextEncoder.load_state_dict``, as arrays of the library of ``state``, NumPy for ONNX.
+
+    Examples
+    --------
+    The state of a voice with one layer of width 8:
+
+    >>> import numpy as np
+    >>> state = {
+    ...     "emb.weight": np.ones((30, 8)),
+    ...     "proj.weight": np.ones((12, 8, 1)),
+    ...     "proj.bias": np.ones(12),
+    ... }
+    >>> for name in ("k", "v"):
+    ...     state[f"encoder.attn_layers.0.emb_rel_{name}"] = np.ones((1, 9, 4))
+    >>> for name in "qkvo":
+    ...     state[f"encoder.attn_layers.0.conv_{name}.weight"] = np.ones((8, 8, 1))
+    ...     state[f"encoder.attn_layers.0.conv_{name}.bias"] = np.ones(8)
+    >>> for name, shape in [("conv_1", (16, 8, 3)), ("conv_2", (8, 16, 3))]:
+    ...     state[f"encoder.ffn_layers.0.{name}.weight"] = np.ones(shape)
+    ...     state[f"encoder.ffn_layers.0.{name}.bias"] = np.ones(shape[0])
+    >>> for name in ("norm_layers_1", "norm_layers_2"):
+    ...     state |= {f"encoder.{name}.0.{kind}": np.ones(8) for kind in ("gamma", "beta")}
+    >>> config, weights = load_vits_encoder({f"enc_p.{key}": x for key, x in state.items()})
+    >>> config["num_attention_heads"], config["window_size"], config["ffn_dim"]
+    (2, 4, 16)
+    >>> weights["encoder.layers.0.attention.q_proj.weight"].shape
+    (8, 8)
+    """
+    mark = "encoder.attn_layers.0.emb_rel_k"
+    read = State(state, prefix, mark)
+    _, span = load_named(VITS, read.label(mark), read.read(mark, "1 R D"))
+    weights, depth = (
+        {"project.weight": read.read("proj.weight", "P E 1"), "project.bias": read.read("proj.bias", "P")},
+        0,
+    )
+    while read.has(f"encoder.attn_layers.{depth}.emb_rel_k"):
+        for name, (other, form) in _VITS_LAYER.items():
+            array = read.read(f"encoder.{other.format(depth)}", form)
+            weights[f"encoder.layers.{depth}.{name}"] = array[..., 0] if form == "E E 1" else array
+        depth += 1
+    # torch's exporter named Piper's embedding after an argument that voices of one speaker do not have
+    unnamed = not read.has("emb.weight") and "sid" in read.arrays
+    weights["embed_tokens.weight"] = read.read("sid", "V E", prefix="") if unnamed else read.read("emb.weight", "V E")
+    read.finish()
+    sizes = read.sizes
+    if sizes["E"] % sizes["D"]:
+        raise ValueError(
+            f"`{read.label(mark)}` must have the width of a head, a divisor of {sizes['E']}, got {sizes['D']}"
+        )
+    return {
+        "attn_implementation": "eager", "vocab_size": sizes["V"], "hidden_size": sizes["E"], "num_hidden_layers": depth,
+        "num_attention_heads": sizes["E"] // sizes["D"], "window_size": span.left, "ffn_dim": sizes["F"],
+        "ffn_kernel_size": sizes["K"], "flow_size": sizes["P"] // 2,
+    }, weights  # fmt: skip
+
+
 def load_wav2vec2_bert(
-    state: Mapping[str, Array], *, num_heads: int, left: int = 64, right: int = 8, prefix: str = ""
+    state: Stored, *, num_heads: int, left: int = 64, right: int = 8, prefix: str = ""
 ) -> tuple[BlockSpec, Weights]:
     """Read an HF ``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``.
 
     Parameters
     ----------
-    state : mapping of str to array
-        A state dict, of one attention or of a whole model.
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict, or an ONNX model with its names, of one attention or of a whole model.
     num_heads : int
         ``config.num_attention_heads``.
     left, right : int, default 64, 8
@@ -111,7 +212,7 @@ def load_wav2vec2_bert(
     return as_block(read, weights, span)
 
 
-def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> Weights:
+def load_conformer(state: Stored, *, num_heads: int, prefix: str = "") -> Weights:
     """Read the attention of a Conformer with Transformer-XL's positions, for :class:`ConformerAttention` of torch.
 
     ESPnet, NeMo, fairseq, ChunkFormer and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have
@@ -126,8 +227,8 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
 
     Parameters
     ----------
-    state : mapping of str to array
-        A state dict, of one attention or of a whole model.
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict, or an ONNX model with its names, of one attention or of a whole model.
     num_heads : int
         Number of heads.
     prefix : str, default ""
@@ -206,7 +307,7 @@ def _speechbrain(state: State) -> Weights:
 
 
 def load_tensor2tensor(
-    state: Mapping[str, Array],
+    state: Stored,
     *,
     num_heads: int,
     causal: bool,
@@ -217,8 +318,8 @@ def load_tensor2tensor(
 
     Parameters
     ----------
-    state : mapping of str to array
-        The variables of a checkpoint, converted to one array library.
+    state : mapping of str to array, onnx.ModelProto or path
+        The variables of a checkpoint, converted to one array library, or an ONNX model with their names.
     num_heads : int
         Number of heads.
     causal : bool
@@ -267,7 +368,7 @@ def load_tensor2tensor(
 
 
 def load_t5(
-    state: Mapping[str, Array],
+    state: Stored,
     *,
     num_heads: int,
     bidirectional: bool,
@@ -282,8 +383,8 @@ def load_t5(
 
     Parameters
     ----------
-    state : mapping of str to array
-        A state dict, of one attention or of a whole model.
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict, or an ONNX model with its names, of one attention or of a whole model.
     num_heads : int
         ``config.num_heads``.
     bidirectional : bool
@@ -351,9 +452,7 @@ def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
     return {"rel_k": rel_k, "rel_v": rel_v}, span
 
 
-def load_music_transformer(
-    state: Mapping[str, Array], *, num_heads: int, prefix: str = ""
-) -> tuple[BlockSpec, Weights]:
+def load_music_transformer(state: Stored, *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
     """Read the attention of a PyTorch port of Music Transformer.
 
     Known are ``in_proj_weight, out_proj, Er`` (gwinndr), ``Wq, Wk, Wv, fc, E`` (jason9693) and ``wq, wk, wv, wo,
@@ -361,8 +460,8 @@ def load_music_transformer(
 
     Parameters
     ----------
-    state : mapping of str to array
-        A state dict, of one attention or of a whole model.
+    state : mapping of str to array, onnx.ModelProto or path
+        A state dict, or an ONNX model with its names, of one attention or of a whole model.
     num_heads : int
         Number of heads.
     prefix : str, default ""

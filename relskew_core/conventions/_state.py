@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from relskew_core._array.checks import describe
+from relskew_core._array.extras import needs_extra
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._positions.span import Span
 
 
+class HasGraph(Protocol):
+    """An ``onnx.ModelProto``."""
+
+    @property
+    def graph(self) -> Any: ...
+
+
+Stored: TypeAlias = Mapping[str, Array] | HasGraph | str | os.PathLike[str]
+
+
+def _arrays_of(state: Any) -> Mapping[str, Any]:
+    """Return a mapping as it is, and the initializers of an ONNX model or file as arrays of NumPy."""
+    if isinstance(state, Mapping):
+        return state
+    if not isinstance(state, str | os.PathLike) and not hasattr(state, "graph"):
+        raise TypeError(
+            f"`state` must be a mapping from names to arrays, an onnx.ModelProto or its path, got {describe(state)}"
+        )
+    try:
+        import onnx
+    except ModuleNotFoundError as error:
+        raise needs_extra("reading an ONNX model", "onnx", error) from error
+    model = state if hasattr(state, "graph") else onnx.load(state)
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
 class State:
     """The part of a state dict that belongs to one attention.
 
     Sizes have names: the first array that has one says how large it is, and the others must agree.
-    Of the names ``marks``, every such attention has one, and nothing else has any.
+    Of the names ``marks``, every such attention has one, and nothing else has any. If there is a single attention, an
+    empty prefix means its prefix.
     """
 
     def __init__(self, arrays: Any, prefix: str, *marks: str, **sizes: int) -> None:
-        if not isinstance(arrays, Mapping):
-            hint = ": {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}"
-            raise TypeError(
-                f"`state` must be a mapping from names to arrays{hint if hasattr(arrays, 'graph') else ''}, got "
-                f"{describe(arrays)}"
-            )
         if not isinstance(prefix, str):
             raise TypeError(f"`prefix` must be a str, got {describe(prefix)}")
-        self.arrays: Mapping[str, Any] = arrays
-        self.prefix = prefix
-        self.check_prefix("prefix", prefix, *marks)
+        self.arrays = _arrays_of(arrays)
+        there = self._prefixes(marks)
+        self.prefix = there.pop() if not prefix and len(there) == 1 else prefix
+        self.check_prefix("prefix", self.prefix, *marks)
         self.sizes = {"1": 1, **sizes}
         self._read: dict[str, Array] = {}
 
@@ -53,20 +77,23 @@ class State:
 
     def check_prefix(self, argument: str, prefix: str, *marks: str) -> None:
         """Refuse a prefix under which there is none of ``marks``, if there is one under others."""
-        if any(prefix + mark in self.arrays for mark in marks):
+        there = self._prefixes(marks)
+        if prefix in there:
             return
-        there = {
+        if unfinished := [other for other in there if other[:-1] == prefix]:
+            raise ValueError(f"`{argument}` must end in {unfinished[0][-1]!r}: {unfinished[0]!r}, got {prefix!r}")
+        if there:
+            raise ValueError(
+                f"`{argument}` must be one of those in `state`, {_listed(map(repr, there))}, got {prefix!r}"
+            )
+
+    def _prefixes(self, marks: Iterable[str]) -> set[str]:
+        return {
             key.removesuffix(mark)
             for mark in marks
             for key in map(str, self.arrays)
             if key.endswith((f".{mark}", f"/{mark}")) or key == mark
         }
-        if unfinished := [other for other in there if other[:-1] == prefix]:
-            raise ValueError(f"`{argument}` must end in {unfinished[0][-1]!r}: {unfinished[0]!r}, got {prefix!r}")
-        if there:
-            raise ValueError(
-                f"`{argument}` must be the prefix of an attention: {_listed(map(repr, there))}, got {prefix!r}"
-            )
 
     def read(self, name: str, *forms: str, prefix: str | None = None) -> Array:
         """Return an array whose shape is one of ``forms``, such as ``"W E"`` or ``"1 R D"``."""

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,7 +218,7 @@ def test_every_key_that_would_be_lost_is_named(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_no_state_dict_is_named(case: Case) -> None:
-    with pytest.raises(TypeError, match=r"`state` must be a mapping from names to arrays, got list \[\]"):
+    with pytest.raises(TypeError, match=r"`state` must be a mapping from names to arrays, an onnx.* got list \[\]"):
         case.load([], num_heads=HEADS)
     with pytest.raises(ValueError, match=r"`state` must have .*; its keys there are none"):
         case.load({}, num_heads=HEADS)
@@ -241,29 +242,33 @@ def test_a_wrong_prefix_is_answered_by_those_that_are_there(case: Case) -> None:
     state = {prefix + key: array for prefix in there for key, array in case.state.items()}
     state |= {f"a{index}": np.zeros(1) for index in range(20)}  # first in the alphabet
     for wrong in ("", f"encoder{last}layers{last}3{last}", f"decoder{last}layers{last}"):
-        with pytest.raises(ValueError, match="`prefix` must be the prefix of an attention: ") as caught:
+        with pytest.raises(ValueError, match="`prefix` must be one of those in `state`, ") as caught:
             case.load(state, num_heads=HEADS, prefix=wrong)
-        assert str(caught.value).endswith(f": {there[0]!r}, {there[1]!r}, got {wrong!r}")
+        assert str(caught.value).endswith(f"`state`, {there[0]!r}, {there[1]!r}, got {wrong!r}")
     with pytest.raises(ValueError, match="`prefix` must end in") as caught:
         case.load(state, num_heads=HEADS, prefix=there[1][:-1])
     assert str(caught.value).endswith(f" {last!r}: {there[1]!r}, got {there[1][:-1]!r}")
     case.load(state, num_heads=HEADS, prefix=there[1])
 
 
-def test_the_weights_of_an_onnx_file() -> None:
-    """The error has the line that reads them."""
-    onnx = pytest.importorskip("onnx")
+def test_an_empty_prefix_means_that_of_the_only_attention() -> None:
     case = vits_of_its_authors()
-    tensors = [onnx.numpy_helper.from_array(array, f"enc.{key}") for key, array in case.state.items()]
-    model = onnx.helper.make_model(onnx.helper.make_graph([], "voice", [], [], tensors))
-    with pytest.raises(
-        TypeError, match=r"`state` must be a mapping from names to arrays: \{.*\}, got ModelProto"
-    ) as caught:
-        case.load(model, num_heads=HEADS, prefix="enc.")
-    (line,) = re.findall("{.*?}", str(caught.value))[:1]
-    _, weights = case.load(eval(line, {"onnx": onnx, "model": model}), num_heads=HEADS, prefix="enc.")
+    state = {f"enc.{key}": array for key, array in case.state.items()} | {"decoder.weight": np.zeros(1)}
+    _, weights = case.load(state, num_heads=HEADS)
     for key, weight in case.weights.items():
         np.testing.assert_array_equal(weights[key], weight)
+
+
+def test_the_weights_of_an_onnx_file(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    for case in (vits_of_its_authors(), tensor2tensor("causal")):
+        tensors = [onnx.numpy_helper.from_array(array, f"enc/{key}") for key, array in case.state.items()]
+        model = onnx.helper.make_model(onnx.helper.make_graph([], "voice", [], [], tensors))
+        onnx.save(model, tmp_path / "voice.onnx")
+        for given in (model, tmp_path / "voice.onnx", str(tmp_path / "voice.onnx")):
+            _, weights = case.load(given, num_heads=HEADS, prefix="enc/")
+            for key, weight in case.weights.items():
+                np.testing.assert_array_equal(weights[key], weight)
 
 
 def test_tables_of_two_conventions_are_not_one() -> None:
@@ -300,7 +305,7 @@ def test_t5_takes_the_bias_of_the_first_layer() -> None:
     state = {("first." if key == bias else "third.") + key: weight for key, weight in case.state.items()}
     _, weights = case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first.")
     np.testing.assert_array_equal(weights["rel_bias"], case.weights["rel_bias"])
-    with pytest.raises(ValueError, match=r"`bias_prefix` must be the prefix of an attention: 'first\.', got 'third\.'"):
+    with pytest.raises(ValueError, match=r"`bias_prefix` must be one of those in `state`, 'first\.', got 'third\.'"):
         case.load(state, num_heads=HEADS, prefix="third.")
     with pytest.raises(ValueError, match=r"`bias_prefix` must end in '\.': 'first\.', got 'first'"):
         case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first")
@@ -321,3 +326,66 @@ def test_a_block_of_t5_does_not_scale(bidirectional: bool) -> None:
     want = np.moveaxis(out, 1, 2).reshape(1, 20, HEADS * D) @ case.state["o.weight"].T
     got: Any = attention_block(x, weights, spec)
     assert oracles.relative_error(got, want) < 1e-12
+
+
+def text_encoder() -> State:
+    """A text encoder of two layers with the names of VITS' authors."""
+    state = {"emb.weight": RNG.standard_normal((11, 8)), "proj.weight": RNG.standard_normal((6, 8, 1))}
+    state["proj.bias"] = RNG.standard_normal(6)
+    for layer in ("0", "1"):
+        for name in "kv":
+            state[f"encoder.attn_layers.{layer}.emb_rel_{name}"] = RNG.standard_normal((1, 5, 4))
+        shapes = {f"attn_layers.{layer}.conv_{name}": (8, 8, 1) for name in "qkvo"}
+        shapes |= {f"ffn_layers.{layer}.conv_1": (12, 8, 3), f"ffn_layers.{layer}.conv_2": (8, 12, 3)}
+        for name, shape in shapes.items():
+            state[f"encoder.{name}.weight"] = RNG.standard_normal(shape)
+            state[f"encoder.{name}.bias"] = RNG.standard_normal(shape[0])
+        norms = [f"norm_layers_{index}.{layer}.{kind}" for index in (1, 2) for kind in ("gamma", "beta")]
+        state |= {f"encoder.{norm}": RNG.standard_normal(8) for norm in norms}
+    return state
+
+
+def test_a_whole_text_encoder() -> None:
+    """Its numbers are compared in ``tests/peers/test_speech.py``."""
+    state = text_encoder()
+    config, weights = conventions.load_vits_encoder(state)
+    assert config.pop("attn_implementation") == "eager"
+    assert config == {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+                      "window_size": 2, "ffn_dim": 12, "ffn_kernel_size": 3, "flow_size": 3}  # fmt: skip
+    assert len(weights) == len(state)
+    voice = {f"enc_p.{key}": array for key, array in state.items()} | {"dec.weight": np.zeros(1)}
+    for given in ({**voice, "sid": np.zeros(1)}, {**voice, "sid": voice["enc_p.emb.weight"]}):
+        if given["sid"].ndim == 2:  # of Piper
+            del given["enc_p.emb.weight"]
+        again, found = conventions.load_vits_encoder(given)
+        assert config.items() < again.items()
+        assert all(found[key] is array or np.array_equal(found[key], array) for key, array in weights.items())
+
+
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "a row short"])
+def test_every_key_of_a_text_encoder_that_is_wrong_is_named(mutation: str) -> None:
+    """A row less in the embedding is another vocabulary."""
+    state = text_encoder()
+    for key, array in state.items():
+        wrong = {**state, key: MUTATIONS[mutation](array)}
+        if mutation == "dropped":
+            del wrong[key]
+        with pytest.raises((ValueError, TypeError), match=r"^`state"):
+            conventions.load_vits_encoder(wrong)
+
+
+def test_errors_of_a_text_encoder_say_what_is_there() -> None:
+    state = text_encoder()
+    voice = {f"{prefix}{key}": array for prefix in ("enc_p.", "enc_q.") for key, array in state.items()}
+    with pytest.raises(ValueError, match=r"`prefix` must be one of those in `state`, 'enc_p.', 'enc_q.', got ''$"):
+        conventions.load_vits_encoder(voice)
+    with pytest.raises(ValueError, match=r"`prefix` must end in '\.': 'enc_p\.', got 'enc_p'$"):
+        conventions.load_vits_encoder(voice, prefix="enc_p")
+    with pytest.raises(ValueError, match=r"must have no key under '' but .*, got tone_emb.weight$"):
+        conventions.load_vits_encoder({**state, "tone_emb.weight": np.zeros((3, 8))})
+    by_head = {key: np.repeat(array, 2, 0) if "emb_rel" in key else array for key, array in state.items()}
+    with pytest.raises(ValueError, match=r"emb_rel_k'\]` must have shape \(1, R, D\).*, got ndarray"):
+        conventions.load_vits_encoder(by_head)
+    narrow = {key: array[..., :3] if "emb_rel" in key else array for key, array in state.items()}
+    with pytest.raises(ValueError, match=r"emb_rel_k'\]` must have the width of a head, a divisor of 8, got 3"):
+        conventions.load_vits_encoder(narrow)

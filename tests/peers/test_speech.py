@@ -1,8 +1,11 @@
 """Speech models with random weights against the same numbers here."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
@@ -195,6 +198,41 @@ def test_vits_of_its_authors(package: str, shared: bool, length: int) -> None:
     x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
     want = theirs(x.mT, x.mT, mask.expand(2, 1, length, length)).mT
     check(attention_block(x, weights, spec, mask=mask), want)
+
+
+@pytest.mark.parametrize("package", ["Coqui TTS", "Piper"])
+@torch.no_grad()
+def test_text_encoders_of_voices(package: str, tmp_path: Path) -> None:
+    """From the state of a whole voice, and from a file of ONNX with these names."""
+    path = {"Coqui TTS": "TTS.tts.layers.vits.networks", "Piper": "piper.train.vits.models"}[package]
+    theirs = randomised(alone(f"{path}.TextEncoder")(11, 10, 24, 32, 3, 2, 3, 0.1))
+    state = {f"enc_p.{key}": x for key, x in theirs.state_dict().items()} | {"dec.weight": torch.zeros(1)}
+    tensors = [onnx.numpy_helper.from_array(x.numpy(), key) for key, x in state.items()]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "", [], [], tensors)), tmp_path / "voice.onnx")
+    ids, lengths = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(1)), torch.tensor([9, 6])
+    mask = padding([9, 6], 9)[:, 0, 0]
+    for given in (state, tmp_path / "voice.onnx"):
+        config, weights = conventions.load_vits_encoder(given)
+        encoder = peer("transformers.models.vits.modeling_vits.VitsTextEncoder")(
+            peer("transformers.VitsConfig")(**config)
+        ).double()
+        encoder.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
+        got = encoder.eval()(ids, padding_mask=mask[..., None].double(), attention_mask=mask, return_dict=False)
+        for part, want in zip(got, theirs(ids, lengths)[:3], strict=True):
+            check(part.mT, want)
+
+
+def test_a_text_encoder_with_speakers() -> None:
+    """MeloTTS adds them between two layers, for which transformers has no place."""
+    encoder = alone("melo.attentions.Encoder")(24, 32, 3, 3, 3, 0.1, gin_channels=8)
+    state = {f"enc_p.encoder.{key}": x for key, x in encoder.state_dict().items()}
+    state |= {"enc_p.emb.weight": torch.zeros(11, 24), "enc_p.tone_emb.weight": torch.zeros(4, 24)}
+    state |= {"enc_p.proj.weight": torch.zeros(20, 24, 1), "enc_p.proj.bias": torch.zeros(20)}
+    left = ", ".join(f"enc_p.{name}" for name in ("encoder.spk_emb_linear.bias", "encoder.spk_emb_linear.weight",
+                                                  "tone_emb.weight"))  # fmt: skip
+    with pytest.raises(ValueError, match=f"got {left}$"):
+        conventions.load_vits_encoder(state)
+    assert conventions.load_vits(state, num_heads=3, prefix="enc_p.encoder.attn_layers.2.")[0].rel_values
 
 
 @pytest.mark.parametrize("length", LENGTHS)

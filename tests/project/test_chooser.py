@@ -16,6 +16,7 @@ ELSEWHERE = {
     "model = replace_rotary(model)": ("huggingface.md", "model = replace_rotary(model)"),
     'register_attention("alibi")': ("huggingface.md", 'register_attention("alibi")'),
     'register_attention("sinks", rel_bias=None)': ("huggingface.md", 'register_attention("sinks", rel_bias=None)'),
+    'load_vits_encoder("voice.onnx")': ("piper.md", "load_vits_encoder(PATH)"),
     'decoder_to_onnx(model, "decoder.onnx")': ("decoders.md", 'decoder_to_onnx(model, "decoder.onnx")'),
     "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)": ("decoders.md", "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)"),
 }
