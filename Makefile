@@ -10,6 +10,7 @@
 #   make coverage       the same, with the lines that they reach; takes a third longer
 #   make test-peers     comparisons with other code bases, which it installs
 #   make test-peers-all the same, with whole models of every family compiled and exported
+#   make test-weights   a trained voice and a trained Graphormer, which it downloads (137 MB), compared with their own runtime
 #   make test-web       exported graphs in onnxruntime-web, and the page if there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, with every read and write checked; by
@@ -63,7 +64,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 
 SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids.py tests/backends/test_threads.py tests/backends/inside_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
-.PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-clang-cl test-operator
+.PHONY: test-peers-all test-weights test-aarch64 test-emulated test-compilers test-clang-cl test-operator
 .PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -100,6 +101,9 @@ test-peers: .venv-peers/stamp
 
 test-peers-all: .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio tests/peers
+
+test-weights: .venv-peers/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio tests/peers/trained_weights.py
 
 test-web: .venv/dev.stamp .venv-web/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/web

@@ -30,9 +30,10 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 OF_PEERS = {
     "huggingface.md": "tests/peers/test_families_page.py",
     "keras.md": "tests/peers/test_keras.py",
+    "piper.md": "tests/peers/trained_weights.py",
     "speech.md": "tests/peers/test_speech_page.py",
 }
-"""Pages that need what only ``make test-peers`` installs, and what runs them there."""
+"""Pages that need what only ``make test-peers`` or ``make test-weights`` installs, and what runs them there."""
 
 OF_SOME_PLATFORMS = {"mlx.md": "mlx"}
 """Pages of a library that has no wheels for every platform."""
