@@ -163,8 +163,9 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         new.take_the_place_of(part)
     deciding = {name for _, new in made for name in new.key_masks}
     for part in parts.values():
+        config: Any = getattr(part, "config", None)
         # Without a name of an implementation, as in a part made alone, transformers makes no mask.
-        if kind_of(part).__name__ in deciding and part.config._attn_implementation is not None:
+        if kind_of(part).__name__ in deciding and config._attn_implementation is not None:
             mask_keys_alone(part, CAUSAL_NAME)
     if sides is not None:
         make_local(model, sides)
@@ -193,6 +194,8 @@ def _drop_in(original: nn.Module, name: str, kinds: set[str]) -> DropIn | None:
 
 def _nearest(parts: Iterable[nn.Module]) -> str:
     for part in parts:
+        if hasattr(part, "emb_rel_k"):
+            return "`conventions.load_vits` and `load_vits_encoder` read the weights, docs/piper.md"
         for names, advice in NEAREST.items():
             if any(name in type(part).__name__ for name in names):
                 return advice

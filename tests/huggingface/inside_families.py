@@ -239,6 +239,13 @@ def test_a_refused_model_gets_a_next_step(kind: str, hint: str) -> None:
         replace_attention(stand_ins.module(kind))
 
 
+def test_an_attention_of_the_authors_of_vits_gets_its_loader() -> None:
+    theirs = stand_ins.module("MultiHeadAttention")
+    theirs.emb_rel_k = torch.nn.Parameter(torch.zeros(1, 9, 4))
+    with pytest.raises(ValueError, match=r"By hand: `conventions\.load_vits` and `load_vits_encoder` read the weights"):
+        replace_attention(theirs)
+
+
 @pytest.mark.parametrize("model", ["t5-small", torch.nn.Linear])
 def test_an_argument_that_is_no_module_is_named(model: Any) -> None:
     with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got (str|type)"):
