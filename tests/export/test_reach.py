@@ -59,7 +59,7 @@ def test_a_graph_is_right_or_fails_past_its_table(form: Any, beyond: Any) -> Non
             if not np.isfinite(out).all():
                 continue
             how: dict[str, Any] = {name: getattr(spec, name) for name in ("causal", "window", "block_size")}
-            right_out = relative_attention(*given.values(), table, spec.span, offset=0, **how)
+            right_out = relative_attention(given["q"], given["k"], given["v"], table, spec.span, offset=0, **how)
             np.testing.assert_allclose(out, right_out, atol=1e-5, err_msg=str((reach, window, longest, n)))
             ran += 1
     assert ran > 20
