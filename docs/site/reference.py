@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ def modules(package: ModuleType = relskew_core) -> Iterator[ModuleType]:
     if package.__all__:
         yield package
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if not found.name.rpartition(".")[2].startswith("_"):
+        lacking = found.name == "relskew_core.layers.keras" and importlib.util.find_spec("keras") is None
+        if not found.name.rpartition(".")[2].startswith("_") and not lacking:
             module = importlib.import_module(found.name)
             if found.ispkg:
                 yield from modules(module)

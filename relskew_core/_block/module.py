@@ -92,19 +92,16 @@ def _written_out(function: F) -> F:
     return function
 
 
-def called(own: str = "", *, mask: str = "mask") -> Callable[[F], F]:
+def called(own: str = "", *, mask: str = "mask", others: str = "") -> Callable[[F], F]:
     """Document a module's call, with the arguments that only its framework has, and let it explain wrong ones.
 
-    ``mask``: what its framework calls a mask by query and key.
+    ``mask``: what its framework calls a mask by query and key; ``others``: which module takes other arguments.
     """
 
     def decorate(function: F) -> F:
         more = inspect.cleandoc(own)
         function.__doc__ = CALL.format(own=f"\n{more}" if more else "", mask=mask)
-        hint = (
-            "a module is called as module(x), and module(x, memory) where `spec.cross`; MultiheadAttention takes "
-            "queries, keys and values"
-        )
+        hint = f"a module is called as module(x), and module(x, memory) where `spec.cross`{others}"
         return explains(hint=hint)(_written_out(function))
 
     return decorate

@@ -137,8 +137,8 @@ UNFIT = "the compiled kernels do not take such sizes, dtypes, offsets, segments 
 
 
 @pytest.mark.parametrize(("items", "width", "options", "reason"), [
-    (0, 8, {"offset": []}, NO_OFFSET), (3, 0, {}, UNFIT), (3, 8, {"positions": (FAR, FAR)}, UNFIT),
-], ids=["no items", "no values", "positions"])  # fmt: skip
+    (0, 8, {"offset": []}, NO_OFFSET), (3, 0, {}, UNFIT),
+], ids=["no items", "no values"])  # fmt: skip
 def test_a_refusal_says_why(items: int, width: int, options: dict[str, Any], reason: str) -> None:
     q, k, v = (np.broadcast_to(x, (items, *x.shape)) for x in arrays(150)[:3])
     with pytest.raises(ValueError, match=f"no native path for this call: {re.escape(reason)}$"):

@@ -295,8 +295,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"q": random(4, 50)}, {}, "must be"),
     ({"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)}, {},
      "pass either `mask` or `added`, not both"),
-    ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "for queries and keys"),
-    ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
+    ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "`k_segments` is missing"),
+    ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {},
+     "`q_segments` has a different size"),
     ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
     ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
     ({"span_left": np.array([63, 63])}, {}, "`span_left` and `span_right` must be numbers"),
@@ -364,7 +365,8 @@ def test_the_library_needs_libc_and_libm_alone() -> None:
     names = subprocess.run([listing, "-T", custom_ops_library()], capture_output=True, text=True, check=True).stdout
     assert not re.findall(r"\*UND\*.*\b(_Z\w+|__gxx\w+|Py\w+)$", names, re.MULTILINE)
     offered = re.findall(r"^\S+ g .*\.text.* (\S+)$", names, re.MULTILINE)
-    assert sorted(offered) == ["RegisterCustomOps", "relskew_attention"]
+    # where it holds the kernels of the module too, it offers those under the names of C++
+    assert sorted(name for name in offered if not name.startswith("_Z")) == ["RegisterCustomOps", "relskew_attention"]
 
 
 def test_subnormal_rows_do_not_overflow_without_the_library() -> None:

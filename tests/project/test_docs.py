@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from project.test_public_names import PUBLIC
+from project.test_public_names import ABSENT, PUBLIC
 
 import libraries
 import relskew_core
@@ -199,6 +199,7 @@ def test_the_table_of_names_is_complete() -> None:
 def test_the_table_of_modules_is_complete() -> None:
     first_cells = re.findall(r"^\| (`[^|]*)\|", docs("modules.md"), re.MULTILINE)
     named = [name for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)]
+    named = [name for name in named if name not in ABSENT]
     assert sorted([*named, "relskew_core"]) == sorted(name for name in PUBLIC if importlib.import_module(name).__all__)
 
 

@@ -178,7 +178,7 @@ def test_a_slip_in_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slip_is_made_small_and_printed_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(**given: Any) -> Any:
         results = relskew_core.relative_attention(**given)
-        return with_bad(results, lambda out: out + is_scattered(given["k"]))
+        return with_bad(results, lambda out: out + float(is_scattered(given["k"])))
 
     monkeypatch.setattr(forms, "relative_attention", careless)
     failure = turn(TARGETS["forms"], 2, examples=600).failure

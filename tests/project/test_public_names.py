@@ -19,14 +19,17 @@ from relskew_core._kernel.call import GROUPS, Arguments
 ROOT = Path(__file__).parents[2]
 
 
+ABSENT = tuple(f"relskew_core.layers.{name}" for name in ("keras", "mlx") if importlib.util.find_spec(name) is None)
+"""Keras is a peer, and MLX has no wheels for some platforms."""
+
+
 def public_modules(package: ModuleType) -> Iterator[str]:
     """The package and everything public in it, packages in packages too."""
     yield package.__name__
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if not module.name.rpartition(".")[2].startswith("_"):
-            part = module.name.removeprefix("relskew_core.layers.")
-            if part in ("keras", "mlx") and importlib.util.find_spec(part) is None:
-                continue  # Keras is a peer, and MLX has no wheels for some platforms
+            if module.name in ABSENT:
+                continue
             if module.ispkg:
                 yield from public_modules(importlib.import_module(module.name))
             else:

@@ -192,7 +192,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
             if getattr(owner, name, None) is not None or path:
                 fill(owner, name, partial(nn.init.uniform_, a=-bound, b=bound) if bound else nn.init.zeros_)
 
-    @called()
+    @called(others="; MultiheadAttention takes queries, keys and values")
     def forward(
         self, x: Tensor, memory: Tensor | None = None, *, past: tuple[Tensor, Tensor] | Cache | None = None, **seen: Any
     ) -> Tensor | tuple[Tensor, Any]:
