@@ -105,6 +105,11 @@ def to_onnx(
         ``beyond="error"`` that is shorter than the reach of the blocks limits the graph to the length of the table,
         even if the next queries begin a block and would see less.
 
+    See Also
+    --------
+    torch_to_onnx : a whole torch model.
+    validate : compare a graph with its specification.
+
     Examples
     --------
     >>> from relskew_core import Span, init_weights

@@ -107,6 +107,11 @@ def decoder_to_onnx(
     pathlib.Path
         The path of the graph.
 
+    See Also
+    --------
+    generate : tokens from the file.
+    encoder_decoder_to_onnx : encoder and decoder.
+
     Examples
     --------
     >>> import tempfile, torch

@@ -70,6 +70,11 @@ def torch_to_onnx(
     onnx.ModelProto
         The graph.
 
+    See Also
+    --------
+    to_onnx : one attention block, without torch.
+    decoder_to_onnx : a decoder with caches.
+
     Examples
     --------
     >>> import torch
