@@ -112,7 +112,8 @@ class Attends:
 
     xp: ClassVar[Namespace]
     spec: BlockSpec
-    settings: Settings
+    settings: Any
+    """The :class:`Settings`; a torch module computes them from attributes that may be set."""
 
     def attend(
         self,

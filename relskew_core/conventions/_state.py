@@ -36,7 +36,7 @@ def _arrays_of(state: Any) -> Mapping[str, Any]:
         import onnx
     except ModuleNotFoundError as error:
         raise needs_extra("reading an ONNX model", "onnx", error) from error
-    model = state if hasattr(state, "graph") else onnx.load(state)
+    model: Any = state if hasattr(state, "graph") else onnx.load(state)
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 

@@ -150,9 +150,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     present = [*(new for _, new in made), *(part for part in parts.values() if isinstance(part, DropIn))]
     if not present:
         supported = ", ".join(sorted(DropIn.known))
-        attentions = ", ".join(
-            sorted({kind for part in parts.values() if "Attention" in (kind := type(part).__name__)})
-        )
+        classes: set[str] = {type(part).__name__ for part in parts.values()}
+        attentions = ", ".join(sorted(name for name in classes if "Attention" in name))
         raise ValueError(
             f"`model` must have relative positions in one of the attention classes below, got {type(model).__name__} "
             f"with {attentions or 'no attention'}. By hand: {_nearest(parts.values())}. Supported are {supported}"

@@ -100,6 +100,7 @@ class TableAttention(Attends, Whole):
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
     sinks: nn.Parameter | None
+    impl: Impl
 
     processes = 1
     """The number of processes that share the heads, which ``TableParallel`` sets."""
@@ -129,7 +130,7 @@ class TableAttention(Attends, Whole):
         return ", ".join(self.spec.chosen() + self.settings.chosen())
 
     @property
-    def settings(self) -> Settings:  # type: ignore[override]  # each of them may be set
+    def settings(self) -> Settings:
         return Settings(self.dropout, self.impl, self.chunk_size)
 
     def dropped(self, x: Tensor) -> dict[str, Any]:
