@@ -63,9 +63,11 @@ struct HostArguments {
         constexpr bool are_integers = std::is_same_v<Given, Integers>;
         using T = std::conditional_t<are_integers, std::int64_t, std::remove_pointer_t<decltype(to.at)>>;
         const relskew_array *from = named(call, name);
-        if (!from || !from->data) return need != Need::MUST || error.refuse("`%s` is missing", name);
-        if (need == Need::NOT)
-            return !are_integers || error.refuse("`%s` must be given for queries and keys, or for neither", name + 2);
+        const bool given = from && from->data;
+        if (are_integers && need == (given ? Need::NOT : Need::MUST))
+            return error.refuse("`%s` must be given for queries and keys, or for neither", name + 2);
+        if (!given) return need != Need::MUST || error.refuse("`%s` is missing", name);
+        if (need == Need::NOT) return true;
         if (from->axes < 0 || from->axes > 4)
             return error.refuse("`%s` must have up to 4 axes, got %d", name, from->axes);
         View view{from->data, from->axes, {}, {}};
@@ -75,7 +77,13 @@ struct HostArguments {
             return error.refuse("`%s` must be contiguous along its last axis", name);
         if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T))
             return error.refuse("`%s` must be aligned to its type", name);
-        if constexpr (are_integers) to.wide = true;
+        if constexpr (are_integers) {
+            to.wide = true;
+            if (size_of(*from, 0) != axes.column.size)
+                return error.refuse("`%s` must have a length of %lld, got %lld", name,
+                                    static_cast<long long>(axes.column.size),
+                                    static_cast<long long>(size_of(*from, 0)));
+        }
         const char *fault = place(view, axes, to);
         return !fault || error.refuse("`%s` %s", name, fault);
     }
