@@ -103,8 +103,12 @@ class Compiled(Benchmark):
         arrays = {"q": q, "k": k, "v": v} | tables
         if case["library"] == "torch":
             names = tuple(arrays)
-            function = lambda *x: relative_attention(**dict(zip(names, x, strict=True)), **options)  # noqa: E731
-            return passes(function, tuple(arrays.values()), training)
+
+            def attend(*given: torch.Tensor) -> torch.Tensor:
+                named: dict[str, Any] = dict(zip(names, given, strict=True))
+                return relative_attention(**named, **options)
+
+            return passes(attend, tuple(arrays.values()), training)
         given = {name: _as_numpy(x) for name, x in (arrays | options).items()}
         d_out = torch.randn_like(q).numpy()
 

@@ -255,7 +255,7 @@ def banded(
 
     A block of queries sees its own keys and those of the blocks around it. Only the number of blocks is a symbol.
     """
-    if operands.rel_v is not None or operands.key_table is not None:
+    if operands.rel_v is not None or operands.key_table is not None:  # of local drop-ins, none has these
         raise NotImplementedError("local attention with `rel_v` or `key_table` cannot have symbolic lengths")
     x: Any = operands
     q, k, v, mask = x.q, x.k, x.v, x.mask

@@ -44,7 +44,7 @@ def results_for_memory(
         raise FileNotFoundError(f"`model` must have the graph of its memory next to it, {path.name!r}, got none")
     session = with_library(path, providers)
     if written_with is None or session.get_modelmeta().custom_metadata_map.get(SET) != written_with:
-        raise ValueError(f"`model` must have the graph of its own memory, got {path.name!r}, written for another")
+        raise ValueError(f"`model` must have the graph of its memory, got {path.name!r}, written for another")
     inputs = session.get_inputs()
     for value in inputs:
         if value.type not in TYPES:

@@ -88,7 +88,7 @@ def _written_out(function: F) -> F:
         return function
     kind: Any = inspect.Parameter.KEYWORD_ONLY
     seen = (inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in Seen.__annotations__.items())
-    function.__signature__ = signature.replace(parameters=[*own, *seen])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own, *seen])  # type: ignore[attr-defined]  # read by inspect
     return function
 
 

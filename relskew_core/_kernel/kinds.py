@@ -1,6 +1,6 @@
 """The kinds of the arrays of a call: what their axes run along, and how an array of each kind is checked and converted.
 
-Whatever cuts, moves or flattens arrays of a call asks their kind, so that one that is added needs nothing but its kind.
+Code that cuts, moves or flattens arrays of a call asks their kind, so an array that is added needs its kind alone.
 """
 
 from __future__ import annotations

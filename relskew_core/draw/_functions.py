@@ -58,10 +58,10 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
 
 
 def _row_panel(span: Span, longest: int) -> Panel:
-    shown = range(-span.left - 2, span.right + 3)  # two positions past either end
+    shown: Sequence[int] = range(-span.left - 2, span.right + 3)  # two positions past either end
     if span.rows > longest:
         near = {r for end in (-span.left, 0, span.right) for r in range(end - 1, end + 2)}
-        shown = sorted({shown[0], shown[-1], *near})  # type: ignore[assignment]
+        shown = sorted({shown[0], shown[-1], *near})
     columns, cells = list[str](), list[Cell]()
     for last, r in zip((shown[0] - 1, *shown), shown, strict=False):
         if r != last + 1:

@@ -111,7 +111,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
     drops = "attention_dropout"
     reads = "qkv window_size shift_size dropout"
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the original's arguments
         size, windows = x.shape[1:3], self.window_size
         x = pad(x, (0, 0, 0, -size[1] % windows[1], 0, -size[0] % windows[0]))
         padded, mask = x.shape[1:3], None
@@ -268,7 +268,7 @@ class Data2VecVisionRelativeAttention(BeitRelativeAttention):
     drops = "dropout"
     reads = "has_relative_position_bias config.patch_size"
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # the original's arguments
         self,
         hidden_states: Tensor,
         output_attentions: bool = False,
@@ -341,7 +341,7 @@ class VitDetRelativeAttention(SamRelativeAttention):
     heads = "num_heads"
     wants: ClassVar[dict[str, Any]] = {"use_relative_position_embeddings": True}
 
-    def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]
+    def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]  # the original's arguments
         return (self._on_grid(hidden_state),)
 
 

@@ -286,7 +286,7 @@ class GraniteSpeech5RelativeAttention(GraniteSpeechRelativeAttention):
     drops = "attention_dropout"
     reads = "rel_pos_emb context_size config.max_position_embeddings"
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # the original's arguments
         self, hidden_states: Tensor, position_embeddings: Maybe = None, attention_mask: Maybe = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attend inside the blocks of ``(batch, length, width)``; ``position_embeddings`` is not read."""

@@ -94,7 +94,7 @@ class UMT5RelativeAttention(T5RelativeAttention):
 
     replaces = ("UMT5Attention",)
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # the original's arguments
         self,
         hidden_states: Tensor,
         encoder_hidden_states: Maybe = None,
