@@ -171,7 +171,7 @@ class BEiT:
 
 
 def _check_cells(table: Array, window: tuple[int, ...], *, extra: int) -> None:
-    cells = math.prod(2 * side - 1 for side in window)
+    cells = math.prod([2 * side - 1 for side in window])
     if table.ndim != 2 or table.shape[0] != cells + extra:
         rows = f"{cells} + {extra}" if extra else cells
         raise ValueError(f"`table` must have shape ({rows}, H) for the window {window}, got {describe(table)}")
