@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relskew_core._array.checks import check_choice
 from relskew_core._array.extras import to_install
+from relskew_core._array.namespace import library_name
 from relskew_core._array.typing import IMPLS, Impl
-from relskew_core._kernel.call import unsupported
+from relskew_core._kernel import grids
+from relskew_core._kernel.call import Operands, Options, unsupported
+from relskew_core._kernel.problem import Problem
 from relskew_core.backends._path import PORTABLE, Path
 from relskew_core.backends._threads import set_numpy_threads
-
-if TYPE_CHECKING:
-    from relskew_core._kernel.problem import Problem
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 
@@ -81,6 +82,8 @@ def path(function: str, call: Problem, impl: Impl) -> Path:
     check_choice("impl", impl, IMPLS)
     if impl == "portable":  # dask does not reshape arrays with arbitrary blocks
         return _instead(call) if library_name(call.xp) == "dask" else PORTABLE
+    if call.options.sides and grids.is_small(call.given, call.options):
+        return GRIDS
     found = _native(function, call)
     if isinstance(found, Path):
         return found if found.faster or impl == "native" else _instead(call)
@@ -105,8 +108,19 @@ def _instead(call: Problem) -> Path:
     """Return the kernels for calls that the native path does not support or runs more slowly."""
     library = library_name(call.xp)
     choose = getattr(_module(library), "instead", None) if library in FOLDERS else None
-    path: Path = PORTABLE if choose is None else choose(call)
-    return path
+    found: Path = PORTABLE if choose is None else choose(call)
+    return GRIDS if call.options.sides and (found is PORTABLE or library != "torch") else found
+
+
+def _attend_part(x: Operands, options: Options, *, xp: Any) -> Any:
+    """Attend on the best path for a part of a call on grids."""
+    call = Problem(x, options, xp, x.q.dtype, True, None, None, None)
+    own = path("attention", call, "auto")
+    return own.attention(call.operands(half=own.half), options, xp=xp)
+
+
+GRIDS = Path(partial(grids.attention, kernel=_attend_part), PORTABLE.attention_vjp)
+"""Calls on grids by the paths of calls without."""
 
 
 def _native(function: str, call: Problem) -> Path | str:
@@ -154,12 +168,6 @@ def _module(library: str) -> Any:
 
         return _torch
     raise KeyError(library)
-
-
-def library_name(xp: Any) -> str:
-    """Return the top-level name of the library behind a namespace, such as ``numpy`` or ``torch``."""
-    name = xp.__name__.removeprefix("array_api_compat.").removeprefix("relskew_core._array.")
-    return str(name).partition(".")[0]
 
 
 def default_library() -> Any:

@@ -15,15 +15,14 @@ from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import (
     KINDS,
-    GridOptions,
     Operands,
     Options,
     has_tables,
-    operands_of,
     unsupported,
 )
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
+from relskew_core._kernel.grids import places
 from relskew_core._kernel.kinds import RowsKind
 from relskew_core._kernel.sums import sum_to
 from relskew_core._positions.labels import check_reach_of, known_items
@@ -103,11 +102,12 @@ def serves_kind(x: Operands, options: Options, supported: frozenset[str] = SUPPO
         or abs(options.visibility.offset) >= OFFSETS
     ):
         return False
-    if isinstance(options, GridOptions) and len(options.sides) > SIDES:
+    if len(options.sides) > SIDES:
         return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
         return False
-    if x.k_positions is None or not has_tables(x):
+    by_value = x.k_positions is not None or options.sides
+    if not by_value or not has_tables(x):
         return True
     # A query would multiply many rows of a longer table in vain.
     return options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
@@ -146,13 +146,22 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, sums: Any, *, library: L
     try:
         _attend(x, call, (out, lse, sums), library)
     except BufferError:
-        _attend(operands_of([*map(library.in_rows, x)]), call, (out, lse, sums), library)
+        _attend(Operands(*map(library.in_rows, x)), call, (out, lse, sums), library)
 
 
 def _attend(x: Operands, call: Call, results: tuple[Any, ...], library: Library) -> None:
-    buffers = library.buffers
     drawn = _hashes(x, call.options, library) if call.options.dropout else NO_HASHES
-    kernels.attend(*call[:3], *buffers(_arrays(x)), *drawn, *buffers(results), *_threads(call, library))
+    given, made = _buffers(x, call.options, library), library.buffers(results)
+    kernels.attend(*call[:3], *given, *drawn, *made, *_threads(call, library))
+
+
+def _buffers(x: Operands, options: Options, library: Library) -> Iterable[Any]:
+    """Return the arrays of a call as the kernels accept them, with positions for the bias of a grid."""
+    buffers = library.buffers(_arrays(x))
+    if not options.sides or x.rel_bias is None:
+        return buffers
+    own = places(options.sides, x.q.shape[-2], x.k.shape[-2], x.rel_bias.shape[-1])
+    return *[*buffers][: -len(own)], *own
 
 
 def _threads(call: Call, library: Library) -> tuple[int, int]:
@@ -196,7 +205,7 @@ def pull_back(
     except BufferError:
         pass  # its traceback would keep these gradients, which may be as large as a mask, next to new ones
     given = tuple(map(library.in_rows, (d_out, out, sums, d_lse)))
-    return _pull_back(given, operands_of([*map(library.in_rows, x)]), call, library, learned)
+    return _pull_back(given, Operands(*map(library.in_rows, x)), call, library, learned)
 
 
 def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:
@@ -207,7 +216,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
             make = library.empty if isinstance(KINDS[name], RowsKind) else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     drawn = _hashes(x, call.options, library) if call.options.dropout else NO_HASHES
-    arrays, gradients = buffers(_arrays(x)), buffers([found.get(name) for name in GRADIENTS])
+    arrays, gradients = _buffers(x, call.options, library), buffers([found.get(name) for name in GRADIENTS])
     kernels.pull_back(*call[:3], *arrays, *drawn, *buffers(given), *gradients, *_threads(call, library))
     return found
 

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from relskew_core._kernel.call import GridOptions, Operands, Options, Side
+from relskew_core._kernel.call import Operands, Options, Side
 from relskew_core._kernel.dropout import threshold
 from relskew_core._positions.visibility import FURTHEST
 
@@ -64,8 +64,7 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
 
 def _sides(options: Options) -> dict[str, int]:
     """Return the numbers of the sides of a call's grids; missing sides come first and are 0."""
-    given = options.sides if isinstance(options, GridOptions) else ()
-    sides = [*[(0, 0, 0, 0)] * (SIDES - len(given)), *given]
+    sides = [*[(0,) * len(Side._fields)] * (SIDES - len(options.sides)), *options.sides]
     return {f"{name}_{place}": number for place, side in enumerate(sides)
             for name, number in zip(Side._fields, side, strict=True)}  # fmt: skip
 

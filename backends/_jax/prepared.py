@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from relskew_core._array.typing import Array
-from relskew_core._kernel.call import Operands, Options, operands_of
+from relskew_core._kernel.call import Operands, Options
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._jax import compiled as kernels
 from relskew_core.backends._jax import eager
@@ -51,4 +51,4 @@ def attend(x: Operands, call: Call) -> tuple[Array, Array | None]:
 
 
 def _of_numpy(x: Operands) -> Operands:
-    return operands_of([each if each is None else np.asarray(each) for each in x])
+    return Operands(*[each if each is None else np.asarray(each) for each in x])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from relskew_core._array.known import varies
+from relskew_core._array.known import compiled_for_any, varies
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _compiled, _ragged
@@ -30,6 +30,8 @@ def serve(function: str, call: Problem) -> Path | str:
     device = call.given.q.device.type
     if differentiates_by_function() or has_tangents(call.given):
         return "torch.func.grad and forward mode go through the portable code alone"
+    if call.options.sides and torch.compiler.is_exporting():
+        return "graphs have no grids"
     if device == "cpu":
         return _on_cpus(call)
     if device == "cuda":
@@ -70,11 +72,13 @@ def instead(call: Problem) -> Path:
 
     There an operator is what the ONNX translation converts, at any length, and what DTensors have rules for.
     """
-    operands = call.given
+    operands, sides = call.given, call.options.sides
     # No operator supports offsets per item, or takes part in these transformations.
     ragged_batch = isinstance(call.options.visibility, RaggedVisibility)
     if ragged_batch or differentiates_by_function() or has_tangents(operands):
         return PORTABLE
+    if sides and not compiled_for_any(*(number for side in sides for number in side), *operands.q.shape[:-2]):
+        return PORTABLE  # otherwise the number of parts, which depends on the height, would be that of the program
     # The rules of a DTensor are for operators; and under other transformations, attention on CPUs is one step, with or
     # without kernels.
     one_step = operands.q.device.type == "cpu" and _compiled.missing() is not None and is_watched(operands)

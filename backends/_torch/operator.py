@@ -7,7 +7,7 @@ by position, as torch requires it, and taken apart and put together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,22 +17,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from relskew_core._array.softmax import log_sum_exp
+from relskew_core._kernel import forward
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import (
-    DIFFERENTIABLE,
     KINDS,
+    LEARNED,
     TABLES,
     Gradients,
     Operands,
     Options,
+    Side,
     named,
     shape_of_out,
     shape_of_sums,
 )
 from relskew_core._kernel.chunk import keys_seen
+from relskew_core._kernel.grids import parts
 from relskew_core.backends._torch import decomposed
 
-TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+TYPES = {tuple[Side, ...]: "SymInt[]", int: "SymInt", float: "float", bool: "bool", str: "str"}
 """The types of an operator's arguments that are not tensors."""
 
 COUNT = len(Operands._fields)
@@ -77,7 +81,7 @@ def flat(options: Options) -> list[Any]:
         value: Any = options
         for name in path:
             value = getattr(value, name)
-        numbers.append(value)
+        numbers.append([number for side in value for number in side] if isinstance(value, tuple) else value)
     return numbers
 
 
@@ -98,13 +102,17 @@ def _maker_of(field: Field[Any], hint: Any) -> Callable[[Operands, Iterator[Any]
     if "length of" in field.metadata:
         name = field.metadata["length of"]
         return lambda operands, values: getattr(operands, name).shape[-2]
+    if hint == tuple[Side, ...]:
+        return lambda operands, values: _sides(next(values))
     return _maker(hint) if is_dataclass(hint) else lambda operands, values: next(values)
 
 
+def _sides(numbers: Sequence[int]) -> tuple[Side, ...]:
+    count = len(Side._fields)
+    return tuple(Side(*numbers[at : at + count]) for at in range(0, len(numbers), count))
+
+
 _make_options = _maker(Options)
-
-
-PORTABLE = partial(portable_vjp, xp=xp)
 
 
 class TwoOperators:
@@ -164,8 +172,8 @@ class Operator(TwoOperators):
     attend : callable
         ``attend(operands, options) -> (out, sums or None)``.
     pull_back : callable
-        ``pull_back(d_out, operands, options, *, out, sums, d_lse, wanted) -> Gradients``; ``wanted`` names the operands
-        whose gradients are requested.
+        ``pull_back(d_out, operands, options, *, out, sums, d_lse, wanted)`` returns gradients; ``wanted`` names the
+        operands whose gradients are requested.
     keeps : bool
         Whether the output and the sums of weights, then always made, are kept for the backward pass.
     devices : str, optional
@@ -176,13 +184,13 @@ class Operator(TwoOperators):
         self,
         name: str,
         attend: Callable[..., tuple[Tensor, Tensor | None]],
-        pull_back: Callable[..., Gradients],
+        pull_back: Callable[..., Gradients | dict[str, Tensor]],
         *,
         keeps: bool = False,
         devices: str | None = None,
     ) -> None:
         self._attend, self._pull_back, self._keeps = attend, pull_back, keeps
-        results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
+        results = ", ".join(["Tensor"] * len(LEARNED))
         cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? sums, str wanted"
         self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
@@ -198,9 +206,9 @@ class Operator(TwoOperators):
         """Return the gradients of every operand, from results that are computed again unless they were kept."""
         args, arrays = [*operands, *flat(options)], named(operands)
         out, sums = self.op(*args) if self._keeps else (None, None)
-        given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
-        found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, sums, " ".join(given), *args), strict=True))
-        return Gradients(**{name: found[name] for name in given})
+        given = [name for name in LEARNED if arrays[name] is not None and arrays[name].is_floating_point()]
+        found = dict(zip(LEARNED, self.vjp(d_out, d_lse, out, sums, " ".join(given), *args), strict=True))
+        return Gradients(**{name: found[name] for name in given if name in Gradients._fields})
 
     def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
         x, options = self.parts(args if forward else args[-COUNT - len(PATHS) :])
@@ -212,7 +220,8 @@ class Operator(TwoOperators):
         def with_table(table: Tensor | None, rows: int) -> int:
             return 0 if table is None else rows * min(table.shape[-2], high - low + 1) * table.shape[-1]
 
-        logits = pairs * x.q.shape[-1] + with_table(x.rel_k, queries) + with_table(x.key_table, x.k.shape[:-1].numel())
+        logits = pairs * x.q.shape[-1] + with_table(x.rel_k, queries) + with_table(x.axis_tables, queries)
+        logits += with_table(x.key_table, x.k.shape[:-1].numel())
         values = pairs * x.v.shape[-1] + with_table(x.rel_v, queries)
         return 2 * (logits + values) if forward else 2 * (3 * logits + 2 * values)
 
@@ -247,22 +256,23 @@ class Operator(TwoOperators):
     ) -> tuple[Tensor, ...]:
         operands, options = self.parts(args)
         names = wanted.split()
-        gradients = self._pull_back(d_out, operands, options, out=out, sums=sums, d_lse=d_lse, wanted=frozenset(names))
+        found = self._pull_back(d_out, operands, options, out=out, sums=sums, d_lse=d_lse, wanted=frozenset(names))
+        gradients = found if isinstance(found, dict) else named(found)
 
         def own(name: str) -> Tensor:
-            gradient = getattr(gradients, name) if name in names else None
+            gradient = gradients.get(name) if name in names else None
             if gradient is None:
                 return d_out.new_empty(0)
             return _contiguous(gradient.to(getattr(operands, name).dtype))
 
-        return tuple(map(own, DIFFERENTIABLE))
+        return tuple(map(own, LEARNED))
 
     def _fake_vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, sums: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
         operands, _ = self.parts(args)
         names = wanted.split()
-        arrays = {name: getattr(operands, name) for name in DIFFERENTIABLE}
+        arrays = {name: getattr(operands, name) for name in LEARNED}
         return tuple(
             x.new_empty(x.shape)
             if x is not None and name in names and x.dtype.is_floating_point
@@ -279,7 +289,7 @@ class Operator(TwoOperators):
         d_lse = d_sums[..., 1] if options.return_lse else None
         names = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad, strict=False) if needs]
         gradients = self.vjp(d_out, d_lse, out, sums, " ".join(names), *args)
-        found = {name: x for name, x in zip(DIFFERENTIABLE, gradients, strict=True) if name in names}
+        found = {name: x for name, x in zip(LEARNED, gradients, strict=True) if name in names}
         return (*(found.get(name) for name in Operands._fields), *(None for _ in args[COUNT:]))
 
     def _setup_vjp(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -295,11 +305,14 @@ class Operator(TwoOperators):
             # Views, because an array that is passed twice, as k and as v, has two gradients.
             operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
             d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
-            gradients = PORTABLE(d_out, operands, options, d_lse=d_lse)
+            if options.sides:
+                gradients = gradients_on_grids(d_out, operands, options, names, d_lse)
+            else:
+                gradients = named(portable_vjp(d_out, operands, options, d_lse=d_lse, xp=xp))
         pairs = [
             (gradient, cotangent)
-            for name, cotangent in zip(DIFFERENTIABLE, cotangents, strict=True)
-            if name in names and (gradient := getattr(gradients, name)) is not None and gradient.requires_grad
+            for name, cotangent in zip(LEARNED, cotangents, strict=True)
+            if name in names and (gradient := gradients.get(name)) is not None and gradient.requires_grad
         ]
         given = {"d_out": d_out, "d_lse": d_lse, **named(operands)}
         wanted = {name: x for name, x in given.items() if x is not None and x.requires_grad}
@@ -337,7 +350,22 @@ class Operator(TwoOperators):
         self, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         items = [self.vjp(*_item(args, in_dims, index)) for index in range(info.batch_size)]
-        return tuple(torch.stack(parts) for parts in zip(*items, strict=True)), (0,) * len(DIFFERENTIABLE)
+        return tuple(torch.stack(parts) for parts in zip(*items, strict=True)), (0,) * len(LEARNED)
+
+
+def gradients_on_grids(
+    d_out: Any, operands: Operands, options: Options, wanted: Sequence[str], d_lse: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Return gradients that can be differentiated again, from those of the parts of a call."""
+    inputs: list[Any] = [getattr(operands, name) for name in wanted]
+    results, cotangents = list[Tensor](), list[Tensor]()
+    for rows, own, of_part in parts(operands, replace(options, return_lse=True), xp=xp):
+        out, sums = forward.attention(own, of_part, xp=xp)
+        pairs = (out, d_out[..., rows, :]), (log_sum_exp(sums), None if d_lse is None else d_lse[..., rows])
+        results += [result for result, cotangent in pairs if cotangent is not None]
+        cotangents += [cotangent.to(result.dtype) for result, cotangent in pairs if cotangent is not None]
+    found = torch.autograd.grad(results, inputs, cotangents, create_graph=True, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _keep(ctx: Any, args: Sequence[Any], *more: Tensor | None) -> None:
@@ -375,4 +403,4 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:
-    return [arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)]
+    return [arg.select(dim, index) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]

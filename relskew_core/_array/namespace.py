@@ -136,6 +136,12 @@ def is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def library_name(xp: Any) -> str:
+    """Return the top-level name of the library behind a namespace, such as ``numpy`` or ``torch``."""
+    name = xp.__name__.removeprefix("array_api_compat.").removeprefix("relskew_core._array.")
+    return str(name).partition(".")[0]
+
+
 def is_compiling() -> bool:
     """Whether torch traces this code, which must then not use what is remembered between calls."""
     torch = sys.modules.get("torch")

@@ -115,8 +115,8 @@ READ = 2**10
 """The most numbers of a mask that are read to find out what kind of mask it is."""
 
 INNER = ("_array", "_kernel", "_functions.attention", "_functions.prepared")
-BIASES = ("_functions.grid_parts", "_functions.grid_windows", "_functions.grid_kernels", "huggingface")
-"""Modules that check masks; and those that pass them masks again, or biases, which may be zeros and ones."""
+BIASES = ("huggingface",)
+"""Modules that check masks; and those that pass them biases, which may be zeros and ones."""
 
 
 def joint(x: Array | None, y: Array | None, *, xp: Namespace) -> Array | None:

@@ -1,4 +1,4 @@
-"""Grids with any number of axes: the contributions of relative positions along each axis to the logits.
+"""Grids with any number of axes: tables and biases, checked, with the rows that grids use.
 
 A grid is laid out row by row, as ``(…, n_0, n_1, …, D)`` flattened to ``(…, n_0 · n_1 · …, D)``. Every axis has its own
 relative position and is skewed by itself. Only the sum over the axes has an entry for every query and key.
@@ -11,48 +11,39 @@ from collections.abc import Sequence
 from typing import Any
 
 from relskew_core._array.checks import describe
-from relskew_core._array.known import exported
+from relskew_core._array.known import compiled_for_any, exported
 from relskew_core._array.softmax import moved
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._functions.bias import bias_between, check_span, diagonals
-from relskew_core._functions.grid_layout import Grids, Surroundings, extent
-from relskew_core._positions.skew import skew_from
+from relskew_core._functions.bias import bias_between, check_span
+from relskew_core._functions.grid_layout import Grids, Surroundings
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 
 
-def axis_logits(
-    q: Array, tables: Sequence[Array | None], spans: Sequence[Span], grids: Grids, *, xp: Namespace
-) -> Array:
-    """Return the sum of the tables' logits for every query and key, ``(…, H, queries, keys)``; there is a table."""
-    count = len(grids.queries)
-    cells = xp.reshape(q, (*q.shape[:-2], *grids.queries, q.shape[-1]))
-    total = None
-    for axis in reversed(grids.axes):
-        table = tables[axis]
-        if table is None:
-            continue
-        along = _along(moved(cells, axis - count - 1, -2, xp=xp), table, spans[axis], grids, axis, xp=xp)
-        along = moved(along, -2, axis - count - 1, xp=xp)  # (…, n_0, n_1, …, m)
-        part = along[(..., *(slice(None) if other == axis else None for other in grids.axes))]
-        total = part if total is None else part + total
-    assert total is not None
-    # a table may have a heads axis that q does not have
-    total = xp.broadcast_to(total, (*total.shape[:-count], *grids.keys))
-    return xp.reshape(total, (*q.shape[:-1], grids.n_keys))
+def axis_tables(
+    tables: Sequence[Array | None], spans: Sequence[Span], grids: Grids, *, xp: Namespace
+) -> list[Array | None]:
+    """Return tables (R, D) or (H, R, D) with the rows that the grids use."""
+    return [
+        table if table is None
+        else xp.matrix_transpose(_used(xp.matrix_transpose(table), span, *grids.reach(axis), xp=xp))
+        for axis, (table, span) in enumerate(zip(tables, spans, strict=True))
+    ]  # fmt: skip
 
 
-def axis_bias(bias: Array, spans: Sequence[Span], grids: Grids, *, xp: Namespace) -> Array:
-    """Return a bias over all axes together by query and key, ``(…, R_0, R_1, …)`` to ``(…, queries, keys)``."""
-    count = len(grids.queries)
-    lead = tuple(bias.shape[:-count])
-    for axis in grids.axes:  # the axis is the first of the remaining ones; its two new axes are appended
-        n, m, low = grids.queries[axis], grids.keys[axis], -(grids.queries[axis] - 1 + grids.offset[axis])
-        row = bias_between(moved(bias, len(lead), -1, xp=xp), spans[axis], low, low + n + m - 2, xp=xp)
-        bias = diagonals(row, n, m, xp=xp)
-    order = [*range(len(lead)), *(len(lead) + 2 * axis + side for side in (0, 1) for axis in grids.axes)]
-    shape = (*lead, grids.n_queries, grids.n_keys)
-    return xp.reshape(xp.permute_dims(bias, tuple(order)), shape)
+def axis_numbers(bias: Array, spans: Sequence[Span], grids: Grids, *, xp: Namespace) -> Array:
+    """Return a bias over all axes together, (…, R_0, R_1, …), with the numbers that the grids use."""
+    for axis, span in enumerate(spans):
+        place = axis - len(spans)
+        own = _used(moved(bias, place, -1, xp=xp), span, *grids.reach(axis), xp=xp)
+        bias = moved(own, -1, place, xp=xp)
+    return bias
+
+
+def _used(x: Array, span: Span, low: int, high: int, *, xp: Namespace) -> Array:
+    if compiled_for_any(low, high):  # a program for every length, however long the table is
+        return Table(x, span.left, span.beyond).looked_up(low, high, xp=xp).columns
+    return bias_between(x, span, low, high, xp=xp)
 
 
 def check_tables(
@@ -108,16 +99,3 @@ def _refuse_flat(name: str, bias: Array, spans: Any, grids: Grids) -> None:
 def _hidden_beyond(span: Span, seen: Surroundings) -> Span:
     """Return a span for the products: beyond the table, every pair is hidden."""
     return span if seen.all or span.beyond != "error" else Span(span.left, span.right, "zero")
-
-
-def _along(x: Array, table: Array, span: Span, grids: Grids, axis: int, *, xp: Namespace) -> Array:
-    """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` are the other axes."""
-    n, m, q_step, k_step = grids.queries[axis], grids.keys[axis], grids.q_step[axis], grids.k_step[axis]
-    if table.ndim == 3:  # by head: the other axes share the heads
-        table = table[(slice(None), *(None,) * (len(grids.queries) - 1), ...)]
-    first, places = n * q_step, extent(m, k_step)
-    low = -(first + grids.offset[axis])
-    high = low + first + places - 1
-    columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
-    logits = skew_from(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
-    return logits[..., ::k_step]

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from relskew_core import backends
 from relskew_core._array.checks import check_bool, check_int, describe, explains
-from relskew_core._array.known import exported, nothing, symbolic
+from relskew_core._array.known import exported, nothing
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import integers
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.grids import diagonals
 from relskew_core._kernel.shapes import default_offset, default_span
-from relskew_core._positions.skew import pad_last, skew_from
+from relskew_core._positions.skew import pad_last
 from relskew_core._positions.span import Span, span_hint
 from relskew_core._positions.table import Extension, Table
 from relskew_core._positions.visibility import Visibility
@@ -106,17 +106,3 @@ def bias_between(bias: Array, span: Span, low: int, high: int, *, causal: bool =
         return nothing((*bias.shape[:-1], high - low + 1), (bias,), xp=xp)
     extension = Extension.of(span.left, span.rows, span.beyond, low, last)
     return pad_last(extension.widen(bias[..., extension.start : extension.stop], xp=xp), 0, high - last, xp=xp)
-
-
-def diagonals(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
-    """Return ``s[..., i, j] = row[..., n - 1 - i + j]``, shape (..., n, m), of a row of ``n + m - 1`` entries.
-
-    Row ``i`` starts one entry before row ``i - 1``: a view takes a negative stride, which only some libraries have.
-    """
-    library = backends.library_name(xp)
-    if library in ("numpy", "cupy"):
-        return xp.lib.stride_tricks.sliding_window_view(row, m, axis=-1)[..., ::-1, :]
-    if library == "torch" and not symbolic(n, m):
-        return xp.flip(row.unfold(-1, m, 1), axis=-2)
-    spare = pad_last(row, 1, 0, xp=xp)[..., None, :]
-    return skew_from(xp.broadcast_to(spare, (*row.shape[:-1], n, n + m)), n_keys=m, first=n, xp=xp)

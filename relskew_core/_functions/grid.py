@@ -8,8 +8,9 @@ from relskew_core._array.checks import describe, explains
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.precision import cast, casts, widened
 from relskew_core._array.typing import Array
-from relskew_core._functions.axes import axis_bias, axis_logits, check_bias, check_tables
+from relskew_core._functions.axes import axis_numbers, axis_tables, check_bias, check_tables
 from relskew_core._functions.grid_layout import Grids, Surroundings, check_axes
+from relskew_core._kernel.grids import axis_bias, axis_logits
 from relskew_core._positions.span import Span
 
 
@@ -280,7 +281,8 @@ def _logits(q: Array, tables: Sequence[Array | None], spans: Sequence[Span | Non
     found = check_tables(q, tables, spans, grids, Surroundings())
     dtype = q.dtype
     q, *tables = widened((q, *tables), dtype, xp=xp)
-    return cast(axis_logits(q, tables, found, grids, xp=xp), dtype, xp=xp)
+    tables = axis_tables(tables, found, grids, xp=xp)
+    return cast(axis_logits(q, tables, grids.sides(), xp=xp), dtype, xp=xp)
 
 
 def _matrix(bias: Array, spans: Sequence[Span | None] | None, grids: Grids) -> Array:
@@ -290,4 +292,5 @@ def _matrix(bias: Array, spans: Sequence[Span | None] | None, grids: Grids) -> A
     if bias.ndim < count or min(bias.shape[bias.ndim - count :]) < 1:
         rows = "Rh, Rw" if count == 2 else ", ".join(f"R_{axis}" for axis in grids.axes)
         raise ValueError(f"`bias` must have shape (..., H, {rows}) or ({rows}), got {describe(bias)}")
-    return axis_bias(bias, check_bias("bias", bias, spans, grids, Surroundings()), grids, xp=xp)
+    found = check_bias("bias", bias, spans, grids, Surroundings())
+    return axis_bias(axis_numbers(bias, found, grids, xp=xp), grids.sides(), xp=xp)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relskew_core._array.checks import explains
-from relskew_core._array.precision import casts
 from relskew_core._array.typing import Array
-from relskew_core._functions import grid_windows
-from relskew_core._functions.grid_call import GridCall, matters
-from relskew_core._functions.grid_layout import Grids, Surroundings, check_axes
+from relskew_core._functions.grid_call import attend
 from relskew_core._positions.span import Span
 
 
 @explains
-@grid_windows.first
-@casts
 def relative_attention_2d(
     q: Array,
     k: Array,
@@ -134,22 +129,13 @@ def relative_attention_2d(
     >>> relative_attention_2d(q, q, v, window=row, **grids)[:, 0]
     array([1.5, 1.5, 3.5, 3.5])
     """
-    depends = matters(window, table_h, table_w, rel_bias)
-    biased = rel_bias is not None
-    grids = Grids.of(q_grid, k_grid, offset, q_step, k_step, axes=2, matters=depends, biased=biased)
-    call = GridCall(grids, (table_h, table_w), (span_h, span_w), rel_bias, prefix, prefix_bias)
-    if (table_h is None) != (table_w is None):
-        absent, given = ("table_h", "table_w") if table_h is None else ("table_w", "table_h")
-        raise ValueError(f"`{absent}` must be given with `{given}`, got None")
-    return call.attend(
-        q, k, v, Surroundings.of(window, neighborhood, grids), mask=mask, scale=scale, rel_scale=rel_scale,
-        chunk_size=chunk_size, return_lse=return_lse,
+    return attend(
+        (q, k, v, rel_bias, prefix_bias, mask), (table_h, table_w), q_grid, k_grid, (span_h, span_w), prefix, offset,
+        q_step, k_step, window, neighborhood, scale, rel_scale, chunk_size, return_lse, axes=2,
     )  # fmt: skip
 
 
 @explains
-@grid_windows.first
-@casts
 def relative_attention_nd(
     q: Array,
     k: Array,
@@ -235,14 +221,7 @@ def relative_attention_nd(
     >>> relative_attention_nd(q, q, v, q_grid=(8,), k_grid=(8,), neighborhood=(3,))[:, 0]
     array([1., 1., 2., 3., 4., 5., 6., 6.])
     """
-    given = () if tables is None else tables
-    depends = matters(window, *(given if isinstance(given, (tuple, list)) else (given,)), rel_bias)
-    grids = Grids.of(q_grid, k_grid, offset, q_step, k_step, matters=depends, biased=rel_bias is not None)
-    check_axes("tables", tables, grids)
-    check_axes("spans", spans, grids)
-    all_tables = (None,) * len(grids.queries) if tables is None else tuple(tables)
-    call = GridCall(grids, all_tables, spans, rel_bias, prefix, prefix_bias)
-    return call.attend(
-        q, k, v, Surroundings.of(window, neighborhood, grids), mask=mask, scale=scale, rel_scale=rel_scale,
-        chunk_size=chunk_size, return_lse=return_lse,
+    return attend(
+        (q, k, v, rel_bias, prefix_bias, mask), tables, q_grid, k_grid, spans, prefix, offset,
+        q_step, k_step, window, neighborhood, scale, rel_scale, chunk_size, return_lse,
     )  # fmt: skip

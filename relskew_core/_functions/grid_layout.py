@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from relskew_core._array.checks import check_int, check_window, describe
 from relskew_core._array.known import exported, same_length
-from relskew_core._array.precision import integers
-from relskew_core._array.typing import Array, Namespace
+from relskew_core._array.namespace import is_compiling
+from relskew_core._kernel.call import EVERYWHERE, Side
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
 
@@ -85,11 +83,22 @@ class Grids:
         """The number of keys on their grid."""
         return math.prod(self.keys)
 
-    def cut(self, top: int, bottom: int, first: int, last: int) -> Grids:
-        """Return the grids of the queries' rows ``top … bottom - 1`` and of the keys' rows ``first … last - 1``."""
-        offset = self.offset[0] + top * self.q_step[0] - first * self.k_step[0]
-        queries, keys = (bottom - top, *self.queries[1:]), (last - first, *self.keys[1:])
-        return replace(self, queries=queries, keys=keys, offset=(offset, *self.offset[1:]))
+    def reach(self, axis: int) -> tuple[int, int]:
+        """Return the first and the last relative position along an axis, whether or not it is seen."""
+        low = -((self.queries[axis] - 1) * self.q_step[axis] + self.offset[axis])
+        places = extent(self.queries[axis], self.q_step[axis]) + extent(self.keys[axis], self.k_step[axis])
+        return low, low + places - 2
+
+    def fit(self, spans: Sequence[Span]) -> bool:
+        """Whether tables have exactly the rows that the grids use; a program must not depend on that."""
+        return not is_compiling() and all(
+            self.reach(axis) == (-span.left, span.right) for axis, span in enumerate(spans)
+        )
+
+    def sides(self, seen: Surroundings | None = None) -> tuple[Side, ...]:
+        """Return the sides of the grids, and what a query sees along each."""
+        sides = zip(self.queries, self.keys, self.q_step, self.k_step, self.offset, strict=True)
+        return tuple(Side(*side, *(() if seen is None else seen.along(axis))) for axis, side in enumerate(sides))
 
     def check_reach(self, name: str, axis: int, span: Span, seen: Surroundings) -> None:
         """Refuse a table of an axis that is too short for what some query sees."""
@@ -135,6 +144,14 @@ class Surroundings:
         """Whether every query sees every key."""
         return self.window is None and self.neighborhood is None
 
+    def along(self, axis: int) -> tuple[int, int, int]:
+        """Return how far back and ahead a query sees along an axis, and whether that shifts at borders."""
+        if self.neighborhood is not None:
+            size = self.neighborhood[axis]
+            return size // 2, size - 1 - size // 2, 1
+        back, ahead = (EVERYWHERE if side is None else min(side, EVERYWHERE) for side in self.reach(axis))
+        return back, ahead, 0
+
     def reach(self, axis: int) -> tuple[int | None, int | None]:
         """Return how far a window reaches back and ahead along an axis."""
         return (None, None) if self.window is None else self.window[axis]
@@ -154,47 +171,6 @@ class Surroundings:
         assert self.neighborhood is not None
         size = self.neighborhood[axis]
         return min(max(query - size // 2, 0), m - size)
-
-    def rows(self, grids: Grids, top: int, bottom: int) -> tuple[int, int]:
-        """Return the key rows of the first axis that the query rows ``top … bottom - 1`` see, as a range."""
-        m, step = grids.keys[0], grids.k_step[0]
-        low, high = (grids.offset[0] + row * grids.q_step[0] for row in (top, bottom - 1))
-        if self.neighborhood is not None:
-            return self._first(0, low, m), self._first(0, high, m) + self.neighborhood[0]
-        left, right = self.reach(0)
-        first = 0 if left is None else min(max(-(-(low - left) // step), 0), m - 1)
-        last = m if right is None else min(max((high + right) // step + 1, 0), m)
-        return first, max(first + 1, last)
-
-    def visible(self, grids: Grids, rows: tuple[int, int, int, int], *, device: Any, xp: Namespace) -> Array:
-        """Return the visible keys, ``(queries, keys)``, of the rows ``top, bottom, first, last`` of the first axis."""
-        top, bottom, first, last = rows
-        count, conditions = len(grids.queries), []
-        for axis in grids.axes:
-            low, high, start, stop = rows if axis == 0 else (0, grids.queries[axis], 0, grids.keys[axis])
-            queries = integers(low, high, device=device, xp=xp)[:, None] * grids.q_step[axis] + grids.offset[axis]
-            keys = integers(start, stop, device=device, xp=xp)[None, :] * grids.k_step[axis]
-            for condition in self._along(axis, queries, keys, grids.keys[axis], xp=xp):
-                places = tuple(slice(None) if place % count == axis else None for place in range(2 * count))
-                conditions.append(condition[places])
-        shape = (bottom - top, *grids.queries[1:], last - first, *grids.keys[1:])
-        seen = (
-            functools.reduce(operator.and_, conditions)
-            if conditions
-            else xp.ones((1,) * (2 * count), dtype=xp.bool, device=device)
-        )
-        whole = xp.broadcast_to(seen, shape)
-        return xp.reshape(whole, (math.prod(shape[:count]), math.prod(shape[count:])))
-
-    def _along(self, axis: int, queries: Array, keys: Array, m: int, *, xp: Namespace) -> list[Array]:
-        if self.neighborhood is not None:
-            size = self.neighborhood[axis]
-            first = queries - size // 2
-            first = xp.where(first < 0, 0, xp.where(first > m - size, m - size, first))
-            return [keys >= first, keys < first + size]
-        left, right = self.reach(axis)
-        found = [] if left is None else [keys >= queries - left]
-        return found if right is None else [*found, keys <= queries + right]
 
 
 def extent(count: int, step: int) -> int:

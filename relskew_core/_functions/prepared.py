@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels: checked once for all equal calls, and from then on passed to the kernels directly.
+"""Calls that are repeated: checked once for all equal calls, and from then on passed to the kernels directly.
 
 The arithmetic of one token takes some microseconds, and its checks ten times as many. Their results depend only on
 types, shapes, dtypes, devices and options, which are therefore the keys of the cache; arrays never are. A call that
@@ -15,9 +15,14 @@ from typing import Any
 
 from relskew_core import backends
 from relskew_core._array.namespace import is_compiling
+from relskew_core._array.precision import widened
+from relskew_core._array.softmax import log_sum_exp
+from relskew_core._array.typing import IMPLS
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Arguments, Operands, has_tables
+from relskew_core._kernel.grids import is_small
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.span import Span
+from relskew_core.backends._path import PORTABLE
 
 MOST = 256
 """The most kinds of calls that are remembered; beyond that all are forgotten and checked again."""
@@ -38,7 +43,7 @@ REQUIRED = {"q", "k", "v"}
 DEFAULTS = {field.name: field.default for field in fields(Arguments)}
 BY_PLACE = [field.name for field in fields(Arguments) if not field.kw_only]
 _alike: dict[tuple[Any, ...], Alike | None] = {}
-_checked: dict[Hashable, Checked] = {}
+_checked: dict[Hashable, Checked | OnGrids] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -165,7 +170,75 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
         _checked.clear()
     (alike, *_), values = kind
     _checked[kind[0]] = checked
-    return checked.attend(call.operands(half=checked.kernels.HALF), values[alike.offset] or 0, formed=True)
+    return checked.attend(call.operands(half=checked.half), values[alike.offset] or 0, formed=True)
+
+
+OF_GRIDS = PLAIN | {tuple, list}
+"""The types of the options of calls on grids. Those of what they contain show in its ``repr``."""
+
+
+def kind_on_grids(arrays: Values, tables: Any, options: Values) -> Hashable | None:
+    """Return the key of equal calls on grids, ``None`` for a call that cannot be prepared."""
+    if is_compiling() or (tables is not None and type(tables) not in (tuple, list)):
+        return None
+    every = (*arrays, *(tables or ()))
+    kernels, types = backends.prepared(type(arrays[0])), tuple(map(type, every))
+    if kernels is None or NoneType in types[:3] or not kernels.TYPES.issuperset(types) or not kernels.ordinary():
+        return None
+    if not OF_GRIDS.issuperset(map(type, options)):
+        return None
+    given = [x for x in every if x is not None]
+    try:
+        shapes = [x.shape for x in given]
+    except RuntimeError:  # raised by nested tensors
+        return None
+    return (types, repr(options), *shapes, *map(kernels.about, given))
+
+
+def attend_on_grids(kind: Hashable, arrays: Values, tables: Any) -> Any:
+    """Return the results of a call of a known kind on grids, ``None`` if it is unknown or not for the kernels."""
+    checked: Any = _checked.get(kind)
+    return None if checked is None else checked.attend(arrays, tables)
+
+
+def remember_on_grids(kind: Hashable, call: Problem, form: Any, arrays: Values, tables: Any) -> Any:
+    """Remember a checked call on grids, and return its results; ``None`` if the kernels do not support it."""
+    kernels, x, mask = backends.prepared(type(arrays[0])), call.given, arrays[-1]
+    if x.mask is not None and x.mask.dtype != mask.dtype:  # a weakly typed one
+        return None
+    if is_small(x, call.options):
+        form, call = form.with_matrix(call)
+    known = replace(call, given=Operands(None, None, None))
+    own = kernels.call_of(call.operands(half=kernels.HALF), call.options)
+    if own is None:
+        return None
+    if len(_checked) >= MOST:
+        _checked.clear()
+    _checked[kind] = checked = OnGrids(kernels, known, own, form, kernels.HALF or call.dtype == call.wide)
+    return checked.attend(arrays, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class OnGrids:
+    """The remembered facts about equal calls on grids."""
+
+    kernels: Any  # of a library
+    problem: Problem  # holds no arrays
+    call: Any  # the description for the kernels
+    form: Any  # makes the operands
+    as_given: bool  # whether the kernels receive them in their dtype
+
+    def attend(self, arrays: Values, tables: Any) -> Any:
+        """Return the results of a call of this kind; ``None`` leaves it to the usual path."""
+        problem, x = self.problem, self.form.operands(arrays, tables)
+        if not self.as_given:
+            x = Operands(*widened(x, problem.dtype, xp=problem.xp))
+        if not self.kernels.TYPES.issuperset(map(type, x)):  # the arrays were made while JAX traces
+            return None
+        out, lse = self.kernels.attend(x, self.call)
+        if not (self.as_given and problem.heads):
+            out, lse = problem.result(out), None if lse is None else problem.result(lse, dtype=problem.wide)
+        return out if lse is None else (out, lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +247,8 @@ class Checked:
 
     kernels: Any  # of a library
     problem: Problem  # holds no arrays
-    call: Any  # the description for the kernels
+    call: Any  # the description for the kernels, None for the portable ones
+    half: bool  # whether half precision is passed on
     as_given: bool  # whether the kernels receive the caller's arrays unchanged
     one_query: bool  # a single query, at any position and with any number of keys
     guessed: int  # rows of a table without a span; 0 if there is none
@@ -182,7 +256,7 @@ class Checked:
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
         """Return these facts for a checked call, ``None`` if the kernels do not support it."""
-        if given.impl not in ("auto", "native") or given.seed is not None:
+        if given.impl not in IMPLS or given.seed is not None:
             return None
         kernels, x = backends.prepared(type(call.given.q)), call.given
         if kernels is None:  # JAX is tracing, and a heads axis was added
@@ -190,15 +264,17 @@ class Checked:
         # a weakly typed mask was accepted, but other arrays of its dtype may be rejected
         if x.mask is not None and given.mask is not None and x.mask.dtype != given.mask.dtype:
             return None
-        operands = call.operands(half=kernels.HALF)
-        own = kernels.call_of(operands, call.options)
-        if own is None:
+        portable = given.impl == "portable"
+        half = kernels.HALF and not portable
+        operands = call.operands(half=half)
+        own = None if portable else kernels.call_of(operands, call.options)
+        if own is None and not portable:
             return None
         as_given = all(getattr(given, name) is getattr(operands, name) for name in DIFFERENTIABLE)
         known = replace(call, given=Operands(None, None, None))
         span = call.options.span
         guessed = given.span is None and span.right == 0 and span.rows > 1 and has_tables(x)
-        return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, span.rows if guessed else 0)
+        return cls(kernels, known, own, half, as_given, x.q.shape[-2] == 1, span.rows if guessed else 0)
 
     def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual path.
@@ -206,18 +282,30 @@ class Checked:
         The arrays are the caller's, or ``formed`` as the kernels want them.
         """
         problem, call = self.problem, self.call
+        options = problem.options
         if self.one_query:
             count = x.k.shape[-2]
-            full = self.guessed == 2 * count - 1  # the table may then be a full one
-            if full or (call := call.at(count, offset)) is None:
+            if self.guessed == 2 * count - 1:  # the table may then be a full one
+                return None
+            if call is None:
+                options = replace(options, visibility=replace(options.visibility, n_keys=count, offset=offset))
+                try:
+                    options.visibility.check_reach("rel_k", options.span)
+                except ValueError:
+                    return None
+            elif (call := call.at(count, offset)) is None:
                 return None
         if not (formed or self.as_given):
             own = {name: KINDS[name].form(each, heads=problem.heads, xp=problem.xp)
                    for name in DIFFERENTIABLE if (each := getattr(x, name)) is not None}  # fmt: skip
-            x = replace(problem, given=Operands(**own)).operands(half=self.kernels.HALF)
+            x = replace(problem, given=Operands(**own)).operands(half=self.half)
             if not self.kernels.TYPES.issuperset(map(type, x)):  # the arrays were made while JAX traces
                 return None
-        out, lse = self.kernels.attend(x, call)
+        if call is None:
+            out, lse = PORTABLE.attention(x, options, xp=problem.xp)
+            lse = log_sum_exp(lse) if options.return_lse else None
+        else:
+            out, lse = self.kernels.attend(x, call)
         if not self.as_given:
             out, lse = problem.result(out), None if lse is None else problem.result(lse, dtype=problem.wide)
         return out if lse is None else (out, lse)

@@ -94,22 +94,17 @@ class Operands(NamedTuple):
     rel_q: Annotated[Array | None, kinds.QUERY] = None  # (..., H, Lq, Dr), None if it is q
     mask: Annotated[Array | None, kinds.MASK] = None  # at least two axes
     key_table: Annotated[Array | None, kinds.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
+    axis_tables: Annotated[Array | None, kinds.AXES] = None  # (Σ R, D) or (H, Σ R, D), if the call is on grids
     q_segments: Annotated[Array | None, kinds.QUERY_LABEL] = None  # a query sees the keys of its segment
     k_segments: Annotated[Array | None, kinds.KEY_LABEL] = None
     q_positions: Annotated[Array | None, kinds.QUERY_LABEL] = None  # if positions are `by_value`
     k_positions: Annotated[Array | None, kinds.KEY_LABEL] = None
     seed: Annotated[Array | None, kinds.SEED] = None  # of dropout
 
-    @property
-    def axis_tables(self) -> Array | None:
-        """The tables along the axes of grids, which only :class:`GridOperands` has."""
-        return None
-
 
 KINDS: dict[str, Kind] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
 }
-KINDS["axis_tables"] = kinds.AXES
 
 
 def kind_of_table(name: str) -> TableKind:
@@ -134,14 +129,14 @@ TABLES = names_of(kinds.TABLE, kinds.BIAS)
 DIFFERENTIABLE = names_of(kinds.QUERY, kinds.KEY, kinds.TABLE, kinds.BIAS, kinds.MASK)
 """The arrays that have gradients: arguments of the same names."""
 
+LEARNED = (*DIFFERENTIABLE, *names_of(kinds.AXES))
+"""All arrays of a kernel that have gradients, in the order of :class:`Operands`."""
+
 BY_HEAD = ("sinks", "scale", "rel_scale")
 """Arguments with a number for each head, which are applied before or after a kernel."""
 
 
 if TYPE_CHECKING:
-
-    class GridOperands(Operands):
-        def __new__(cls, *arrays: Array | None, **named: Array | None) -> Self: ...
 
     class Gradients(Operands):
         """Gradients by argument."""
@@ -151,12 +146,6 @@ if TYPE_CHECKING:
         rel_scale: Array | None = None
 
 else:
-    GridOperands = namedtuple(
-        "GridOperands", (*Operands._fields, "axis_tables"), defaults=(*Operands._field_defaults.values(), None)
-    )
-    GridOperands.__doc__ = (
-        "The arrays of a call whose queries and keys are cells of grids, as the compiled kernels get them."
-    )
     _names = (*DIFFERENTIABLE, *BY_HEAD)
     Gradients = namedtuple("Gradients", _names, defaults=[None] * len(_names))
     Gradients.__doc__ = "Gradients of relative attention, by argument; ``None`` for absent and boolean ones."
@@ -182,6 +171,33 @@ class Part:
     heads: int | None = None  # the number of all heads, None if all are here
 
 
+EVERYWHERE = 2**40
+"""A distance along a side of a grid beyond all its cells."""
+
+
+class Side(NamedTuple):
+    """One side of the grids of queries and of keys."""
+
+    queries: int
+    keys: int
+    query_step: int = 1  # the distance of neighbours, in rows of the side's table
+    key_step: int = 1
+    offset: int = 0  # the place of query 0, with key 0 at place 0
+    before: int = EVERYWHERE  # how far back a query sees
+    after: int = EVERYWHERE
+    shifts: int = 0  # 1 if what a query sees moves into the grid at borders
+
+    @property
+    def rows(self) -> int:
+        """The number of relative positions."""
+        return (self.queries - 1) * self.query_step + (self.keys - 1) * self.key_step + 1
+
+    @property
+    def hides(self) -> bool:
+        """Whether some queries may not see some keys."""
+        return bool(self.before < EVERYWHERE or self.after < EVERYWHERE)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of a call that are not arrays. Native paths need not support fields with a default."""
@@ -196,31 +212,13 @@ class Options:
     return_lse: bool = False
     # A factory, because torch.compile wraps the defaults of constructors, and torch 2.11 cannot wrap such an object.
     part: Part = field(default_factory=Part)
+    # of grids whose cells are the last queries and keys, row by row; `rel_bias` then has a number for each pair of
+    # cells that differ alike, (1 or H, R · R' · …), followed by the three of `prefix_bias` if there are others
+    sides: tuple[Side, ...] = ()
 
     def positions(self) -> tuple[int, int]:
         """Return the lowest and highest visible relative position; ``(0, 0)`` if no key is visible."""
         return self.visibility.positions() or (0, 0)
-
-
-class Side(NamedTuple):
-    """One side of the grids of queries and of keys, and the distance of neighbours in rows of its table."""
-
-    queries: int
-    keys: int
-    query_step: int = 1
-    key_step: int = 1
-
-    @property
-    def rows(self) -> int:
-        """The number of relative positions."""
-        return (self.queries - 1) * self.query_step + (self.keys - 1) * self.key_step + 1
-
-
-@dataclass(frozen=True, slots=True)
-class GridOptions(Options):
-    """The options of a call with :class:`GridOperands`: the sides of the grids; their cells come last, row by row."""
-
-    sides: tuple[Side, ...] = ()
 
 
 def shape_of_rows(x: Operands) -> tuple[int, ...]:
@@ -238,11 +236,6 @@ def shape_of_out(x: Operands) -> tuple[int, ...]:
     return (*x.q.shape[:-1], x.v.shape[-1])
 
 
-def operands_of(arrays: Sequence[Array | None]) -> Operands:
-    """Return arrays, in order, as the operands of a call or of a call on grids, depending on their number."""
-    return (Operands if len(arrays) == len(Operands._fields) else GridOperands)(*arrays)
-
-
 CHECKS: dict[str, Callable[..., Any]] = {
     option.name: option.metadata["check"] for option in fields(Options) if "check" in option.metadata
 }
@@ -257,7 +250,7 @@ _DEFAULTS = {
     kind: {
         option.name: _default(option) for option in fields(kind) if option.compare and _default(option) is not MISSING
     }
-    for kind in (Options, GridOptions, Span, Visibility, RaggedVisibility)
+    for kind in (Options, Span, Visibility, RaggedVisibility)
 }
 
 

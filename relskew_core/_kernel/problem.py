@@ -164,6 +164,9 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     scales = HeadScales.of(given, xp=xp)
     given = _scaled(given, scales, xp=xp)
     scale: float = q.shape[-1] ** -0.5 if given.scale is None else check_real("scale", given.scale)
+    checked: dict[str, Any] = {
+        name: None if (x := getattr(given, name)) is None else check(name, x) for name, check in CHECKS.items()
+    }
     options = Options(
         span=span if ragged is None else ragged.window_span,
         visibility=visibility,
@@ -172,7 +175,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
         dropout=dropout,
         return_lse=check_bool("return_lse", return_lse) or sinks is not None,
         part=part,
-        **{name: None if (x := getattr(given, name)) is None else check(name, x) for name, check in CHECKS.items()},
+        **checked,
     )
     heads = q.ndim > 2
 

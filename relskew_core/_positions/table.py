@@ -108,7 +108,7 @@ class Table:
         Of a short table it costs less to multiply what is there and to extend the products.
         """
         if exported(first, last):
-            return self._looked_up(first, last, xp=xp)
+            return self.looked_up(first, last, xp=xp)
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
         return self._extended(self.plan(first, last), first, xp=xp)
@@ -125,7 +125,7 @@ class Table:
         columns = xp.matrix_transpose(extension.widen(rows, axis=-2, xp=xp))
         return Table(columns, -first, "zero", extension, self.columns.shape[-1])
 
-    def _looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:
+    def looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:
         """Return a table of ``first … last`` for any number of rows: NaN past the end with ``beyond="error"``."""
         rows = self.columns.shape[-1]
         places = integers(first + self.left, last + 1 + self.left, device=device(self.columns), xp=xp)

@@ -13,7 +13,7 @@ import pytest
 import differential
 from libraries import needs_kernels
 from relskew_core import backends, relative_attention, relative_attention_2d, relative_attention_vjp
-from relskew_core._functions import grid_windows, prepared
+from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled as of_numpy
 from tracked import ROOT
@@ -43,8 +43,7 @@ def attend_both_ways(given: dict[str, Any]) -> list[differential.Numbers]:
 @pytest.mark.parametrize("most", [2, 256], ids=["forgotten", "remembered"])
 def test_threads_that_call_at_once_get_what_each_call_gives_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls have other shapes and the same arrays, and several threads prepare and forget their kinds at once."""
-    for module in (prepared, grid_windows):
-        monkeypatch.setattr(module, "MOST", most)
+    monkeypatch.setattr(prepared, "MOST", most)
     # two threads for each of these short calls
     monkeypatch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
     monkeypatch.setattr(backends._threads, "_numpy_threads", 2)

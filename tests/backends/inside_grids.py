@@ -3,6 +3,7 @@
 import itertools
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,9 @@ from numpy.typing import NDArray
 
 import oracles
 from libraries import needs_kernels
-from relskew_core import Span, relative_attention_2d, relative_attention_nd
-from relskew_core._functions import grid_kernels, grid_windows
-from relskew_core._functions.grid_call import GridCall
-from relskew_core._functions.grid_kernels import GridPair
-from relskew_core._kernel.call import Side
+from relskew_core import Span, backends, relative_attention_2d, relative_attention_nd
+from relskew_core._functions import grid_call, prepared
+from relskew_core._kernel import grids as parts_of_grids
 from relskew_core.backends import _compiled, set_numpy_threads
 
 pytestmark = needs_kernels
@@ -31,7 +30,16 @@ GRIDS: dict[str, dict[str, Any]] = {
     "elsewhere": {"q_grid": (3, 17), "k_grid": (6, 16), "offset": (1, -2), "prefix": (0, 2)},
     "pooled keys": {"q_grid": (8, 12), "k_grid": (4, 6), "offset": (0, 0), "k_step": (2, 2), "prefix": (1, 1)},
     "pooled queries": {"q_grid": (3, 3), "k_grid": (9, 6), "offset": (0, 1), "q_step": (3, 2)},
-}
+    "a window": {"q_grid": (9, 7), "k_grid": (9, 7), "window": ((1, 2), (None, 1)), "prefix": (1, 2)},
+    "windows of blocks": {"q_grid": (40, 17), "k_grid": (40, 17), "window": ((2, 3), (4, 2))},
+    "a window of pooled keys": {
+        "q_grid": (8, 12), "k_grid": (4, 6), "offset": (1, -1), "k_step": (2, 2), "window": ((3, 2), (None, 5)),
+    },
+    "a window that misses the keys": {"q_grid": (6, 4), "k_grid": (6, 4), "offset": (3, 0), "window": ((1, 1), (1, 1))},
+    "a neighborhood": {"q_grid": (12, 9), "k_grid": (12, 9), "neighborhood": (5, 4), "prefix": (2, 1)},
+    "neighborhoods of blocks": {"q_grid": (38, 20), "k_grid": (38, 20), "neighborhood": (7, 6)},
+    "a neighborhood elsewhere": {"q_grid": (3, 4), "k_grid": (12, 9), "neighborhood": (5, 4), "offset": (4, 6)},
+}  # fmt: skip
 KINDS = ("tables", "bias", "both")
 
 
@@ -56,30 +64,30 @@ SPANS: dict[str, Any] = {"span_h": Span.clipped(10), "span_w": Span(12, 12, "zer
 def without(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what the portable code gives."""
     with monkeypatch.context() as patch:
-        patch.setattr(grid_kernels, "attend", lambda *args, **options: None)
+        native = backends._native
+        patch.setattr(prepared, "kind_on_grids", lambda *of_call: None)
+        patch.setattr(backends, "_native", lambda name, of: "in parts" if of.options.sides else native(name, of))
         return call()
 
 
-def with_kernels(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def with_kernels(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, *, known: bool = True) -> Any:
     """Return what the kernels give, which have to serve."""
-    found, attend = [], grid_kernels.attend
-
-    def watched(*args: Any, **options: Any) -> Any:
-        found.append(attend(*args, **options))
-        return found[-1]
-
     with monkeypatch.context() as patch:
-        patch.setattr(grid_kernels, "SMALL", 0)
-        patch.setattr(grid_kernels, "attend", watched)
-        results = call()
-    assert found
-    assert None not in found
-    return results
+        patch.setattr(parts_of_grids, "SMALL", 0)
+        patch.setattr(parts_of_grids, "parts", None)
+        patch.setattr(prepared, "_checked", {})
+        parts_of_grids.places.cache_clear()
+        found = call()
+        if known:
+            patch.setattr(grid_call, "_checked", None)  # checks nothing again
+            found = call()
+        return found
 
 
 def cases() -> list[tuple[str, str]]:
-    steps = ("pooled keys", "pooled queries")  # these have no bias
-    return [(name, kind) for name in GRIDS for kind in KINDS if kind == "tables" or name not in steps]
+    steps = [name for name, grid in GRIDS.items() if not {"q_step", "k_step"}.isdisjoint(grid)]  # these have no bias
+    alone = [(name, "window") for name, grid in GRIDS.items() if not {"window", "neighborhood"}.isdisjoint(grid)]
+    return [(name, kind) for name in GRIDS for kind in KINDS if kind == "tables" or name not in steps] + alone
 
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
@@ -151,7 +159,7 @@ def test_factors_by_head(library: Any, factors: str, monkeypatch: pytest.MonkeyP
     def call() -> Any:
         return relative_attention_2d(**given, **GRIDS["a class token"])
 
-    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
+    found, expected = with_kernels(call, monkeypatch, known=False), without(call, monkeypatch)
     assert oracles.relative_error(found, expected) < 1e-12
 
 
@@ -168,11 +176,12 @@ def test_jax_lends_its_arrays_and_traces_the_portable_code(kind: str, monkeypatc
     assert oracles.relative_error(jax.jit(call)(arrays), expected) < 2e-5
 
 
-@pytest.mark.parametrize("sizes", [((5, 7), (3, 4), (2, 9)), ((2, 2), (2, 3), (3, 2), (2, 5)), ((40, 30),)])
+@pytest.mark.parametrize(
+    "sizes", [((5, 7), (3, 4), (2, 9)), ((2, 2), (2, 3), (3, 2), (2, 5)), ((40, 30),), ((2, 2),) * 5]
+)
 def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
-    """The formula, axis by axis, with two keys and one query before the grids."""
+    """The formula, axis by axis, with two keys and one query before the grids; of five axes, the kernels take none."""
     rng = np.random.default_rng(4)
-    sides = tuple(Side(*pair) for pair in sizes)
     n, m = (int(np.prod([pair[which] for pair in sizes])) for which in (0, 1))
     q, k, v = rng.standard_normal((3, n + 1, 6)), rng.standard_normal((3, m + 2, 6)), rng.standard_normal((3, m + 2, 6))
     spans = [Span.full(max(pair)) for pair in sizes]
@@ -191,23 +200,12 @@ def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
         logits[:, 1 + i, 2 + j] += 0.25 * products + bias[place]
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ v
-    from array_api_compat import numpy as xp
-
-    grids = GridPair(sides, (0,) * len(sides), (1, 2))
-    found = grid_kernels.attend(
-        q, k, v, grids, tables, spans, bias, spans, of_prefix, mask=None, scale=0.5, rel_scale=0.25, xp=xp
-    )
-    assert found is not None
-    assert oracles.relative_error(found[0], expected) < 1e-12
-
-
-def test_grids_of_more_axes_than_the_kernels_have_go_to_the_portable_code() -> None:
-    from array_api_compat import numpy as xp
-
-    x, table = np.ones((1, 32, 4)), np.ones((3, 4))
-    grids = GridPair((Side(2, 2),) * 5, (0,) * 5, (0, 0))
-    given = (grids, [table] * 5, [Span.full(2)] * 5, None, None, None)
-    assert grid_kernels.attend(x, x, x, *given, mask=None, scale=1.0, rel_scale=1.0, xp=xp) is None
+    grid: dict[str, Any] = {"q_grid": [pair[0] for pair in sizes], "k_grid": [pair[1] for pair in sizes]}
+    found = relative_attention_nd(
+        q, k, v, tables, **grid, rel_bias=bias, prefix=(1, 2), prefix_bias=of_prefix, scale=0.5, rel_scale=0.25,
+        offset=(0,) * len(sizes),
+    )  # fmt: skip
+    assert oracles.relative_error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,26 +247,24 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
                           ({"keys_2": 0}, "different size"), ({"key_step_3": 0}, "different size"),
                           ({"query_step_2": 2**62}, "different size"), ({"queries_2": -2}, "different size"),
                           ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "different size"),
+                          ({"before_3": -1}, "different size"), ({"after_2": 2**62}, "different size"),
+                          ({"offset_3": 2**62}, "different size"),
+                          ({"before_3": 1, "after_3": 1, "shifts_3": 1}, "different size"),
                           ({"rel_width": 4}, "width")])  # fmt: skip
 def test_sides_that_are_none_of_a_call_are_refused(
     changes: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = _compiled.call.numbers
     monkeypatch.setattr(_compiled.call, "numbers", lambda *args: numbers(*args) | changes)
+    monkeypatch.setattr(prepared, "_checked", {})
     x, table = np.ones((1, 4, 8)), np.ones((3, 8))
     with pytest.raises(TypeError, match=why):
         relative_attention_2d(x, x, x, table, table, q_grid=(2, 2), k_grid=(2, 2))
 
 
-def test_small_windows_take_the_bias_as_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_kernels, "problem", None)
-    x = np.ones((5, 2, 9, 4))
-    assert relative_attention_2d(x, x, x, rel_bias=np.ones((2, 5, 5)), q_grid=(3, 3), k_grid=(3, 3)).shape == x.shape
-
-
 @pytest.mark.parametrize("heads", [(), (2,)])
 def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_windows, "_known", {})
+    monkeypatch.setattr(prepared, "_checked", {})
     rng = np.random.default_rng(5)
     arrays = [rng.standard_normal(shape) for shape in (*[(3, 2, 12, 4)] * 3, (*heads, 7, 7))]
     tensors = [torch.from_numpy(x).requires_grad_() for x in arrays]
@@ -283,7 +279,7 @@ def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeyp
     for grid, scale in itertools.product([(3, 4), (4, 3)], [None, 0.3]):
         expected = results(grid, {"scale": scale})
         with monkeypatch.context() as patch:
-            patch.setattr(GridCall, "attend", None)
+            patch.setattr(grid_call, "_checked", None)
             found = results(grid, {"scale": scale})
         for one, other in zip(found, expected, strict=True):
             assert oracles.relative_error(one, other) < 1e-12
@@ -302,7 +298,7 @@ def test_windows_of_no_kernels_and_of_another_function_are_not_remembered() -> N
 
 def test_windows_are_checked_where_jax_traces_other_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     jax = pytest.importorskip("jax")
-    monkeypatch.setattr(grid_windows, "_known", {})
+    monkeypatch.setattr(prepared, "_checked", {})
     q, bias = (jax.random.normal(jax.random.key(0), shape) for shape in [(2, 9, 4), (2, 7, 5)])
 
     def attend(factor: Any) -> Any:
@@ -341,10 +337,7 @@ def test_numpy_has_threads_too() -> None:
     assert np.array_equal(one, three)
 
 
-def test_memory_of_portable_code_grows_with_the_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(grid_kernels, "attend", lambda *args, **options: None)  # the kernels have no chunks
+def test_memory_of_portable_code_grows_with_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     side, width = 48, 16
     rng = np.random.default_rng(5)
     q = rng.standard_normal((1, side * side, width)).astype(np.float32)
@@ -352,8 +345,9 @@ def test_memory_of_portable_code_grows_with_the_chunk(
     grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
     peaks = {}
     for chunk_size in (2 * side, 2 * side, side * side):  # the first call imports modules
+        call = partial(relative_attention_2d, q, q, q, *tables, **grids, chunk_size=chunk_size)
         tracemalloc.start()
-        relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
+        without(call, monkeypatch)
         peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peaks[2 * side] < peaks[side * side] / 7

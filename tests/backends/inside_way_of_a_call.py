@@ -12,11 +12,13 @@ import torch
 
 import relskew_core
 from libraries import needs_kernels
-from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core._array import precision
 from relskew_core._functions import prepared
 from relskew_core._kernel import problem
+from relskew_core._kernel.call import Arguments
 from relskew_core.backends import _compiled
+from relskew_core.backends._path import PORTABLE
 
 MOST = 60
 """Python calls inside the package."""
@@ -118,9 +120,39 @@ def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., An
     assert 0 < python_calls(lambda: relative_attention(q, k, v, table, causal=True, impl=impl)) <= MOST
 
 
+@needs_kernels
+@pytest.mark.no_cover
+@LIBRARIES
+@pytest.mark.parametrize("name", ["tables", "a window", "a neighborhood", "a bias", "a small bias"])
+def test_a_call_of_a_known_kind_on_grids_makes_few_python_calls(library: Callable[..., Any], name: str) -> None:
+    rng, side = np.random.default_rng(0), 3 if name == "a small bias" else 14
+    rows, shape = 2 * side - 1, (1, 8, side**2, 16)
+    q, k, v = (library(rng.standard_normal(shape).astype(np.float32)) for _ in range(3))
+    table_h, table_w = (library(rng.standard_normal((rows, 16)).astype(np.float32)) for _ in range(2))
+    given: dict[str, Any] = {"table_h": table_h, "table_w": table_w}
+    if name.endswith("bias"):
+        given = {"rel_bias": library(rng.standard_normal((8, rows, rows)).astype(np.float32))}
+    elif name != "tables":
+        given |= {"window": ((2, 2), (2, 2))} if name == "a window" else {"neighborhood": (5, 5)}
+    grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
+    assert 0 < python_calls(lambda: relative_attention_2d(q, k, v, **given, **grids)) <= MOST
+
+
+@pytest.mark.no_cover
+@LIBRARIES
+def test_a_portable_call_of_a_known_kind_makes_few_python_calls_around_its_kernel(library: Callable[..., Any]) -> None:
+    rng, shapes = np.random.default_rng(0), ((1, 2, 64, 8),) * 3 + ((64, 8),)
+    q, k, v, table = (library(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+
+    call = problem.problem(Arguments(q, k, v, table, causal=True))
+    kernel = python_calls(lambda: PORTABLE.attention(call.operands(), call.options, xp=call.xp))
+    whole = python_calls(lambda: relative_attention(q, k, v, table, causal=True, impl="portable"))
+    assert 0 < whole - kernel <= MOST // 2
+
+
 FIRST = """
 import sys, torch
-from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
 q, k, v = (torch.randn(1, 2, 512, 16, requires_grad=True) for _ in range(3))
 out, lse = relative_attention(q, k, v, torch.randn(512, 16), causal=True, return_lse=True)
 (out.sum() + lse.sum()).backward()
@@ -167,7 +199,7 @@ def test_a_first_call_of_numpy_imports_nothing_else_of_numpy(impl: str) -> None:
     code = f"""
 import sys, numpy as np
 before = {{name for name in sys.modules if name.startswith("numpy")}}
-from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
 x = np.ones((1, 2, 8, 4), "f4")
 relative_attention(x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")
 relative_attention_vjp(x, x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")

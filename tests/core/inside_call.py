@@ -21,10 +21,10 @@ from relskew_core._kernel.call import (
     DIFFERENTIABLE,
     KINDS,
     LABELS,
+    LEARNED,
     TABLES,
     Arguments,
     Gradients,
-    GridOperands,
     Operands,
     Options,
     Part,
@@ -52,7 +52,7 @@ def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:
 
 def test_arrays_are_arguments_operands_and_gradients_alike() -> None:
     arguments = {field.name for field in fields(Arguments)}
-    assert set(GridOperands._fields) == set(KINDS) == {*Operands._fields, "axis_tables"}
+    assert set(Operands._fields) == set(KINDS)
     assert set(DIFFERENTIABLE) == set(Operands._fields) & arguments - {"seed"}
     assert Gradients._fields == (*DIFFERENTIABLE, *BY_HEAD)
     assert set(Gradients._fields) <= arguments
@@ -120,7 +120,7 @@ def test_an_autocast_region_casts_arrays_and_factors_by_head(monkeypatch: pytest
 def test_operators_take_every_array_and_option_by_name() -> None:
     schema = OPERATOR.op._opoverload._schema
     assert [argument.name for argument in schema.arguments] == [*Operands._fields, *NAMES]
-    assert len(OPERATOR.vjp._opoverload._schema.returns) == len(DIFFERENTIABLE)
+    assert len(OPERATOR.vjp._opoverload._schema.returns) == len(LEARNED)
     assert all("Tensor" in str(result.type) for result in OPERATOR.vjp._opoverload._schema.returns)
 
 

@@ -18,7 +18,6 @@ from relskew_core import (
     Span,
     alibi_bias,
     attention_block,
-    backends,
     conventions,
     deberta_buckets,
     init_weights,
@@ -234,7 +233,7 @@ def test_a_formula_goes_on_where_a_span_would_not(function: Any, beyond: Any, fu
 
 @pytest.mark.parametrize("library", ["numpy", "cupy"])
 def test_libraries_with_steps_backwards_copy_nothing(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "library_name", lambda xp: library)
+    monkeypatch.setattr("relskew_core._kernel.grids.library_name", lambda xp: library)
     bias = np.arange(20.0)
     assert np.shares_memory(toeplitz(bias, Span(9, 10), n_queries=3, n_keys=4, offset=0), bias)
 

@@ -13,7 +13,6 @@ import symbols
 from relskew_core import (
     Span,
     attention_weights,
-    backends,
     relative_attention,
     relative_attention_2d,
     relative_logits,
@@ -83,7 +82,7 @@ def test_views_of_windows_are_for_lengths_that_are_known(
         windows = np.lib.stride_tricks.sliding_window_view(data, size, axis=axis)[..., ::step, :]
         return xp.asarray(windows, device=x.device)
 
-    monkeypatch.setattr(backends, "library_name", lambda xp: "torch")
+    monkeypatch.setattr("relskew_core._kernel.grids.library_name", lambda xp: "torch")
     monkeypatch.setattr(type(bias), "unfold", unfold, raising=False)
     same(lambda n, m: toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m, offset=0), queries, keys)
     assert made == [keys[0]]

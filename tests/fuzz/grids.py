@@ -15,7 +15,8 @@ import strategies
 from fuzz.engine import Target, same, told
 from libraries import LIBRARIES
 from relskew_core import relative_attention_nd
-from relskew_core._functions import grid_kernels
+from relskew_core._functions import prepared
+from relskew_core._kernel import grids as inside
 
 ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "torch, CPU")}
 TOLERANCES = {"float64": 1e-11, "float32": 2e-5}
@@ -35,7 +36,7 @@ class Example:
     """Up to how many numbers a bias is written out for every query and key."""
 
     def __str__(self) -> str:
-        head = f"# {self.row}, {self.dtype}, grid_kernels.SMALL = {self.small}\n"
+        head = f"# {self.row}, {self.dtype}, inside.SMALL = {self.small}\n"
         return head + told("relative_attention_nd", {"d_out": self.d_out, **self.arrays, **self.options})
 
     def given(self, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def examples(draw: st.DrawFn) -> Example:
     options["chunk_size"] = draw(st.none() | st.integers(1, 9))
     row, dtype = draw(st.sampled_from(sorted(ROWS))), draw(st.sampled_from(sorted(TOLERANCES)))
     d_out = normal((*arrays["q"].shape[:-1], out))
-    return Example(arrays, options, d_out, row, dtype, draw(st.sampled_from([0, grid_kernels.SMALL])))
+    return Example(arrays, options, d_out, row, dtype, draw(st.sampled_from([0, inside.SMALL])))
 
 
 def formula(example: Example, arrays: dict[str, torch.Tensor]) -> oracles.Attention:
@@ -207,7 +208,7 @@ def check(example: Example) -> None:
     own = {name: row.asarray(x, None if x.dtype == np.bool_ else example.dtype) for name, x in example.arrays.items()}
     if differentiated:
         own = {name: x.requires_grad_(x.is_floating_point()) for name, x in own.items()}
-    with mock.patch.object(grid_kernels, "SMALL", example.small):
+    with mock.patch.object(inside, "SMALL", example.small), mock.patch.object(prepared, "_checked", {}):
         found: Any = relative_attention_nd(**example.given(own), return_lse=True)
     if differentiated:
         (found[0] * row.asarray(example.d_out, example.dtype)).sum().backward()

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 import pytest
 import torch
-from fuzz import arguments, calls, engine, exports, files, forms, gradients, threads, traces, transforms
+from fuzz import arguments, calls, engine, exports, files, forms, gradients, grids, threads, traces, transforms
 from fuzz.engine import Target, WrongError, turn
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import relskew_core
-from relskew_core._functions import grid_kernels
 
 HEALTH = list(HealthCheck)
 TARGETS = {target.name: target for target in command.load_targets()}
@@ -48,7 +47,7 @@ def crossed(model: Any) -> Any:
     ("calls", calls, "relative_attention", lambda found: (found[0], found[1] + 1e-3),
      [r"^relative_attention\($", r"^    q=asarray\(\[", r"lse\[[\d, ]*\] is -?[\d.e-]+, expected -?[\d.e-]+ within"]),
     ("gradients", gradients, "relative_attention_vjp", halved, [r"the gradient of rel_v\["]),
-    ("grids", grid_kernels, "attend", lambda pair: pair and (pair[0], pair[1] + 1e-3), [r"relative_attention_nd\("]),
+    ("grids", grids, "relative_attention_nd", lambda pair: (pair[0], pair[1] + 1e-3), [r"relative_attention_nd\("]),
     ("exports", exports, "to_onnx", crossed, [r"to_onnx\("]),
 ], ids=["kernel", "gradient", "kernel of grids", "graph"])  # fmt: skip
 def test_a_wrong_result_is_found_and_printed_in_full(

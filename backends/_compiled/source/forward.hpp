@@ -21,7 +21,7 @@ struct Queries {
     explicit Queries(const Problem &x)
         : x(x),
           apart((x.rel_k || x.axis_tables) && (x.rel_q || x.rel_scale != x.scale)),
-          in_pairs(PAIRS && x.scale > 0 && !apart && !x.k_segments && !x.k_positions && !x.key_table && !x.axis_tables),
+          in_pairs(PAIRS && x.scale > 0 && !apart && !x.k_segments && !x.k_positions && !x.key_table && !x.on_grids()),
           scale(in_pairs ? std::exp2(std::round(std::log2(x.scale))) : x.scale),
           rest(in_pairs ? x.scale / scale : 1),
           row(padded(x.width)),

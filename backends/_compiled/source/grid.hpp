@@ -8,19 +8,107 @@
 
 namespace {
 
-struct Grid {
+// Where queries and keys are on their grids.
+struct Cells {
     static constexpr Index SIDES = Sizes::SIDES, INNER = SIDES - 1;
 
     const Problem &x;
-    const Index width, outside;  // the width of a padded row of tables; the number of keys before the grid
-    Index columns[SIDES], rows[SIDES], places[SIDES], row = 0, count = 0, begin = 0;  // where each side begins
-    Seen used[SIDES] = {};  // columns that the queries of a block use
+    const Index outside;  // the number of keys before the grid
+    Index begin = 0;      // the first query of a block
+
+    explicit Cells(const Problem &x) : x(x), outside(x.on_grids() ? x.keys - x.cells(&Side::keys) : 0) {}
+
+    // The place of query m of the block on the grid; negative before it.
+    Index cell(Index m) const { return begin + m - (x.queries - x.cells(&Side::queries)); }
+
+    // The place along a side of a cell.
+    Index along(Index side, Index cell) const {
+        for (Index other = INNER; other > side; other--) cell /= std::max<Index>(1, x.sides[other].queries);
+        return cell % std::max<Index>(1, x.sides[side].queries);
+    }
+
+    // Visit the parts of a row that lie in one row of the grid: the column, the first cell, the number of keys, and the
+    // places along all other sides, -1 for a missing side.
+    template <class Visit>
+    void visit(const Row &logits, Index key, Visit &&visit) const {
+        Index j = std::max(logits.low, outside - key), at[INNER];
+        const Index inner = x.sides[INNER].keys;
+        if (j >= logits.high) return;
+        Index rest = (key + j - outside) / inner;
+        for (Index side = INNER - 1; side >= 0; side--) {
+            const Index size = x.sides[side].keys;
+            at[side] = size ? rest % size : -1, rest /= std::max<Index>(1, size);
+        }
+        for (Index cell = (key + j - outside) % inner; j < logits.high; cell = 0) {
+            const Index n = std::min(inner - cell, logits.high - j);
+            visit(j, cell, n, at);
+            j += n;
+            for (Index side = INNER - 1; side >= 0 && x.sides[side].keys; side--) {
+                if (++at[side] < x.sides[side].keys) break;
+                at[side] = 0;
+            }
+        }
+    }
+};
+
+// The keys of the grid that queries on it see, if they see a part of it. Keys before the grid are seen by all.
+struct Window : Cells {
+    const bool here;
+
+    explicit Window(const Problem &x) : Cells(x), here(x.windowed()) {}
+
+    explicit operator bool() const { return here; }
+
+    // Skip rows of the grid, at both ends, that none of these queries sees.
+    void narrow(Index m, Index rows, Seen &there) const {
+        if (!here || cell(m) < 0) return;
+        Index outer = 0;
+        while (!x.sides[outer].keys) outer++;
+        const Index row = x.cells(&Side::keys) / x.sides[outer].keys;
+        const Index low = seen(outer, cell(m)).low, high = seen(outer, cell(m + rows - 1)).high;
+        if (there.low >= outside) there.low = std::max(there.low, outside + low * row);
+        there.high = std::min(there.high, outside + std::max<Index>(0, high) * row);
+    }
+
+    // Hide the keys of a row that query m does not see; `key` is the key of column 0.
+    void hide(Index m, const Row &row, Index key) const {
+        const Index own = cell(m);
+        if (!here || own < 0) return;
+        Seen wanted[SIDES];
+        for (Index side = 0; side < SIDES; side++) wanted[side] = seen(side, own);
+        visit(row, key, [&](Index j, Index cell, Index n, const Index *places) {
+            Seen inner = wanted[INNER];
+            for (Index side = 0; side < INNER; side++)
+                if (places[side] >= 0 && (places[side] < wanted[side].low || places[side] >= wanted[side].high))
+                    inner = {0, 0};
+            std::fill(row.at + j, row.at + j + std::clamp<Index>(inner.low - cell, 0, n), -INF);
+            std::fill(row.at + j + std::clamp<Index>(inner.high - cell, 0, n), row.at + j + n, -INF);
+        });
+    }
+
+private:
+    // The range of keys along a side that the query of a cell sees.
+    Seen seen(Index side, Index cell) const {
+        const Side &own = x.sides[side];
+        if (!own.hides()) return {0, own.keys};
+        const Index step = own.key_step, place = along(side, cell) * own.query_step + own.offset;
+        Index low = floored(place - own.before + step - 1, step) / step;
+        if (!own.shifts) return {low, floored(place + own.after, step) / step + 1};
+        const Index size = own.before + own.after + 1;
+        low = std::clamp<Index>(low, 0, own.keys - size);
+        return {low, low + size};
+    }
+};
+
+struct Grid : Cells {
+    const Index width;                                                     // of a padded row of tables
+    Index columns[SIDES], rows[SIDES], places[SIDES], row = 0, count = 0;  // where each side begins
+    Seen used[SIDES] = {};                                                 // columns that the queries of a block use
     Reals panels, products, own, terms, changes, changed;
     Rows table;
     Index entry = 0, head = -1;
 
-    explicit Grid(const Problem &x)
-        : x(x), width(padded(x.width)), outside(x.axis_tables ? x.keys - x.cells(&Side::keys) : 0) {
+    explicit Grid(const Problem &x) : Cells(x), width(padded(x.width)) {
         for (Index side = 0, of_rows = 0; *this && side < SIDES; side++) {
             columns[side] = row, rows[side] = of_rows, places[side] = count;
             if (!x.sides[side].keys) continue;
@@ -83,9 +171,9 @@ struct Grid {
         const Real *along = own.get() + places[INNER];
         Real *to = terms.get() - start;
         std::fill(to + start, to + std::clamp(outside - key, start, end), 0);
-        visit(logits, key, [&](Index j, Index cell, Index n, const Index *others) {
+        visit(logits, key, [&](Index j, Index cell, Index n, const Index *at) {
             Real other = 0;
-            for (Index side = 0; side < INNER; side++) other += others[side] < 0 ? 0 : own.get()[others[side]];
+            for (Index side = 0; side < INNER; side++) other += at[side] < 0 ? 0 : own.get()[places[side] + at[side]];
             for (Index i = 0; i < n; i += LANES) store(to + j + i, load(along + cell + i) + other);
         });
         for (Index j = start; j < end; j += LANES) store(logits.at + j, load(logits.at + j) + load(to + j));
@@ -96,7 +184,7 @@ struct Grid {
         if (!*this || first_row(INNER, m) < 0) return;
         Real *const to = changes.get(), *const along = to + places[INNER];
         std::fill_n(to, count + LANES, 0);
-        visit(d_logits, key, [&](Index j, Index cell, Index n, const Index *others) {
+        visit(d_logits, key, [&](Index j, Index cell, Index n, const Index *at) {
             Vec total{};
             for (Index i = 0; i < n; i += LANES) {
                 Vec change = load(d_logits.at + j + i);
@@ -105,7 +193,7 @@ struct Grid {
             }
             const Real all = sum(total);
             for (Index side = 0; side < INNER; side++)
-                if (others[side] >= 0) to[others[side]] += all;
+                if (at[side] >= 0) to[places[side] + at[side]] += all;
         });
         for (Index side = 0; side < SIDES; side++) {
             Real *into = changed.get() + m * row + columns[side] + first_row(side, m);
@@ -130,37 +218,9 @@ struct Grid {
 private:
     // The row of a side's table for query m of the block and the first key along that side; -1 outside the grid.
     Index first_row(Index side, Index m) const {
-        Index cell = begin + m - (x.queries - x.cells(&Side::queries));
-        if (cell < 0) return -1;
         const Side &own = x.sides[side];
-        if (!own.keys) return 0;
-        for (Index other = INNER; other > side; other--) cell /= x.sides[other].queries;
-        return (own.queries - 1 - cell % own.queries) * own.query_step;
-    }
-
-    // Visit the parts of a row that lie in one row of the grid: the column, the first cell, the number of keys, and the
-    // columns of the products of all other sides, -1 for a missing side.
-    template <class Visit>
-    void visit(const Row &logits, Index key, Visit &&visit) const {
-        Index j = std::max(logits.low, outside - key), at[INNER], others[INNER];
-        const Index inner = x.sides[INNER].keys;
-        if (j >= logits.high) return;
-        Index rest = (key + j - outside) / inner;
-        for (Index side = INNER - 1; side >= 0; side--) {
-            const Index size = x.sides[side].keys;
-            at[side] = size ? rest % size : 0, rest /= std::max<Index>(1, size);
-            others[side] = size ? places[side] + at[side] : -1;
-        }
-        for (Index cell = (key + j - outside) % inner; j < logits.high; cell = 0) {
-            const Index n = std::min(inner - cell, logits.high - j);
-            visit(j, cell, n, others);
-            j += n;
-            for (Index side = INNER - 1; side >= 0 && x.sides[side].keys; side--) {
-                others[side]++;
-                if (++at[side] < x.sides[side].keys) break;
-                others[side] -= x.sides[side].keys, at[side] = 0;
-            }
-        }
+        if (cell(m) < 0) return -1;
+        return own.keys ? (own.queries - 1 - along(side, cell(m))) * own.query_step : 0;
     }
 };
 

@@ -1,6 +1,7 @@
 // Queries and keys at arbitrary positions: the column of a product with a table is looked up for each pair.
 #pragma once
 
+#include "grid.hpp"
 #include "labels.hpp"
 
 namespace {
@@ -97,15 +98,17 @@ struct Sight {
     Labels segments;
     Places places;
     Padding padding;
+    Window window;
 
-    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments), places(x), padding(x) {}
+    explicit Sight(const Problem &x)
+        : x(x), segments(x, x.q_segments, x.k_segments), places(x), padding(x), window(x) {}
 
-    explicit operator bool() const { return segments || places; }
+    explicit operator bool() const { return segments || places || window; }
 
     bool make() { return segments.make() && places.make() && padding.make(); }
     void take_keys(Index item) { segments.take_keys(item), places.take_keys(item), padding.take_keys(item); }
     void take_queries(Index item, Index first, Index count) {
-        segments.take_queries(item, first), places.take_queries(item, first, count);
+        segments.take_queries(item, first), places.take_queries(item, first, count), window.begin = first;
     }
 
     // The keys of low … high - 1 that some queries of a block may see; the first query has the position p.
@@ -113,11 +116,13 @@ struct Sight {
         Seen seen = Seen::of(x, p, p + rows - 1);
         seen = {std::max(low, seen.low), std::min(high, seen.high)};
         padding.narrow(seen);
-        segments.narrow(m, rows, seen), places.narrow(m, rows, seen);
+        segments.narrow(m, rows, seen), places.narrow(m, rows, seen), window.narrow(m, rows, seen);
         return seen;
     }
 
-    void hide(Index m, const Row &row, Index first) const { segments.hide(m, row, first), places.hide(m, row, first); }
+    void hide(Index m, const Row &row, Index first) const {
+        segments.hide(m, row, first), places.hide(m, row, first), window.hide(m, row, first);
+    }
 };
 
 // The numbers that the products of a block are added to, and the step between their rows.

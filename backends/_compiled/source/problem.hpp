@@ -72,11 +72,15 @@ constexpr const char *NO_MEMORY = "not enough memory";
     EACH(axis_tables, (Axes{of_entry(), any(heads), {sides_fit() ? axis_rows() : -1}, {width}}), Need::MAY)
 
 // One side of a grid of queries and of a grid of keys, and the distance of neighbours, in rows of the side's table. Row
-// c is for the relative position c minus that of the first key and the last query.
+// c is for the relative position c minus that of the first key and the last query. A query sees the keys that are at
+// most `before` back and `after` ahead; if it `shifts`, the range is moved into the grid at borders.
 struct Side {
     Index queries = 0, keys = 0, query_step = 0, key_step = 0;
+    Index offset = 0;  // the place of query 0, with key 0 at place 0
+    Index before = 0, after = 0, shifts = 0;
 
     Index rows() const { return keys ? (queries - 1) * query_step + (keys - 1) * key_step + 1 : 0; }
+    bool hides() const { return keys && (before < FAR || after < FAR); }
 };
 
 struct Sizes {
@@ -109,6 +113,13 @@ struct Sizes {
         Index count = 1;
         for (const Side &side : sides) count *= std::max<Index>(1, side.*of);
         return count;
+    }
+    bool on_grids() const {
+        return std::any_of(sides, sides + SIDES, [](const Side &side) { return side.queries || side.keys; });
+    }
+    // Whether queries see a part of the grid of keys.
+    bool windowed() const {
+        return std::any_of(sides, sides + SIDES, [](const Side &side) { return side.hides(); });
     }
     Index axis_rows() const {
         Index count = 0;
@@ -167,15 +178,16 @@ struct ProblemOf : Sizes {
         visit("value_width", value_width), visit("rows", rows), visit("left", left), visit("clip", clip);
         visit("before", before), visit("after", after), visit("block", block), visit("behind", behind);
         visit("mask_adds", mask_adds), visit("threshold", threshold);
-        constexpr const char *NAMES[SIDES][4] = {
-            {"queries_0", "keys_0", "query_step_0", "key_step_0"},
-            {"queries_1", "keys_1", "query_step_1", "key_step_1"},
-            {"queries_2", "keys_2", "query_step_2", "key_step_2"},
-            {"queries_3", "keys_3", "query_step_3", "key_step_3"},
+        constexpr const char *NAMES[SIDES][8] = {
+            {"queries_0", "keys_0", "query_step_0", "key_step_0", "offset_0", "before_0", "after_0", "shifts_0"},
+            {"queries_1", "keys_1", "query_step_1", "key_step_1", "offset_1", "before_1", "after_1", "shifts_1"},
+            {"queries_2", "keys_2", "query_step_2", "key_step_2", "offset_2", "before_2", "after_2", "shifts_2"},
+            {"queries_3", "keys_3", "query_step_3", "key_step_3", "offset_3", "before_3", "after_3", "shifts_3"},
         };
         for (Index side = 0; side < SIDES; side++) {
-            visit(NAMES[side][0], sides[side].queries), visit(NAMES[side][1], sides[side].keys);
-            visit(NAMES[side][2], sides[side].query_step), visit(NAMES[side][3], sides[side].key_step);
+            auto &[n, m, query_step, key_step, start, back, ahead, shifts] = sides[side];
+            Index *const own[] = {&n, &m, &query_step, &key_step, &start, &back, &ahead, &shifts};
+            for (int i = 0; i < 8; i++) visit(NAMES[side][i], *own[i]);
         }
         visit("scale", scale), visit("rel_scale", rel_scale), visit("softcap", softcap), visit("kept", kept);
     }
@@ -247,7 +259,7 @@ struct ProblemOf : Sizes {
             return "`heads` must be a multiple of `key_heads`, and `items` of `entries`";
         if (rel_k && !rel_q && rel_width != width) return "queries and the table must have the same width";
         if (axis_tables && rel_width != width) return "queries and the tables of the axes must have the same width";
-        if (axis_tables && !sides_fit()) return "the sides of the grids do not fit the call";
+        if ((axis_tables || on_grids()) && !sides_fit()) return "the sides of the grids do not fit the call";
         if (positions[1] && rows > Index{1} << 30) return "positions support no table with more than 2**30 rows";
         return nullptr;
     }
@@ -281,7 +293,7 @@ private:
         Index of_queries = queries, of_keys = keys;
         bool more = true;
         for (Index side = SIDES - 1; side >= 0; side--) {
-            const auto [n, m, query_step, key_step] = sides[side];
+            const auto [n, m, query_step, key_step, start, back, ahead, shifts] = sides[side];
             if (!n && !m && side < SIDES - 1) {
                 more = false;
                 continue;
@@ -289,6 +301,8 @@ private:
             if (!more || n < 1 || m < 1 || query_step < 1 || key_step < 1) return false;
             of_queries /= n, of_keys /= m;
             if (!of_queries || !of_keys || query_step > FAR / n || key_step > FAR / m) return false;
+            if (start <= -FAR || start >= FAR || back < 0 || ahead < 0 || back > FAR || ahead > FAR) return false;
+            if (shifts && back + ahead >= m) return false;
         }
         return true;
     }

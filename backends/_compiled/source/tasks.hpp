@@ -193,7 +193,7 @@ using Kernel = bool (*)(const ProblemOf<Stored> &, Tasks &);
 // Where a pass with few queries is cut: between blocks of keys, for all heads that use the same rows of a table.
 template <class Stored>
 bool is_few(const ProblemOf<Stored> &x) {
-    return x.queries <= FEW && !x.k_positions && !x.k_segments && !x.axis_tables;
+    return x.queries <= FEW && !x.k_positions && !x.k_segments && !x.on_grids();
 }
 
 template <class Stored>

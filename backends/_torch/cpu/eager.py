@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, GridOperands, Operands, Options, operands_of
+from relskew_core._kernel.call import LEARNED, Gradients, Operands, Options
 from relskew_core.backends._compiled import Call
-from relskew_core.backends._torch.cpu import compiled, grid
+from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat, saved_by
 from relskew_core.backends._torch.transformations import are_mapped, is_ordinary, requires_gradients
@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, summed: bool, *operands: Tensor | None) -> Any:
         """Attend."""
         asks = call.options.return_lse
-        out, lse, sums = compiled.attend(operands_of(operands), call, lse=asks and summed, sums=True)
+        out, lse, sums = compiled.attend(Operands(*operands), call, lse=asks and summed, sums=True)
         ctx.call, ctx.summed = call, summed
         ctx.save_for_backward(*operands, out, sums)
         return (out, lse if summed else sums) if asks else out
@@ -62,14 +62,12 @@ class _Attention(torch.autograd.Function):
         """Return the gradients, by the operator if they will be differentiated again or others take part."""
         *operands, out, sums = saved_by(ctx)
         d_lse = d_sums if d_sums is None or ctx.summed else d_sums[..., 1]
-        x, call = operands_of(operands), ctx.call
+        x, call = Operands(*operands), ctx.call
         wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[2:], strict=True) if needs]
         seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()
-        if (seen or are_mapped((d_out, d_lse))) and isinstance(x, GridOperands):
-            gradients = grid.gradients(d_out, d_lse, x, call.own_options, wanted)
-        elif seen or are_mapped((d_out, d_lse)):
+        if seen or are_mapped((d_out, d_lse)):
             found = OPERATOR.vjp(d_out, d_lse, out, sums, " ".join(wanted), *x, *flat(call.own_options))
-            gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
+            gradients = dict(zip(LEARNED, found, strict=True))
         else:
             gradients = compiled.pull_back(d_out, x, call, out, sums, d_lse, wanted)
         return (None, None, *(gradients[name] if name in wanted else None for name in x._fields))

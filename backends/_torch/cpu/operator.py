@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.precision import wide, widened
-from relskew_core._kernel import backward, forward
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled
+from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.operator import Operator
 
@@ -39,8 +39,8 @@ def _attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None
     with _undisturbed():
         if _compiled.serves(operands, options):
             return compiled.attention(operands, compiled.call_of(operands, options))
-        out, sums = forward.attention(_wide(operands), replace(options, return_lse=True), xp=xp)
-        return out if options.part.of_more else out.to(operands.q.dtype), sums
+    out, sums = recomputed.attend(_wide(operands), replace(options, return_lse=True))
+    return out if options.part.of_more else out.to(operands.q.dtype), sums
 
 
 def _pull_back(
@@ -52,11 +52,12 @@ def _pull_back(
     sums: Tensor | None,
     d_lse: Tensor | None,
     wanted: frozenset[str],
-) -> Gradients:
+) -> Gradients | dict[str, Tensor]:
     with _undisturbed():
         if _compiled.serves(operands, options):
-            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, sums, d_lse, wanted))
-        return backward.attention_vjp(d_out.to(wide(d_out.dtype, xp=xp)), _wide(operands), options, d_lse=d_lse, xp=xp)
+            return compiled.attention_vjp(d_out, operands, options, out, sums, d_lse, wanted)
+    d_out = d_out.to(wide(d_out.dtype, xp=xp))
+    return recomputed.pull_back(d_out, _wide(operands), options, d_lse=d_lse, wanted=wanted)
 
 
 def _wide(operands: Operands) -> Operands:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from relskew_core._array.checks import check_bool, check_choice, describe
 from relskew_core._block.block import check_padding
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Operands
+from relskew_core._kernel.call import KINDS, LEARNED, Operands
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import COUNT, Operator
 from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
@@ -188,7 +188,7 @@ def _of_gradient(*args: Any) -> list[tuple[list[Any], list[Any]]]:
     rest: list[None] = [None] * (len(given) - COUNT)
     cotangents = (d_out, d_lse, out, lse)
     everything = [*map(_whole, cotangents), None, *map(_whole, operands), *rest]
-    rules = [([Replicate()] * len(DIFFERENTIABLE), everything)]
+    rules = [([Replicate()] * len(LEARNED), everything)]
     for axis in _axes(operands):
         arrays = {name: _split(name, x, axis, operands) for name, x in operands._asdict().items()}
 
@@ -198,7 +198,7 @@ def _of_gradient(*args: Any) -> list[tuple[list[Any], list[Any]]]:
             return arrays[name] if isinstance(arrays[name], Shard) else Partial()
 
         split = [None if x is None else Shard(axis) for x in cotangents]
-        rules.append(([gradient(name) for name in DIFFERENTIABLE], [*split, None, *arrays.values(), *rest]))
+        rules.append(([gradient(name) for name in LEARNED], [*split, None, *arrays.values(), *rest]))
     return rules
 
 
