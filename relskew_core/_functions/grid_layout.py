@@ -78,11 +78,6 @@ class Grids:
         """The number of queries on the grid."""
         return math.prod(self.queries)
 
-    @property
-    def n_keys(self) -> int:
-        """The number of keys on their grid."""
-        return math.prod(self.keys)
-
     def reach(self, axis: int) -> tuple[int, int]:
         """Return the first and the last relative position along an axis, whether or not it is seen."""
         low = -((self.queries[axis] - 1) * self.q_step[axis] + self.offset[axis])

@@ -175,7 +175,7 @@ class Numbers:
         self.ends = row if prefixed else None
         rows = [side.rows for side in sides]
         if row is not None and row.shape[-1] - 3 * prefixed == math.prod(rows):  # else there is one for all cells
-            self.cells = xp.reshape(row[..., 1:-2] if prefixed else row, (*row.shape[:-1], *rows))
+            self.cells = xp.reshape(row[..., 1:-2] if prefixed else row, (row.shape[0], *rows))
 
     def outside(self, queries: int, keys: int, *, xp: Namespace) -> Array | None:
         """Return the bias of the queries outside the grid, by the keys outside and those on it."""

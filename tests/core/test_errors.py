@@ -400,6 +400,8 @@ LONG: dict[str, tuple[Any, str]] = {
     "many ints": (tuple(range(10**6)), "tuple of 1000000"),
     "text": ("x" * 10**6, f"str '{'x' * 59}…"),
     "pair": ((1, None), "tuple (1, None)"),
+    "four": ([1, 2, 3, "4"], "list [1, 2, 3, '4']"),
+    "five": ([1, 2, 3, 4, 5], "list of 5"),
 }
 
 

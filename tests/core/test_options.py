@@ -203,14 +203,14 @@ def test_weights_of_no_query_or_key_stay_on_the_device_of_their_arrays() -> None
                                          **own).shape == (4, n, m)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_small_integers_never_wrap(kind: Any) -> None:
     top = min(np.iinfo(kind).max, 2**20)
     values = np.asarray([top, 0, 1, top - 1] * 10)
-    expected = relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), positions=(values, values), segments=values)
     narrow = values.astype(kind)
-    found = relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), positions=(narrow, narrow), segments=narrow)
-    np.testing.assert_array_equal(found, expected)
+    for name, wide, own in (("positions", (values, values), (narrow, narrow)), ("segments", values, narrow)):
+        found, expected = (relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), **{name: x}) for x in (own, wide))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_table_need_not_reach_what_no_query_sees() -> None:

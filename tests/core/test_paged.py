@@ -10,7 +10,7 @@ import oracles
 from libraries import GATES, Library
 from relskew_core import Span, alibi_bias, paged_attention, relative_attention
 
-B, H, HKV, D, DV, PAGE, POOL = 4, 4, 2, 4, 3, 3, 12
+B, H, HKV, D, DV, PAGE, POOL = 4, 6, 2, 4, 3, 3, 12
 LENGTHS = [7, 3, 12, 9]
 TABLE = [[5, 0, 9, -1], [2, 99, -7, 0], [1, 3, 4, 11], [6, 7, 8, -1]]
 """The pages of items: in any order, one page, all pages, and consecutive ones. Unused entries contain nonsense."""

@@ -177,6 +177,11 @@ def test_weights_of_speechbrain_load() -> None:
         conventions.load_conformer({**state, "pos_bias_u": torch.ones(H, E // H, dtype=torch.float64)}, num_heads=H)
 
 
+def test_a_conformer_has_the_options_of_other_modules() -> None:
+    module = ConformerAttention(STREAM, dropout=0.5, impl="portable", chunk_size=3)
+    assert "dropout=0.5, impl='portable', chunk_size=3" in repr(module)
+
+
 @pytest.mark.parametrize("unlike", ["rel_values", "rel_bias", "sinks", "cross"])
 def test_specs_and_caches_that_do_not_fit_are_refused(unlike: str) -> None:
     options: dict[str, Any] = {unlike: True}

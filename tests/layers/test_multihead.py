@@ -127,6 +127,23 @@ def test_causal_calls() -> None:
     same(clipped(x, memory, memory), theirs(x, memory, memory))
 
 
+def test_a_window_may_take_the_place_of_is_causal() -> None:
+    theirs, _ = pair(batch_first=True)
+    x, places = drawn(3, 7, 16), torch.arange(7)
+    made = MultiheadAttention.from_multihead
+    hidden = (places > places[:, None]) | (places < places[:, None] - 2)
+    same(made(theirs, Span.causal(7), window=(2, 0))(x, x, x), theirs(x, x, x, attn_mask=hidden))
+    with pytest.raises(ValueError, match=r"^`is_causal` must be True, or `attn_mask` be given"):
+        made(theirs, Span.causal(7), window=(2, None))(x, x, x)
+
+
+def test_some_inputs_may_be_the_same() -> None:
+    theirs, ours = pair(batch_first=True)
+    x = drawn(3, 5, 16)
+    for given in ((x, x, x.sin()), (x, x.sin(), x), (x.sin(), x, x), (x, x, x)):
+        same(ours(*given), theirs(*given))
+
+
 def test_tables_count_and_so_do_they_in_the_weights() -> None:
     theirs, _ = pair(batch_first=True)
     ours = MultiheadAttention.from_multihead(theirs, SPAN, rel_values=True, rel_bias=True, window=(4, 2))

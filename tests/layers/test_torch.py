@@ -462,6 +462,12 @@ def test_parametrizations_take_part() -> None:
     torch.testing.assert_close(module(x), doubled(x), rtol=0, atol=1e-12)
 
 
+def test_shapes_of_weights_may_leave_out_the_projections() -> None:
+    for spec in SPECS.values():
+        others = {name: shape for name, shape in spec.weight_shapes().items() if "_proj." not in name}
+        assert spec.weight_shapes(projections=False) == others
+
+
 def test_repr_shows_what_differs_from_the_defaults() -> None:
     """What differs from the default; and what a spec shows makes it."""
     for spec in SPECS.values():

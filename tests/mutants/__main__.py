@@ -43,11 +43,15 @@ SUITES = {
     ),
     "core": (
         tuple(f"{CORE}{name}" for name in ("array", "functions", "kernel", "positions")),
-        ("tests/core", "tests/backends/inside_prepared.py"),
+        ("tests/core", *_tests("grids prepared", "backends")),
     ),
     "layers": (
         (f"{CORE}block", "relskew_core/conventions", "relskew_core/layers/torch"),
-        ("tests/layers", "tests/core/test_conventions.py", "tests/core/test_state_dicts.py"),
+        # not the tests of JAX's layers, which start its threads when they are collected
+        (
+            *_tests("caches conformer kept lives multihead torch torch_arguments training whole_models", "layers"),
+            *_tests("conventions errors state_dicts", "core"),
+        ),
     ),
     "families": (
         ("relskew_core/huggingface",),

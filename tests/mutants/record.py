@@ -88,7 +88,7 @@ def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str
     for reason, why, lines in [*SECTION.findall(before), (NEW, "", "")]:
         kept = []
         for line in lines.splitlines():
-            tried_now = any(line.startswith(f"{name}.") for name in now)
+            tried_now = max((name for name in counts if line.startswith(f"{name}.")), key=len, default="") in now
             if not tried_now or left[line] > 0:
                 kept.append(line)
                 left[line] -= tried_now
