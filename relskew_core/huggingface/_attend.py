@@ -21,7 +21,7 @@ from relskew_core._positions.span import Span
 from relskew_core.backends._torch.decomposed import banded, dense, must_decompose
 from relskew_core.layers.torch._attention import Whole, buckets
 
-MASK_NAME, CAUSAL_NAME = "relskew_keys", "relskew_keys_of_a_decoder"
+MASK_NAME, CAUSAL_NAME, BLOCKS_NAME = "relskew_keys", "relskew_keys_of_a_decoder", "relskew_keys_of_blocks"
 """The names under which transformers finds masks of keys alone."""
 
 
@@ -29,6 +29,8 @@ def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
     if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder makes its own mask
         part._get_output_attention_mask = functools.partial(_keys_of, part)
         return
+    if hasattr(part, "_convert_4d_mask_to_blocked_5d"):  # Gemma 4's audio encoder
+        part._convert_4d_mask_to_blocked_5d, name = _unchanged, BLOCKS_NAME
     register_masks()
     part.config = copy.copy(part.config)
     part.config._attn_implementation = name
@@ -46,6 +48,9 @@ def register_masks() -> None:
                 mask_function=mask_function, attention_mask=attention_mask, **options
             )
             return mask
+        return keys_of_blocks(attention_mask=attention_mask)
+
+    def keys_of_blocks(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
         return None if attention_mask is None else attention_mask[:, None, None, :]
 
     def keys_of_a_decoder(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
@@ -55,6 +60,11 @@ def register_masks() -> None:
 
     masking.AttentionMaskInterface.register(MASK_NAME, keys)
     masking.AttentionMaskInterface.register(CAUSAL_NAME, keys_of_a_decoder)
+    masking.AttentionMaskInterface.register(BLOCKS_NAME, keys_of_blocks)
+
+
+def _unchanged(mask: Tensor) -> Tensor:
+    return mask
 
 
 @dataclass(frozen=True)

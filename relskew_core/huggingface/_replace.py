@@ -65,7 +65,6 @@ Model = TypeVar("Model", bound=nn.Module)
 NEAREST = {
     ("LayoutLM",): "`conventions.T5` has these buckets, docs/variants.md",
     ("WindowAttention",): "`conventions.Swin` reads the table, docs/variants.md",
-    ("Gemma4Audio",): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`, docs/variants.md",
     ("RotaryEmbedding",): "`register_attention` adds a bias to rotary positions, `replace_rotary` replaces them",
 }
 """What to do with unsupported models, by their modules."""

@@ -165,6 +165,39 @@ class Gemma3nRelativeAttention(DropIn):
         return out.transpose(1, 2)
 
 
+class Gemma4RelativeAttention(DropIn):
+    """``Gemma4AudioAttention``, at least in float32, whose window is shorter than its table, without dropout."""
+
+    replaces = ("Gemma4AudioAttention",)
+    projections = ("q_proj", "k_proj", "v_proj", "post")
+    reads = "max_future_horizon per_dim_scale q_scale k_scale attention_logits_soft_cap relative_k_proj"
+    wants: ClassVar[dict[str, Any]] = {"max_past_horizon": True}
+    key_masks = ("Gemma4AudioModel",)
+    dropout = 0.0
+
+    per_dim_scale: nn.Parameter
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Tensor, attention_mask: Maybe = None
+    ) -> tuple[Tensor, None]:
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in self.project(hidden_states))
+        left, right = self.max_past_horizon, self.max_future_horizon
+        (rel_k,) = split(self.relative_k_proj(position_embeddings).to(wide), self.num_heads)
+        missing = left + right + 1 - rel_k.shape[1]  # rows of positions that add nothing
+        if (
+            attention_mask is not None and attention_mask.ndim == 5
+        ):  # the original's blocks, in which a query sees itself
+            own = attention_mask.diagonal(left, -2, -1).flatten(-2)[..., None, : q.shape[-2]]
+            attention_mask = own == 0
+        out = self.attend(
+            q * self.q_scale * softplus(self.per_dim_scale), k, v, rel_k=pad(rel_k, (0, 0, 0, missing)),
+            span=Span(left, right), window=(left - 1, max(right - 1, 0)), mask=attention_mask, scale=self.k_scale,
+            rel_scale=1.0, softcap=self.attention_logits_soft_cap,
+        )  # fmt: skip
+        return self.finish(out.to(hidden_states.dtype)), None
+
+
 @dataclass(frozen=True)
 class PositionBias:
     numbers: Tensor  # (heads, rows)

@@ -242,6 +242,14 @@ def gemma() -> Any:
     )  # fmt: skip
 
 
+def gemma_4() -> Any:
+    return module(
+        "Gemma4AudioAttention", "q_proj", "k_proj", "v_proj", "post", "relative_k_proj", num_heads=HEADS,
+        max_past_horizon=3, max_future_horizon=2, per_dim_scale=numbers(D), q_scale=0.5, k_scale=2.0,
+        attention_logits_soft_cap=5.0,
+    )  # fmt: skip
+
+
 def prophet() -> Any:
     return module(
         "ProphetNetNgramSelfAttention", "query_proj", "key_proj", "value_proj", "out_proj", num_attn_heads=HEADS,
@@ -356,6 +364,7 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
         lambda: windows("ShiftedWindowAttentionV2", **cosines()), lambda ours: ours(x(2, 5, 7, E))
     ),
     "gemma": (gemma, lambda ours: ours(x(), ~boolean()[:, 0, 0]).flatten(-2)),
+    "gemma 4": (gemma_4, lambda ours: ours(x(), x(1, 5, E), boolean()[:, :, :1])[0]),
     "prophet": (prophet, lambda ours: ours(x(2, 3 * LENGTH, E))[0]),
     "speecht5": (speecht5, lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
     "granite": (granite, lambda ours: ours(x(), None)),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from peers.common import padding, peer, randn, randomised
-from peers.family import SIZES, STILL, Family, Given, built, tokens
+from peers.family import SIZES, STILL, Family, Given, built, in_float32, tokens
 
 POSITIONAL: Given = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 
@@ -173,6 +173,14 @@ SPEECH: dict[str, Family] = {
             conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
         ),
         mels, gate=1e-5,
+    ),
+    "Gemma 4": Family(
+        in_float32(built(
+            "models.gemma4.modeling_gemma4.Gemma4AudioModel", "Gemma4AudioConfig", hidden_size=24,
+            num_attention_heads=3, num_hidden_layers=2, subsampling_conv_channels=[16, 4], conv_kernel_size=3,
+            attention_chunk_size=4, attention_context_left=5, output_proj_dims=24,
+        )),
+        features, gate=1e-5,
     ),
     "Phi-4": Family(
         built(

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 WRAPPED = [
     "T5 sdpa", "DeBERTa-v2", "MPNet", "SAM sdpa", "ViTDet", "SeamlessM4T", "SeamlessM4T-v2", "Donut's Swin",
     "MaskFormer's Swin", "CLAP's Swin", "Swin2SR", "SpeechT5", "Granite Speech", "LayoutLMv3", "UDOP", "ProphetNet",
-    "Falcon", "Funnel", "Nemotron", "Gemma 3n", "Phi-4", "Data2VecVision", "timm's Swin", "torchvision's Swin",
+    "Falcon", "Funnel", "Nemotron", "Gemma 3n", "Gemma 4", "Phi-4", "Data2VecVision", "timm's Swin",
+    "torchvision's Swin",
 ]  # fmt: skip
 QUERIES = [
     "q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value", "q_head", "in_proj", "Wqkv",
@@ -42,7 +43,8 @@ def test_lora(name: str) -> None:
     """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
     family = FAMILIES[name]
     theirs, ours = both(family)
-    config = peer("peft.LoraConfig")(r=2, target_modules=QUERIES, init_lora_weights=False)
+    queries = ["q_proj.linear"] if name == "Gemma 4" else QUERIES  # whose own class around it peft does not support
+    config = peer("peft.LoraConfig")(r=2, target_modules=queries, init_lora_weights=False)
     found = []
     for model in (theirs, ours):
         torch.manual_seed(0)
@@ -96,7 +98,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
     theirs, ours = (model.to(dtype) for model in both(family))
     want, got = (outputs(model, family)[0].float() for model in (theirs, ours))
-    exact = outputs(theirs.double(), family)[0].float()
+    exact = outputs(theirs.float() if name == "Gemma 4" else theirs.double(), family)[0].float()  # it mixes both
     if not exact.isfinite().all() or not want.isfinite().all():
         pytest.skip("its random weights overflow")
     wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))

@@ -1,5 +1,6 @@
 """Speech models with random weights against the same numbers here."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from peers.common import alone, check, definitions, join, padding, peer, randn, 
 from peers.families import FAMILIES
 
 from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention, sinusoidal_table
+from relskew_core.huggingface import replace_attention
 from relskew_core.layers.torch import ConformerAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
@@ -259,6 +261,41 @@ def test_gemma(length: int) -> None:
     )  # fmt: skip
     seen = mask[:, 0, 0]
     check(join(out)[seen], want[seen], 1e-6)
+
+
+@pytest.mark.parametrize(("chunk", "left", "right"), [(12, 13, 0), (4, 4, 3), (4, 9, 2)])
+@torch.no_grad()
+def test_gemma_4(chunk: int, left: int, right: int) -> None:
+    """A window that is shorter than the table on both sides; with short chunks, the farthest keys have no rows."""
+    config = peer("transformers.Gemma4AudioConfig")(
+        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, subsampling_conv_channels=[16, 4],
+        output_proj_dims=24, attention_chunk_size=chunk, attention_context_left=left, attention_context_right=right,
+    )  # fmt: skip
+    model = randomised(peer("transformers.models.gemma4.modeling_gemma4.Gemma4AudioModel")(config)).float()
+    sounds = randn(2, 200, 16).float(), padding([200, 80], 200)[:, 0, 0]  # no frame sees another one at the end
+    part, caught = model.layers[1].self_attn, []
+    handle = part.register_forward_hook(lambda module, _, named, out: caught.append((named, out[0])), with_kwargs=True)
+    theirs = model(*sounds)
+    handle.remove()
+    seen = theirs.attention_mask
+    [(given, want)] = caught
+    x, positions = given["hidden_states"], given["position_embeddings"]
+    q, k, v = (split(linear(x), 3) for linear in (part.q_proj, part.k_proj, part.v_proj))
+    table = split(part.relative_k_proj(positions), 3)[0]
+    rows = table.shape[1] - 1  # the last one belongs to `rows - left + 1`
+    span = Span(left - 1, max(rows - left + 1, 0), "zero")
+    table = torch.nn.functional.pad(table, (0, 0, 0, span.rows - table.shape[1]))
+    out: Any = relative_attention(
+        q * part.q_scale * torch.nn.functional.softplus(part.per_dim_scale), k, v, table, span, scale=part.k_scale,
+        rel_scale=1.0, window=(left - 2, max(right - 1, 0)), softcap=part.attention_logits_soft_cap,
+        mask=seen[:, None, None],
+    )  # fmt: skip
+    check(part.post(join(out))[seen], want[seen], 1e-6)
+    whole = replace_attention(copy.deepcopy(model))
+    for ours, inputs in ((whole, sounds), (whole, sounds[:1]), (copy.deepcopy(whole), sounds)):
+        check(ours(*inputs).last_hidden_state[seen], model(*inputs).last_hidden_state[seen], 2e-6)
+    replace_attention(model.layers[1])  # a part gets the original's mask, of blocks
+    check(model(*sounds).last_hidden_state[seen], theirs.last_hidden_state[seen], 2e-6)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -37,6 +37,7 @@ TABLE = {
     "relskew_core.huggingface._xlnet: self.seq_len": FAMILIES,
     "relskew_core.huggingface._replace: part.window": WINDOWS,
     "relskew_core.huggingface._attend: part._get_output_attention_mask": WINDOWS,
+    "relskew_core.huggingface._attend: part._convert_4d_mask_to_blocked_5d": "peers/test_speech.py::test_gemma_4",
     "relskew_core.huggingface._attend: part.config": WINDOWS,
     "relskew_core.huggingface._attend: part.config._attn_implementation": WINDOWS,
     "relskew_core.huggingface._register._may_cross": "peers/test_families_registered.py::test_",
