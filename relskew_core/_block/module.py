@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, Unpack, overload
 
 from relskew_core._array.checks import check_choice, check_int, check_real, describe, explains
@@ -147,6 +147,8 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
     caches: ClassVar[tuple[type[Any], type[Any]]]
     """The fixed and the sliding cache."""
 
+    growing: ClassVar[type[Growing]] = Growing
+
     @overload
     def empty_cache(
         self, batch: int | tuple[int, ...], *, length: None = None, keep: None = None, dtype: Any = None
@@ -239,8 +241,9 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
             if past is not None and name in options:
                 raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
         if past is not None and not hasattr(past, "length"):  # a pair, which grows
-            past = Growing.of(past, self.spec)
-            past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
+            past = self.growing.of(past, self.spec)
+            cached = tuple(autocast(dict(zip(PAST, past, strict=True))).values())
+            past = past if all(map(is_, cached, past)) else Growing(*cached)
 
         def attend(q: Array, k: Array, v: Array, **seen: Any) -> Any:
             return self.attend(q, k, v, **{**seen, **options})

@@ -1,5 +1,6 @@
 """Caches: growing, of one length, sliding; each equals attention without one, however the sequence is cut."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,7 @@ def test_pieces_with_a_cache_equal_the_whole(name: str, length: int | None, cut:
     empty = module.empty_cache(2, length=length)
     y, cache = fed(module, x, cut, empty)
     torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-12)
-    assert type(cache) is type(empty)
+    assert isinstance(cache, type(empty))
     assert cache.keys.shape == (2, module.spec.num_kv_heads, length or 9, module.spec.head_dim)
     if isinstance(cache, FixedCache):
         assert cache.length == 9
@@ -137,6 +138,72 @@ def test_unbatched_sequences_and_several_batch_axes() -> None:
         for room in ROOMS:
             y, _ = module(given, past=module.empty_cache(axes, **room))
             torch.testing.assert_close(y, module(given), rtol=0, atol=1e-12)
+
+
+# A growing cache without gradients
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_tokens_are_written_after_a_growing_cache_and_not_into_a_copy(mode: Any) -> None:
+    module = made(BlockSpec(8, 2, Span.causal(700), causal=True))
+    x = torch.randn(2, 650, 8, dtype=torch.float64)
+    with mode():
+        y, cache = module(x[:, :10], past=module.empty_cache(2))
+        outputs, memory = [y], []
+        for token in x[:, 10:].split(1, dim=1):
+            y, cache = module(token, past=cache)
+            outputs.append(y)
+            memory.append((cache.keys.data_ptr(), cache.values.data_ptr()))
+    assert len(set(memory)) == 3  # room for 256 tokens at once
+    torch.testing.assert_close(torch.cat(outputs, dim=1), module(x), rtol=0, atol=1e-11)
+
+
+def test_every_continuation_of_a_growing_cache_has_keys_of_its_own() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    _, cache = fed(module, x[:, :4], (3, 1), module.empty_cache(2))
+    others = [(x[:, 4:8] * factor).split([1, 3], dim=1) for factor in (1, -2, 3)]
+    with torch.no_grad():
+        first = [module(one, past=cache) for one, _ in others]
+        for (_, past), (one, three), factor in zip(first, others, (1, -2, 3), strict=True):
+            y, present = module(three, past=past)
+            whole = module(torch.cat([x[:, :4], one, three], dim=1))
+            torch.testing.assert_close(y, whole[:, 5:], rtol=0, atol=1e-12, msg=str(factor))
+            assert present.keys.shape[-2] == 8
+    assert cache.keys.shape[-2] == 4
+
+
+def test_a_growing_cache_may_change_modes_and_be_copied() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    whole, changes = module(x), [torch.inference_mode, torch.no_grad, torch.enable_grad, torch.no_grad]
+    with torch.inference_mode():
+        _, cache = fed(module, x[:, :4], (3, 1), module.empty_cache(2))
+    for place, mode in enumerate(changes, start=4):
+        with mode():
+            copied = pickle.loads(pickle.dumps(cache))
+            assert all(map(torch.equal, cache, copied))
+            y, _ = module(x[:, place : place + 1], past=copied)
+            torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
+            y, cache = module(x[:, place : place + 1], past=cache)
+            torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
+    assert torch.compile(module, fullgraph=True, backend="eager")(x[:, 8:], past=cache)[1].keys.shape[-2] == 9
+
+
+def test_gradients_through_a_growing_cache_are_those_of_the_whole() -> None:
+    """Also after a prompt without gradients, whose cache has room."""
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    _, cache = fed(module, x[:, :4], (3, 1), module.empty_cache(2))
+    outputs = []
+    for token in x[:, 4:].split(1, dim=1):
+        y, cache = module(token, past=cache)
+        outputs.append(y)
+    with torch.no_grad():
+        module(x[:, 4:5], past=cache)
+    weights = [module.q_proj.weight, module.out_proj.weight]  # keys of the prompt have no gradient
+    found = torch.autograd.grad(torch.cat(outputs, dim=1).sum(), weights)
+    torch.testing.assert_close(found, torch.autograd.grad(module(x)[:, 4:].sum(), weights))
 
 
 # Compiled

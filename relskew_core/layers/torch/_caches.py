@@ -1,4 +1,4 @@
-"""Caches of constant shape, so that ``torch.compile`` compiles a decoding step once."""
+"""Caches that are written in place: one that grows, and one of constant shape, compiled once for all steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,79 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import describe, has_shape
-from relskew_core._block.cache import check_fixed
+from relskew_core._block.cache import PAST, Growing, check_cached, check_fixed
+from relskew_core._block.spec import BlockSpec
+from relskew_core.backends._torch.transformations import is_ordinary
+
+SPARE = 256
+"""Positions for which a growing cache makes room at once. A token reads all of them, so that copying adds little."""
+
+
+class Room:
+    """Memory for keys and values, filled from the front."""
+
+    def __init__(self, keys: Tensor, values: Tensor, size: int) -> None:
+        self.keys, self.values = (x.new_empty((*x.shape[:-2], size, x.shape[-1])) for x in (keys, values))
+        self.ends: set[int] = set()
+        """Where the filled part ends, until a call is given the right to write after it."""
+        self.write(0, keys, values)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write from a position on, and return all up to the end of what is written."""
+        stop = start + k.shape[-2]
+        self.keys[..., start:stop, :], self.values[..., start:stop, :] = k, v
+        self.ends.add(stop)
+        return self.keys[..., :stop, :], self.values[..., :stop, :]
+
+    def gives(self, start: int, n: int) -> bool:
+        """Whether ``n`` positions from this one on are free; if so, they are given to the caller alone."""
+        if start + n > self.keys.shape[-2] or self.keys.is_inference() != torch.is_inference_mode_enabled():
+            return False
+        try:
+            self.ends.remove(start)
+        except KeyError:
+            return False
+        return True
+
+
+class Appended(Growing):
+    """A growing cache that, without gradients, writes new keys and values after its own instead of copying all.
+
+    Several calls may continue from the same one: the first writes in place, the others copy.
+    """
+
+    room: Room | None = None
+
+    @classmethod
+    def of(cls, past: Any, spec: BlockSpec) -> Growing:
+        plain = Growing.of(past, spec)
+        if not _in_place(plain):
+            return plain
+        return past if isinstance(past, cls) else cls(*plain)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Growing, tuple(self)
+
+    def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, Growing, Mapping[str, Any]]:
+        shape = self.keys.shape
+        if not _in_place((k, v)) or len(shape) != k.ndim or shape[-2] == 0 or k.device != self.keys.device:
+            return super().extend(k, v, xp=xp)
+        for name, value, new in zip(PAST, self, (k, v), strict=True):
+            check_cached(name, value, shape[-2], new)
+        room, start, n = self.room, shape[-2], k.shape[-2]
+        if room is None or not room.gives(start, n):
+            room = Room(*self, start + n + SPARE)
+            room.gives(start, n)
+        present = Appended(*room.write(start, k, v))
+        present.room = room
+        return *present, present, {"offset": start}
+
+
+def _in_place(tensors: Any) -> bool:
+    return (
+        not torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_ordinary()
+        and all(type(x) is Tensor for x in tensors)
+    )  # fmt: skip
 
 
 class FixedCache(NamedTuple):

@@ -19,7 +19,7 @@ from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
-from relskew_core.layers.torch._caches import FixedCache, by_item
+from relskew_core.layers.torch._caches import Appended, FixedCache, by_item
 
 Cache = Growing | FixedCache | SlidingCache
 
@@ -85,6 +85,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     """
 
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
+    growing: ClassVar[type[Growing]] = Appended
 
     q_proj: nn.Module
     k_proj: nn.Module
