@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 
 from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, pivot
+from benchmarks.trial import BEYOND
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import to_onnx
 
@@ -49,6 +50,7 @@ class Graph:
     name: str
     model: onnx.ModelProto
     calls: list[Any]  # inputs and outputs
+    beyond: dict[str, Any]  # inputs that the graph must refuse, if any
 
     def save(self, folder: Path) -> None:
         """Write the graph and the calls for a process that has neither onnx nor this library."""
@@ -57,38 +59,48 @@ class Graph:
         for index, (inputs, outputs) in enumerate(self.calls):
             arrays |= {f"{index}/in/{name}": x for name, x in inputs.items()}
             arrays |= {f"{index}/out/{place}": x for place, x in enumerate(outputs)}
+        arrays |= {f"beyond/in/{name}": x for name, x in self.beyond.items()}
         np.savez(folder / f"{self.name}.npz", **arrays)
 
 
-def graphs(profile: Any, opset: int | None = None) -> Iterator[Graph]:
+def graphs(profile: Any, opset: int | None = None, dtype: Any = "float32") -> Iterator[Graph]:
     for name, (spec, options) in FORMS.items():
         weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=1).items()}
-        model = to_onnx(spec, weights, profile=profile, opset=opset, **{"chunk_size": None, **options})
-        yield Graph(name, model, [_call(spec, weights, options, length) for length in LENGTHS])
+        model = to_onnx(spec, weights, profile=profile, opset=opset, dtype=dtype, **{"chunk_size": None, **options})
+        calls = [_call(spec, weights, options, length, dtype) for length in LENGTHS]
+        refuses = spec.span.beyond == "error" and not spec.cross and not spec.block_size
+        yield Graph(name, model, calls, _feeds(spec, options, 10, dtype) if refuses else {})
 
 
-def _call(spec: BlockSpec, weights: dict[str, Any], options: dict[str, Any], length: int) -> Any:
-    """Draw inputs, and return them with their outputs."""
+def _feeds(spec: BlockSpec, options: dict[str, Any], length: int, dtype: str) -> dict[str, Any]:
     generator = np.random.default_rng(length)
 
     def normal(*shape: int) -> Any:
-        return generator.standard_normal(shape).astype(np.float32)
+        return generator.standard_normal(shape).astype(dtype)
 
-    x, more, past = normal(2, length, 8), {}, ()
+    feeds = {"x": normal(2, length, 8)}
     if spec.cross:
-        more["memory"] = normal(2, 10 - length, 8)
+        feeds["memory"] = normal(2, 10 - length, 8)
     if "mask" in options:
-        more["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
+        feeds["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
     if "past" in options:
-        past = tuple(normal(2, spec.num_kv_heads, 9 - length, spec.head_dim) for _ in "kv")
-    feeds = {"x": x, **more, **dict(zip(("past_key", "past_value"), past, strict=False))}
-    result: Any = attention_block(x, weights, spec, past=past or None, **more)
-    return feeds, [result[0], *result[1]] if past else [result]
+        shape = (2, spec.num_kv_heads, max(9 - length, 0), spec.head_dim)
+        feeds |= {name: normal(*shape) for name in ("past_key", "past_value")}
+    return feeds
+
+
+def _call(spec: BlockSpec, weights: dict[str, Any], options: dict[str, Any], length: int, dtype: str) -> Any:
+    """Draw inputs, and return them with their outputs."""
+    feeds = _feeds(spec, options, length, dtype)
+    given = {name: x if x.dtype == bool else x.astype(np.float32) for name, x in feeds.items()}
+    past = tuple(given.pop(name) for name in ("past_key", "past_value") if name in given)
+    result: Any = attention_block(given.pop("x"), weights, spec, past=past or None, **given)
+    return feeds, [x.astype(dtype) for x in ([result[0], *result[1]] if past else [result])]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release of a runtime, and the packages that pip installs for it into a separate folder, if any."""
+    """A release of a runtime, and the packages that pip or npm install for it into a separate folder, if any."""
 
     runtime: str
     version: str
@@ -105,8 +117,12 @@ class Release:
     def install(self) -> None:
         if self.place.exists() or not self.packages:
             return
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", str(self.place), *self.packages], check=True)
+        if self.runtime == "onnxruntime-web":
+            install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix"]
+        else:
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            install.append("--target")
+        subprocess.run([*install, str(self.place), *self.packages], check=True)
 
 
 def _here(package: str) -> Release:
@@ -120,11 +136,16 @@ def _apart(package: str, release: str, *more: str) -> Release:
 RELEASES = (
     _apart("onnxruntime", "1.17.3", "numpy==1.26.4"),
     *(_apart("onnxruntime", release) for release in ("1.20.1", "1.23.2", "1.25.0", "1.27.0")),
-    *map(_here, ("onnxruntime", "openvino")), _apart("tract", "0.23.9"), _apart("onnx2torch", "1.5.15"),
+    *map(_here, ("onnxruntime", "openvino")),
+    Release("onnxruntime-web", "1.30.0", ("onnxruntime-web@1.30.0",)),
+    _apart("opencv-python-headless", "5.0.0.93"), _apart("MNN", "3.6.1"),
+    _apart("iree-base-compiler", "3.13.0", "iree-base-runtime==3.13.0"),
+    _apart("tract", "0.23.9"), _apart("onnx2torch", "1.5.15"),
     _here("onnxscript"), _apart("onnxsim", "0.8.1"), _apart("onnxslim", "0.1.98"),
 )  # fmt: skip
 HERE = ("onnxruntime", "openvino")  # are tried with every opset
-PROFILES = {"ort": (23, 24), "portable": range(18, 25), "trt": (23, 24)}  # with their opsets
+PROFILES = {"ort": range(23, 29), "portable": range(18, 29), "trt": range(23, 29)}  # with their opsets
+DTYPES = ("float32", "float16")
 
 
 class Runtimes(Benchmark):
@@ -134,8 +155,9 @@ class Runtimes(Benchmark):
     measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
-        yield from ({"profile": profile, "opset": None} for profile in PROFILES)
-        yield from ({"profile": profile, "opset": opset} for profile, opsets in PROFILES.items() for opset in opsets)
+        yield from ({"profile": profile, "opset": None, "dtype": dtype} for dtype in DTYPES for profile in PROFILES)
+        opsets = ((profile, opset) for profile, opsets in PROFILES.items() for opset in opsets)
+        yield from ({"profile": profile, "opset": opset, "dtype": "float32"} for profile, opset in opsets)
 
     def contenders(self, case: Case) -> Iterable[str]:
         return [release.name for release in _releases(case)]
@@ -146,25 +168,27 @@ class Runtimes(Benchmark):
         def call() -> dict[str, str]:
             release.install()
             with TemporaryDirectory() as temporary:
-                for graph in graphs(case["profile"], case["opset"]):
+                for graph in graphs(case["profile"], case["opset"], case["dtype"]):
                     graph.save(Path(temporary))
                 return dict(results(release, Path(temporary)))
 
         return call
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        return {"failed": {form: reason for form, reason in result.items() if reason}}
+        failed = {form: reason for form, reason in result.items() if reason not in ("", BEYOND)}
+        return {"failed": failed, "beyond": [form for form, reason in result.items() if reason == BEYOND]}
 
     def texts(self, record: Record) -> dict[str, str]:
         own = [row for row in record.rows if row.case["opset"] is None]
         names = list(dict.fromkeys(row.contender for row in own))
         own.sort(key=lambda row: names.index(row.contender))
-        released = [(row.contender, f"`{row.case['profile']}`", _cell(row)) for row in own]
+        released = [(row.contender, _column(row), _cell(row)) for row in own]
         others = (row for row in record.rows if row.case["opset"] is not None)
         opsets = [("`{profile}`, opset {opset}".format(**row.case), row.contender, _cell(row)) for row in others]
         about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
-        heading = "The error of each form that fails:"
-        return {"": "\n\n".join([about, pivot(released), heading, "\n".join(reasons(own)), pivot(opsets)])}
+        failing = "\n".join(["The error of each form that fails:", "", *reasons(own)])
+        beyond = "\n".join(["Numbers instead of an error beyond the table:", "", *_silent(own)])
+        return {"": "\n\n".join([about, pivot(released), failing, beyond, pivot(opsets)])}
 
 
 def _releases(case: Case) -> Sequence[Release]:
@@ -179,8 +203,19 @@ def reasons(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
         failed = sorted(row.facts["failed"].items(), key=lambda each: not each[1].startswith("wrong"))
         for form, why in failed[:1]:
-            failures.setdefault((row.contender, f"{form}: {why}"), []).append(f"`{row.case['profile']}`")
+            failures.setdefault((row.contender, f"{form}: {why}"), []).append(_column(row))
     yield from (f"- {name}, {' and '.join(where)}, {what}" for (name, what), where in failures.items())
+
+
+def _silent(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield a line for every profile whose graphs give numbers where they must fail."""
+    for row in rows:
+        if row.facts["beyond"]:
+            yield f"- {row.contender}, {_column(row)}: {', '.join(row.facts['beyond'])}"
+
+
+def _column(row: Row) -> str:
+    return f"`{row.case['profile']}`" + (", float16" if row.case["dtype"] == "float16" else "")
 
 
 def _cell(row: Row) -> str:
@@ -207,11 +242,11 @@ def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
 
 def _run(release: Release, folder: Path) -> dict[str, str] | str:
     """Return the results of a folder's graphs, or how the process ended."""
-    command = [sys.executable, str(TRIAL), release.runtime, str(folder)]
+    command = [sys.executable, "-P", str(TRIAL), release.runtime, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(release.place), "RUST_BACKTRACE": "0"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode == 0:
-        found: dict[str, str] = json.loads(ended.stdout.strip().splitlines()[-1])
+        found: dict[str, str] = json.loads((folder / "results.json").read_text("utf-8"))
         return found
     lines = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()]
     return f"the process ends with {ended.returncode}: {' '.join(lines[:1])}"
@@ -219,6 +254,8 @@ def _run(release: Release, folder: Path) -> dict[str, str] | str:
 
 def clean(reason: str) -> str:
     """Return a message without the paths and addresses of one build."""
-    noise = r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:"
+    noise = (
+        r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:|Error .*Diagnostics:"
+    )
     without = re.sub(noise, " ", reason).replace("|", "/").replace("<", "‹").replace(">", "›")
     return " ".join(without.split())[:200]

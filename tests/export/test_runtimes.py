@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
-from benchmarks.runner import Record
+from benchmarks.runner import ROOT, Record
 from benchmarks.runtimes import RELEASES, Graph, graphs
-from benchmarks.trial import RUNTIMES, attempt
-from onnx_sessions import BROADCASTS_EMPTY, opened
+from benchmarks.trial import BEYOND, RUNTIMES, attempt
+from onnx_sessions import BROADCASTS_EMPTY, RELEASE, opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
@@ -27,6 +26,8 @@ BUILT_BY_QNN = set(
 """Of what onnxruntime-qnn has a builder for (its op_builder_factory.cc, March 2026), what ours could use."""
 NEEDS_CONSTANT_AXES = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1}
 """In TensorRT, by the table of operators of onnx-tensorrt 10.0."""
+EXPANDS_ATTENTION = RELEASE >= (1, 32)
+"""Whether onnxruntime loads opsets 27 and 28, and makes many nodes of `Attention` from opset 25 on."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,6 @@ def portable() -> dict[str, Graph]:
     return {case.name: case for case in graphs("portable")}
 
 
-@pytest.mark.skipif(onnxruntime.__version__ != "1.31.1", reason="the page names 1.31.1")
 @pytest.mark.parametrize("opset", [25, 26, 27, 28])
 @pytest.mark.parametrize("profile", ["ort", "portable", "trt"])
 def test_each_opset_runs_where_the_page_says(profile: Any, opset: int) -> None:
@@ -46,7 +46,18 @@ def test_each_opset_runs_where_the_page_says(profile: Any, opset: int) -> None:
         report = validate(model, spec, weights, runtimes=[runtime], lengths=[1, 5], batches=(2,))
         ran[runtime] = report.ok
         assert report.ok or f"Opset {opset} is" in report.failures[0].detail, report.table()
-    assert ran == {"onnxruntime": opset <= 26, "openvino": True, "reference": True}
+    assert ran == {"onnxruntime": opset <= (28 if EXPANDS_ATTENTION else 26), "openvino": True, "reference": True}
+
+
+@pytest.mark.parametrize("opset", [23, 24, 25, 26])
+def test_onnxruntime_expands_attention_where_the_page_says(opset: int, tmp_path: Path) -> None:
+    spec = BlockSpec(8, 2, Span.causal(9), causal=True)
+    model = to_onnx(spec, init_weights(spec, seed=0), opset=opset, past=True)
+    opened(model, optimized_model_filepath=str(tmp_path / "optimised.onnx"))
+    nodes = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
+    kept = opset <= 24 or not EXPANDS_ATTENTION
+    assert nodes.count("Attention") == kept
+    assert (len(nodes) < 30) == kept
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino", "onnxscript"])
@@ -64,6 +75,10 @@ def test_a_wrong_or_broken_graph_is_reported(portable: dict[str, Graph], tmp_pat
     assert attempt(RUNTIMES["onnxruntime"], graph).startswith("wrong by 1.0e+00")
     np.savez(calls, **stored | {"0/out/0": stored["0/out/0"][:1]})
     assert attempt(RUNTIMES["onnxruntime"], graph).startswith("a result of shape")
+    np.savez(calls, **stored | {"beyond/in/x": stored["2/in/x"]})
+    assert attempt(RUNTIMES["onnxruntime"], graph) == BEYOND
+    np.savez(calls, **stored | {"beyond/in/x": np.zeros((2, 10, 8), np.float32)})
+    assert attempt(RUNTIMES["onnxruntime"], graph) == ""
     graph.write_bytes(b"no model")
     assert "InvalidProtobuf" in attempt(RUNTIMES["onnxruntime"], graph)
 
@@ -95,7 +110,12 @@ def test_the_record_has_every_release() -> None:
     released = {row.contender for row in rows if row.case["opset"] is None}
     assert {name for name in released if name.split()[0] not in here} <= apart
     assert len(released) == len(RELEASES)
-    assert len({str(row.case) for row in rows if row.case["opset"] is not None}) == 11
+    assert len({str(row.case) for row in rows if row.case["opset"] is not None}) == 23
+
+
+def test_the_releases_are_those_that_make_installs() -> None:
+    (web,) = (release for release in RELEASES if release.runtime == "onnxruntime-web")
+    assert web.packages[0] in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> None:

@@ -1,4 +1,4 @@
-// Runs models in onnxruntime-web for tests/web/inside_web.py: a JSON line in, a JSON line out.
+// Runs models in onnxruntime-web for benchmarks/trial.py: a JSON line in, a JSON line out.
 // Usage: node serve.mjs FOLDER, the folder that holds node_modules/onnxruntime-web.
 
 import { createRequire } from "node:module";
@@ -12,6 +12,7 @@ ort.env.logLevel = "fatal";
 
 const kinds = {
   float32: [Float32Array, 4],
+  float16: [Uint16Array, 2],
   int64: [BigInt64Array, 8],
   bool: [Uint8Array, 1],
 };
