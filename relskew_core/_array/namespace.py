@@ -119,7 +119,7 @@ def device(array: Array) -> Any:
     if is_torch(array):
         return array.device
     try:
-        found = array_api_compat.device(array)
+        found = array.spec if type(array).__module__.startswith("cubed.") else array_api_compat.device(array)
     except AttributeError:
         return "cpu"
     return None if hasattr(found, "device_set") else found
@@ -187,4 +187,8 @@ def _conforming(array: Array) -> Namespace:
         from relskew_core._array import mlx
 
         return mlx
+    if namespace.__name__ == "cubed":
+        from relskew_core._array import cubed
+
+        return cubed
     return namespace

@@ -36,8 +36,15 @@ def quax(call: Callable[..., Any], arrays: dict[str, Any]) -> Any:
         return np.asarray(peer("quax.quaxify")(call)({name: jax.numpy.asarray(x) for name, x in arrays.items()}))
 
 
+def cubed(call: Callable[..., Any], arrays: dict[str, Any]) -> Any:
+    """Arrays in chunks, whose spec is not the default one and says where they are computed."""
+    installed("cubed")
+    spec = peer("cubed.Spec")(allowed_mem="500MB")
+    return call({name: peer("cubed.asarray")(x, spec=spec) for name, x in arrays.items()}).compute()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(options) or "none" for options in OPTIONS])
-@pytest.mark.parametrize("library", [marray, quax])
+@pytest.mark.parametrize("library", [marray, quax, cubed])
 def test_other_implementations_of_the_standard(library: Callable[..., Any], options: dict[str, Any]) -> None:
     arrays = {"q": X, "k": X, "v": X, **{name: x for name, x in options.items() if isinstance(x, np.ndarray)}}
     fixed = {name: x for name, x in options.items() if name not in arrays}
