@@ -215,7 +215,7 @@ def _silent(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _column(row: Row) -> str:
-    return f"`{row.case['profile']}`" + (", float16" if row.case["dtype"] == "float16" else "")
+    return f"`{row.case['profile']}`" + (" float16" if row.case["dtype"] == "float16" else "")
 
 
 def _cell(row: Row) -> str:

@@ -1,7 +1,7 @@
 """Runs graphs in one runtime, in a process that only needs that runtime and NumPy.
 
-``python -P trial.py RUNTIME FOLDER`` writes ``results.json`` into the folder, with what came of each of its graphs: ``""``
-where the numbers are right, else why not. Runtimes print to the output themselves.
+``python -P trial.py RUNTIME FOLDER`` writes ``results.json`` into the folder, with what came of each of its graphs:
+``""`` where the numbers are right, else why not. Runtimes print to the output themselves.
 """
 
 from __future__ import annotations
