@@ -95,7 +95,7 @@ def load_vits_encoder(state: Stored, *, prefix: str = "") -> tuple[dict[str, Any
     """Read a whole text encoder of VITS' authors, Piper or Coqui TTS, for the ``VitsTextEncoder`` of transformers.
 
     Encoders with further inputs, such as MeloTTS' tones and speakers, have no equal in transformers, and raise an error
-    with the names of what is left; :func:`load_vits` reads their attention, layer by layer.
+    with the names of what is left; ``docs/piper.md`` replaces their attention with :func:`load_vits`.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def load_vits_encoder(state: Stored, *, prefix: str = "") -> tuple[dict[str, Any
     # torch's exporter named Piper's embedding after an argument that voices of one speaker do not have
     unnamed = not read.has("emb.weight") and "sid" in read.arrays
     weights["embed_tokens.weight"] = read.read("sid", "V E", prefix="") if unnamed else read.read("emb.weight", "V E")
-    read.finish()
+    read.finish("; docs/piper.md replaces the attention of encoders with further inputs, such as those of MeloTTS")
     sizes = read.sizes
     if sizes["E"] % sizes["D"]:
         raise ValueError(

@@ -112,7 +112,7 @@ class State:
                 return array
         raise ValueError(f"`{_label(key)}` must have shape {self._expected(forms)}, got {describe(array)}")
 
-    def finish(self) -> None:
+    def finish(self, hint: str = "") -> None:
         """Refuse keys of the attention that were not read, because ignoring them would change its results.
 
         Entries below an array, such as ``"q/kernel/Adam"``, were left in the checkpoint by an optimizer.
@@ -120,9 +120,8 @@ class State:
         keys = {str(key) for key in self.arrays if str(key).startswith(self.prefix)} - set(self._read)
         unknown = [key for key in keys if key.rpartition("/")[0] not in self._read]
         if unknown:
-            raise ValueError(
-                f"`state` must have no key under {self.prefix!r} but {_listed(self._read)}, got {_listed(unknown)}"
-            )
+            expected = f"no key under {self.prefix!r} but {_listed(self._read)}"
+            raise ValueError(f"`state` must have {expected}, got {_listed(unknown)}{hint}")
 
     def lacks(self, names: str) -> ValueError:
         there = self._keys_under(self.prefix)

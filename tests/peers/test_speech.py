@@ -1,6 +1,8 @@
 """Speech models with random weights against the same numbers here."""
 
 import copy
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from relskew_core.huggingface import replace_attention
 from relskew_core.layers.torch import ConformerAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
+PAGE = Path(__file__).parents[2] / "docs" / "piper.md"
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
@@ -232,9 +235,29 @@ def test_a_text_encoder_with_speakers() -> None:
     state |= {"enc_p.proj.weight": torch.zeros(20, 24, 1), "enc_p.proj.bias": torch.zeros(20)}
     left = ", ".join(f"enc_p.{name}" for name in ("encoder.spk_emb_linear.bias", "encoder.spk_emb_linear.weight",
                                                   "tone_emb.weight"))  # fmt: skip
-    with pytest.raises(ValueError, match=f"got {left}$"):
+    with pytest.raises(ValueError, match=f"got {left}; docs/piper.md"):
         conventions.load_vits_encoder(state)
     assert conventions.load_vits(state, num_heads=3, prefix="enc_p.encoder.attn_layers.2.")[0].rel_values
+
+
+@torch.no_grad()
+def test_an_encoder_of_melotts() -> None:
+    """Its modules, with the attention of the page about voices."""
+    alone("melo.attentions.Encoder")
+    modules = {name: sys.modules[f"melo.{name}"] for name in ("attentions", "commons")}
+    kind = definitions("melo", "models.py", "TextEncoder", **modules)
+    theirs = randomised(kind(11, 10, 24, 32, 3, 3, 3, 0.1, gin_channels=8, num_languages=2, num_tones=4))
+    *_, block = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    model = names["replace_layers"](copy.deepcopy(theirs))
+    assert sum(isinstance(part, names["Attention"]) for part in model.modules()) == 3
+    generator = torch.Generator().manual_seed(1)
+    phonemes, tones, languages = (torch.randint(count, (2, 30), generator=generator) for count in (11, 4, 2))
+    inputs = (torch.tensor([30, 12]), tones, languages, randn(2, 1024, 30), randn(2, 768, 30))
+    speaker = randn(2, 8, 1)
+    for got, want in zip(model(phonemes, *inputs, g=speaker), theirs(phonemes, *inputs, g=speaker), strict=True):
+        check(got, want)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
