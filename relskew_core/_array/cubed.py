@@ -6,7 +6,6 @@ An array's spec, where and in how much memory it is computed, takes the place of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import cubed
@@ -18,17 +17,11 @@ def __getattr__(name: str) -> Any:
     return getattr(cubed, name)
 
 
-def _in_spec(function: Any) -> Callable[..., Array]:
-    """Let a function that makes an array accept a spec as its device."""
-
-    @wraps(function)
-    def make(*given: Any, device: Any = None, **options: Any) -> Array:
-        return function(*given, spec=device, **options)
-
-    return make
+def _in_spec(name: str) -> Callable[..., Array]:
+    return lambda *given, device=None, **options: getattr(cubed, name)(*given, spec=device, **options)
 
 
-arange, asarray, full, ones, zeros = map(_in_spec, (cubed.arange, cubed.asarray, cubed.full, cubed.ones, cubed.zeros))
+arange, asarray, full, ones, zeros = map(_in_spec, ("arange", "asarray", "full", "ones", "zeros"))
 
 
 def concat(arrays: Sequence[Array], /, *, axis: int = 0) -> Array:

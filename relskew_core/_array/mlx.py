@@ -6,7 +6,6 @@ Its arrays are in the host's memory, which its devices share, and no function ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -20,17 +19,11 @@ def __getattr__(name: str) -> Any:
     return getattr(mx, "bool_" if name == "bool" else name)
 
 
-def _anywhere(function: Any) -> Callable[..., Array]:
-    """Let a function that makes an array accept a device, and leave it out."""
-
-    @wraps(function)
-    def make(*given: Any, device: Any = None, **options: Any) -> Array:
-        return function(*given, **options)
-
-    return make
+def _anywhere(name: str) -> Callable[..., Array]:
+    return lambda *given, device=None, **options: getattr(mx, name)(*given, **options)
 
 
-arange, asarray, full, ones, zeros = map(_anywhere, (mx.arange, mx.asarray, mx.full, mx.ones, mx.zeros))
+arange, asarray, full, ones, zeros = map(_anywhere, ("arange", "asarray", "full", "ones", "zeros"))
 
 
 def after(x: Array, done: list[Array]) -> Array:
