@@ -101,8 +101,9 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         each head, as in Swin v2's cosine attention, or one for all.
     softcap : float, optional
         Replace the sum by ``softcap · tanh(sum / softcap)`` before masks.
-    sinks : array, shape (H,), optional
-        Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
+    sinks : array, shape (H,) or (..., H, Lq), optional
+        Attention sinks: one more logit in the softmax of each row, without a value: one for each head, as in gpt-oss,
+        or for each query of each head, as in Inkling 2. ``lse`` counts it.
     dropout : float, default 0.0
         Fraction of the weights to drop in training, ``0 <= dropout < 1``; the others are scaled up.
     seed : int, integer array without axes, or key of jax.random, optional

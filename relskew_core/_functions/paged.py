@@ -67,7 +67,7 @@ def paged_attention(
     window : (int or None, int or None), optional
         A query sees the keys at ``-left <= r <= right`` only. Pages that no query sees are not read.
     rel_v, rel_bias, rel_q, key_table, sinks : optional
-        Tables and biases as well; ``rel_q`` has the shape of ``q``.
+        Tables and biases as well; ``rel_q`` has the shape of ``q``, and ``sinks`` are ``(H,)`` or ``(B, H, Lq)``.
     scale, rel_scale, softcap, chunk_size, return_lse, impl : optional
         As in :func:`relative_attention`.
 
@@ -117,6 +117,9 @@ def paged_attention(
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table, "sinks": sinks}
     xp = namespace_of_arrays(arrays, {**tables, "rel_q": rel_q})
     _check(q, k_pages, v_pages, rel_q)
+    by_query = sinks is not None and sinks.ndim > 1
+    if by_query and tuple(sinks.shape) != tuple(q.shape[:-1]):
+        raise ValueError(f"`sinks` must have shape (H,) or (B, H, Lq) = {tuple(q.shape[:-1])}, got {describe(sinks)}")
     check_bool("causal", causal)
     window = check_window("window", window)
     table, counts = (_integers(name, x, q, rank, xp=xp) for name, x, rank in
@@ -151,6 +154,8 @@ def _by_item(
         own = pages[first : -(-count // size)]
         k, v = (_of_pages(x, own, count - first * size, xp=xp) for x in pools)
         given = {**options, "rel_q": None if rel_q is None else rel_q[item, ...]}
+        if options["sinks"] is not None and options["sinks"].ndim > 1:
+            given["sinks"] = options["sinks"][item, ...]
         parts.append(relative_attention(q[item, ...], k, v, offset=count - n - first * size, **given))
     if not parts:
         shape = q.shape[:-1]

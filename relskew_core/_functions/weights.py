@@ -113,7 +113,8 @@ def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
     logits = view.logits(*view.scaled_queries(), view.seen(operands.k))
     weights, sums = view.weights(logits, sums=call.sinks is not None)
     if call.sinks is not None and sums is not None:
-        weights, _ = with_sinks(weights, sums, call.sinks, xp=xp)
+        sinks = call.sinks if call.sinks.ndim == 1 else view.queries(call.sinks, -1)
+        weights, _ = with_sinks(weights, sums, sinks, xp=xp)
     return pad_last(weights, chunk.first, n_keys - chunk.end, xp=xp)
 
 

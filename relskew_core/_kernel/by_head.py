@@ -1,5 +1,7 @@
 """Arguments with a number for each head, or one for all: factors, applied before a kernel, and sinks, after it.
 
+Sinks may have a number for each query of each head, too.
+
 A factor that ``torch.compile`` traces as a number that varies is taken in the same way: a kernel's operator would have
 it compile anew for each one.
 """
@@ -20,14 +22,14 @@ from relskew_core._kernel.chunk import is_empty
 
 
 def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespace) -> Array:
-    """Return an array with a number for each head, or also with ``one`` for all."""
+    """Return an array with a number for each head, or also with ``one`` for all, else for each query of each head."""
     check_companion(name, x, "q", q, xp=xp)
-    n_heads = q.shape[-3] if q.ndim > 2 else 1
-    if tuple(x.shape) != (n_heads,) and not (one and x.ndim == 0):
-        shape = "shape (H,) or none" if one else "shape (H,)"
+    n_heads, rows = q.shape[-3] if q.ndim > 2 else 1, tuple(q.shape[:-1])
+    if tuple(x.shape) != (n_heads,) and not (x.ndim == 0 if one else tuple(x.shape) == rows):
+        shape, other = ("shape (H,) or none", "") if one else ("shape (H,)", f", or (..., H, Lq) = {rows}")
         hint = layout_hint(tuple(x.shape) == (q.shape[-2],))
         raise ValueError(
-            f"`{name}` must have {shape}, a number for each of the {n_heads} heads{hint}, got {describe(x)}"
+            f"`{name}` must have {shape}, a number for each of the {n_heads} heads{other}{hint}, got {describe(x)}"
         )
     x = settled(x, q.dtype, xp=xp)
     if x.dtype != q.dtype:
@@ -136,11 +138,11 @@ def by_head(factor: Array | float, x: Array) -> Array | float:
 
 
 def with_sinks(out: Array, sums: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:
-    """Add one logit without a value to every row's softmax: (..., H, L, Dv) and (..., H, L, 2), sinks (H,).
+    """Add one logit without a value to every row's softmax: (..., H, L, Dv), (..., H, L, 2), sinks (H,) or (..., H, L).
 
     A sink is attention to one more key, whose value is zero: merged with the rest.
     """
-    wide = xp.broadcast_to(xp.astype(sinks, sums.dtype)[:, None], sums.shape[:-1])
+    wide = _by_row(sinks, sums, xp=xp)
     if is_empty(*sums.shape):  # not every library reduces empty axes; results still depend on the sinks
         return out * cast(wide[..., None], out.dtype, xp=xp), sums + wide[..., None]
     shares, total = shares_of([sums, as_sums(wide, xp=xp)], xp=xp)
@@ -148,12 +150,17 @@ def with_sinks(out: Array, sums: Array, sinks: Array, *, xp: Namespace) -> tuple
 
 
 def sinks_gradient(sinks: Array, d_out: Array, out: Array, sums: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
-    """Return the gradient of the sinks (H,), from results that count them."""
+    """Return the gradient of the sinks, (H,) or (..., H, L), from results that count them."""
     dtype = sums.dtype
     products = cast(d_out, dtype, xp=xp) * cast(out, dtype, xp=xp)
     delta = xp.sum(products, axis=-1)
     delta = delta if d_lse is None else delta - d_lse
-    wide = xp.broadcast_to(xp.astype(sinks, dtype)[:, None], delta.shape)
-    weights = share_of(as_sums(wide, xp=xp), sums, xp=xp)
+    weights = share_of(as_sums(_by_row(sinks, sums, xp=xp), xp=xp), sums, xp=xp)
     axes = tuple(axis for axis in range(delta.ndim) if axis != delta.ndim - 2)
-    return -xp.sum(weights * delta, axis=axes)
+    return -(weights * delta if sinks.ndim > 1 else xp.sum(weights * delta, axis=axes))
+
+
+def _by_row(sinks: Array, sums: Array, *, xp: Namespace) -> Array:
+    """Return sinks for each row of the sums, in their dtype."""
+    wide = xp.astype(sinks, sums.dtype)
+    return xp.broadcast_to(wide[:, None] if wide.ndim == 1 and sums.ndim > 2 else wide, sums.shape[:-1])

@@ -58,7 +58,7 @@ class Problem:
     dtype: Any  # of the caller's arrays and of the results
     heads: bool  # whether the caller's arrays have a heads axis
     ragged: RaggedTables | None  # of a batch with one offset per item
-    sinks: Array | None  # (H,)
+    sinks: Array | None  # (H,) or (..., H, Lq)
     scales: HeadScales | None
     _wide: list[Operands] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -161,6 +161,8 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     ragged = RaggedTables(visibility, span, xp) if isinstance(visibility, RaggedVisibility) else None
     dropout, seed = _check_dropout(given, xp=xp)
     sinks = None if given.sinks is None else check_by_head("sinks", given.sinks, q, xp=xp)
+    if sinks is not None and q.ndim == 2 and sinks.shape[0] != 1:  # a number for each query, without a heads axis
+        sinks = sinks[None, ...]
     scales = HeadScales.of(given, xp=xp)
     given = _scaled(given, scales, xp=xp)
     scale: float = q.shape[-1] ** -0.5 if given.scale is None else check_real("scale", given.scale)

@@ -285,7 +285,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     in_bands = _is_banded(**options)
     # In exports with a translation the operator is kept, unless it would loop over a dynamic batch, or hold all pairs.
     plain = must_decompose() or (torch.compiler.is_exporting() and (by_item or in_bands))
-    if plain and not dropout and options.keys().isdisjoint(("softcap", "return_lse")):
+    if plain and not dropout and options.keys().isdisjoint(("softcap", "return_lse", "sinks")):
         arrays = {name: options.pop(name) for name in Operands._fields if name in options}
         return (banded if in_bands else dense)(Operands(q, k, v, **arrays), **options)
     if by_item:

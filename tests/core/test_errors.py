@@ -75,6 +75,7 @@ ATTENTION = [
     Bad("rel_k", TABLE, positions=(np.arange(N) * 2, np.arange(N))),
     Bad("offset", 1, [1, 2], positions=(np.arange(N), np.arange(N))),
     Bad("sinks", "text", 1.0, zeros(H + 1), zeros(1, H), zeros(H, dtype=np.float32), zeros(H, dtype=int)),
+    Bad("sinks", zeros(N, H), zeros(1, N), zeros(1, H, N), zeros(H, N, dtype=np.float32)),
     Bad("dropout", "1", True, -0.1, 1.0, 2, np.nan, seed=0),
     Bad("seed", None, 1.5, "1", -1, zeros(1, dtype=int), zeros(), dropout=0.5),
     Bad("scale", "1", True, np.inf, np.nan, 10**400, [1.0], zeros(H + 1), zeros(H, dtype=np.float32)),

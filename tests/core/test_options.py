@@ -86,12 +86,32 @@ def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> No
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    none = np.full(4, -np.inf)
-    for offset in (0, -20):  # the first queries see no key
+    for none, offset in (
+        (np.full(4, -np.inf), 0),
+        (np.full(4, -np.inf), -20),
+        (np.full(Q.shape[:3], -np.inf), -20),
+    ):  # the first queries see no key
         expected = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True)
         found = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True, sinks=none)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
+
+
+def test_sinks_by_query_are_those_of_each_query_alone() -> None:
+    """In outputs, weights and gradients, however the queries are cut."""
+    sinks, d_out = RNG.standard_normal(Q.shape[:3]), RNG.standard_normal(V.shape)
+    sinks[..., 3] = -np.inf
+    given: dict[str, Any] = {"rel_k": TABLE, "span": Span.full(40), "causal": True}
+    for chunk_size in (None, 7):
+        weights = relskew.attention_weights(Q, K, **given, sinks=sinks, chunk_size=chunk_size)
+        found: Any = relative_attention_vjp(d_out, Q, K, V, **given, sinks=sinks, chunk_size=chunk_size)
+        for i in (0, 3, 19):
+            row, own = slice(i, i + 1), {**given, "offset": i, "sinks": sinks[0, :, i]}
+            want = relskew.attention_weights(Q[:1, :, row], K[:1], **own)
+            np.testing.assert_allclose(weights[:1, :, row], want, rtol=0, atol=1e-14)
+            gradients: Any = relative_attention_vjp(d_out[:1, :, row], Q[:1, :, row], K[:1], V[:1], **own)
+            np.testing.assert_allclose(found.sinks[0, :, i], gradients.sinks, rtol=0, atol=1e-13)
+            np.testing.assert_allclose(found.q[:1, :, row], gradients.q, rtol=0, atol=1e-13)
 
 
 def test_parts_of_keys_merge_with_one_sink_among_them() -> None:

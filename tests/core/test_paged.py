@@ -84,6 +84,20 @@ def test_what_a_compiler_traces_is_gathered_at_once(name: str) -> None:
     torch.testing.assert_close(compiled(q, k, v, **options), want, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_sinks_by_query_belong_to_their_items(traced: bool) -> None:
+    (k, v), given = pages(), {"q": queries(3), "sinks": np.random.default_rng(6).standard_normal((B, H, 3))}
+    want = [by_hand(given["q"], k, v, sinks=item)[0][b] for b, item in enumerate(given["sinks"])]
+    places: dict[str, Any] = {"page_table": TABLE, "lengths": LENGTHS}
+    if traced:
+        k, v = torch.from_numpy(k), torch.from_numpy(v)
+        given, places = ({key: torch.tensor(x) for key, x in y.items()} for y in (given, places))
+    attend = torch.compile(paged_attention, fullgraph=True, backend="eager") if traced else paged_attention
+    np.testing.assert_allclose(attend(k_pages=k, v_pages=v, **given, **places), np.stack(want), rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match=r"^`sinks` must have shape \(H,\) or \(B, H, Lq\) = \(4, 6, 3\), got"):
+        paged_attention(k_pages=k, v_pages=v, **{**given, "sinks": given["sinks"][:1]}, **places)
+
+
 def test_lists_arrays_and_empty_items() -> None:
     q, (k, v) = queries(2), pages()
     want = paged_attention(q, k, v, page_table=TABLE, lengths=LENGTHS)

@@ -113,6 +113,20 @@ def test_sinks_take_their_share_of_output_and_lse() -> None:
     np.testing.assert_array_equal(alone, out)
 
 
+def test_sinks_may_be_of_each_query() -> None:
+    arrays = {**call(), "sinks": random(2, 4, 50)}
+    expected = oracles.relative_attention(**arrays, span=SPAN, causal=True).out
+    (out,) = run(arrays, **CAUSAL)
+    assert oracles.relative_error(out, expected) < GATES["float32"]
+    (out,) = run({**arrays, "offset": np.array([0, 9])}, **CAUSAL)  # items that are calls by themselves
+    later = oracles.relative_attention(**{name: x[1:] if len(x) == 2 else x for name, x in arrays.items()},
+                                       span=SPAN, causal=True, offset=9).out  # fmt: skip
+    assert oracles.relative_error(out, np.concatenate([expected[:1], later])) < GATES["float32"]
+    (out,) = run({**arrays, "sinks": arrays["sinks"][:1]}, **CAUSAL)
+    shared = oracles.relative_attention(**{**arrays, "sinks": arrays["sinks"][[0, 0]]}, span=SPAN, causal=True).out
+    assert oracles.relative_error(out, shared) < GATES["float32"]
+
+
 def test_scales_have_the_digits_of_float64() -> None:
     arrays = {name: x.astype(np.float64) for name, x in call().items()}
     made = problem(Arguments(**arrays, span=SPAN, causal=True, scale=0.1, rel_scale=1 / 3))
@@ -299,6 +313,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "for queries and keys"),
     ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
     ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
+    ({"sinks": random(3, 4, 50), "offset": np.array([0, 9])}, {}, "`sinks` must .* or for each query of each head"),
+    ({"sinks": random(2, 4, 49)}, {}, "`sinks` must have a number for each head, or for each query"),
     ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
     ({"span_left": np.array([63, 63])}, {}, "`span_left` and `span_right` must be numbers"),
     ({"span_left": np.array(40)}, {}, "`rel_k` has a different size|reaches relative positions -40"),

@@ -75,6 +75,7 @@ def call_in_other_shapes(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
         relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive),
         relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive, rel_v=VALUES),
         relative_attention(q, k, v, TABLE, CLIP, offset=0, rel_q=q + 1),
+        relative_attention(q, k, v, TABLE, CLIP, offset=0, sinks=q[..., 0], return_lse=True),
         relative_attention(q[0], k[0], v[0], TABLE, CLIP, offset=0, mask=mask[0]),
         relative_attention(q[None] * 2, k[None], v[None], TABLE, CLIP, offset=0),
         relative_attention(q[0, 0], k[0, 0], v[0, 0], TABLE[0], CLIP, offset=0),

@@ -24,7 +24,9 @@ def attention(
     out, lse = np.zeros((*shape[:3], v.shape[3])), np.full(shape[:3], -inf)
     for item, head, i in np.ndindex(*shape[:3]):
         key_head = head * k.shape[1] // q.shape[1]
-        seen = [] if sinks is None else [(float(sinks[head]), 0.0 * v[item, key_head, 0])]
+        seen = []
+        if sinks is not None:
+            seen = [(float(sinks[head] if sinks.ndim == 1 else sinks[item, head, i]), 0.0 * v[item, key_head, 0])]
         for j in range(shape[3]):
             query, key = (i + offset, j) if positions is None else labels(positions, item, i, j)
             apart, added = key - query, mask[item, head, i, j]

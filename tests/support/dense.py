@@ -50,6 +50,7 @@ class Case:
     mask: str | None = None
     mask_shape: tuple[int, ...] | None = None
     by_head: str = ""
+    by_query: bool = False  # whether sinks are
     labels: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -81,7 +82,8 @@ class Case:
             additive = np.where(allowed | (self.mask == "additive"), rng.standard_normal(shape), -np.inf)
             arrays["mask"] = allowed if self.mask == "boolean" else additive
         for name in self.by_head.split():
-            arrays[name] = rng.uniform(0.2, 0.8, heads or (1,))
+            by_query = self.by_query and name == "sinks"
+            arrays[name] = rng.uniform(0.2, 0.8, (*self.lead, *heads, self.n) if by_query else heads or (1,))
         cast = {name: x if x.dtype == bool else x.astype(dtype) for name, x in arrays.items()}
         return cast | {name: each(np.asarray, x) for name, x in self.labels.items()}
 
@@ -151,6 +153,10 @@ CASES = [
     Case("sinks", tables="rel_k rel_v", by_head="sinks"),
     Case("sinks, and some see nothing else", span=Span.causal(7), by_head="sinks", mask="boolean",
          options={"causal": True, "offset": -3}),
+    Case("sinks by query", tables="rel_k rel_v", by_head="sinks", by_query=True),
+    Case("sinks by query and scales, grouped", heads=4, kv_heads=2, n=4, m=9, by_head="sinks scale", by_query=True,
+         mask="boolean", options={"causal": True, "offset": 2}, span=Span.causal(9)),
+    Case("sinks by query, no heads axis", lead=(), heads=None, by_head="sinks", by_query=True),
     Case("packed documents", tables="rel_k rel_v rel_bias", labels={"segments": PACKED}),
     Case("packed documents, for all items", span=Span.causal(7), labels={"segments": PACKED[0]},
          options={"causal": True}),

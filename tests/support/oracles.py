@@ -163,7 +163,8 @@ def attention(
         boolean = mask.dtype == torch.bool
         allowed = allowed & (mask if boolean else mask != -math.inf)
         logits = logits if boolean else logits + mask
-    weights, lse = softmax(logits, allowed, None if sinks is None else sinks[by_head])
+    of_rows = by_head if sinks is None or sinks.ndim == 1 else (..., None)
+    weights, lse = softmax(logits, allowed, None if sinks is None else sinks[of_rows])
     if dropout:
         here = kept(weights.shape, seed, offset, dropout)
         weights, allowed = weights * here.to(weights) / (1 - dropout), allowed & here

@@ -187,7 +187,8 @@ def rich_calls(draw: st.DrawFn) -> Call:
     q = arrays["q"]
     heads, leads = q.shape[-3:-2] or (1,), q.shape[:-3]
     for name in draw(st.sets(st.sampled_from(["sinks", "scale", "rel_scale"]))):
-        arrays[name] = rng.standard_normal(heads)
+        by_query = name == "sinks" and q.ndim > 2 and draw(st.booleans())
+        arrays[name] = rng.standard_normal(q.shape[:-1] if by_query else heads)
         options.pop(name, None)
 
     def labels(low: int, high: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -276,6 +277,7 @@ AXES = {
     "rel_bias": ("heads", "rows"),
     "mask": ("items", "heads", "queries", "keys"),
     **dict.fromkeys(("sinks", "scale", "rel_scale"), ("heads",)),
+    "sinks by query": ("items", "heads", "queries"),
     "of queries": ("items", "queries"),
     "of keys": ("items", "keys"),
 }
@@ -289,7 +291,7 @@ def cut_axis(draw: st.DrawFn, call: Call) -> Call:
 
     def cut(name: str, x: NDArray[Any]) -> NDArray[Any]:
         kept = [1 if name == "mask" and size == 1 else 0 for size in x.shape]  # shared axes are not split
-        names = AXES[name][-x.ndim :]
+        names = AXES["sinks by query" if name == "sinks" and x.ndim > 1 else name][-x.ndim :]
         return x[tuple(slice(n) if own == axis else slice(None) for own, n in zip(names, kept, strict=True))]
 
     arrays = {

@@ -48,7 +48,7 @@ typedef struct relskew_call {
     relskew_array rel_q;                 /* (B, H, Lq, D of rel_k), q by default */
     relskew_array key_table;             /* (1 or H, R, D): a table that is multiplied by keys */
     relskew_array mask;                  /* axes as of the logits, or 1 */
-    relskew_array sinks;                 /* (H): one more logit in each row's softmax, without a value */
+    relskew_array sinks;                 /* (H) or (B, H, Lq): one more logit in each row's softmax, without a value */
     relskew_array q_segments, k_segments;    /* int64, (1 or B, Lq) and (1 or B, Lk): a query sees its segment */
     relskew_array q_positions, k_positions;  /* int64, the same shapes: r is a key's minus a query's; no offset */
     relskew_array out;                   /* (B, H, Lq, Dv), written */

@@ -53,6 +53,12 @@ Index size_of(const relskew_array &x, int from_last) {
     return x.data && from_last < x.axes ? x.sizes[x.axes - 1 - from_last] : 1;
 }
 
+View view_of(const relskew_array &x) {
+    View view{x.data, x.axes, {}, {}};
+    std::copy(x.sizes, x.sizes + 4, view.sizes), std::copy(x.steps, x.steps + 4, view.steps);
+    return view;
+}
+
 // Reads the arrays of a call by the names that problem.hpp declares.
 struct HostArguments {
     const relskew_call &call;
@@ -70,8 +76,7 @@ struct HostArguments {
         if (need == Need::NOT) return true;
         if (from->axes < 0 || from->axes > 4)
             return error.refuse("`%s` must have up to 4 axes, got %d", name, from->axes);
-        View view{from->data, from->axes, {}, {}};
-        std::copy(from->sizes, from->sizes + 4, view.sizes), std::copy(from->steps, from->steps + 4, view.steps);
+        const View view = view_of(*from);
         const int last = view.count - 1;
         if (axes.column.kind != Axis::NONE && last >= 0 && view.sizes[last] > 1 && view.steps[last] != 1)
             return error.refuse("`%s` must be contiguous along its last axis", name);
@@ -151,15 +156,24 @@ void read_numbers(const relskew_call &call, ProblemOf<Stored> &x) {
     x.softcap = static_cast<Real>(call.softcap);
 }
 
+// Read the sinks: (H), or a number for each query.
+template <class Stored>
+bool read_sinks(const relskew_array &given, const ProblemOf<Stored> &x, Array<const Stored> &to) {
+    View view = view_of(given);
+    if (view.count == 1) view.sizes[1] = 1, view.count = 2;
+    return view.count > 0 && view.count < 4 &&
+           !place(view, {{x.items, Axis::ANY}, {x.heads}, {x.queries, Axis::ANY}, {1, Axis::NONE}}, to);
+}
+
 // Count the sinks in each row's softmax: one more logit, without a value.
 template <class Stored>
-void count_sinks(const ProblemOf<Stored> &x, const relskew_array &sinks) {
+void count_sinks(const ProblemOf<Stored> &x, const Array<const Stored> &sinks) {
     using Real = typename ProblemOf<Stored>::Real;
-    const Stored *const all = static_cast<const Stored *>(sinks.data);
     for (Index item = 0; item < x.items; item++)
-        for (Index head = 0; head < x.heads; head++) {
-            const Real sink = all[head * sinks.steps[0]];
-            for (Index i = 0; i < x.queries && sink != -std::numeric_limits<Real>::infinity(); i++) {
+        for (Index head = 0; head < x.heads; head++)
+            for (Index i = 0; i < x.queries; i++) {
+                const Real sink = *sinks.of(item, head, i);
+                if (sink == -std::numeric_limits<Real>::infinity()) continue;
                 const Real *const sums = x.sums.of(item, head, i);
                 const Real top = std::max(sums[0], sink), own = std::exp(sums[0] - top + sums[1]);
                 const Real total = own + std::exp(sink - top);
@@ -167,7 +181,6 @@ void count_sinks(const ProblemOf<Stored> &x, const relskew_array &sinks) {
                 for (Index c = 0; c < x.value_width; c++) row[c] = Stored(static_cast<Real>(row[c]) * (own / total));
                 if (x.lse) *x.lse.of(item, head, i) = top + std::log(total);
             }
-        }
 }
 
 template <class Stored>
@@ -179,20 +192,21 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     if (x.is_too_large()) return error.refuse("the call is too large");
     HostArguments from{call, error};
     if (!x.arrays(from) || (x.in_int8 && !x.quantised(from)) || !x.integers(from) || !x.results(from)) return false;
-    if (call.sinks.data && (call.sinks.axes != 1 || call.sinks.sizes[0] != x.heads))
-        return error.refuse("`sinks` must have a number for each head");
+    Array<const Stored> sinks;
+    if (call.sinks.data && !read_sinks(call.sinks, x, sinks))
+        return error.refuse("`sinks` must have a number for each head, or for each query of each head");
     if (x.items == 0 || x.heads == 0 || x.queries == 0 || x.value_width == 0) return true;
     OwnIntegers own;
     if (const char *wrong = prepare(x, own)) return error.refuse("%s", wrong);
     if (!reached(call, x, own.positions, error)) return false;
     Memory<typename ProblemOf<Stored>::Real> sums;
-    if (call.sinks.data && !(sums = make_sums(x))) return error.refuse("not enough memory");
+    if (sinks && !(sums = make_sums(x))) return error.refuse("not enough memory");
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain_of_attend(x));
     const auto threads = [&team](void (*work)(void *), void *of, Index count) { team.run(team.of, work, of, count); };
     if (!tasks.make() || !run_tasks(chosen.of<Stored>().attend, x, tasks, threads, std::max<Index>(1, team.threads)))
         return error.refuse("not enough memory");
-    if (call.sinks.data) count_sinks(x, call.sinks);
+    if (sinks) count_sinks(x, sinks);
     return true;
 }
 

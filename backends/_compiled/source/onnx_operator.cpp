@@ -51,12 +51,14 @@ private:
             *to = *static_cast<const Index *>(given.data);
         }
         cut_tables();
-        if (call_.sinks.data && call_.sinks.axes == 3) call_.sinks.axes = 1;  // (heads, 1, 1)
         for (const relskew_array *x : {&call_.q, &call_.k, &call_.v})
             if (x->axes != 4)
                 return calls.refuse(
                     "relskew: `q`, `k` and `v` must be (batch, heads, length, width) or (batch, length, "
                     "heads * width)");
+        relskew_array &sinks = call_.sinks;
+        if (sinks.axes == 3 && sinks.sizes[0] == call_.q.sizes[1] && sinks.sizes[1] == 1 && sinks.sizes[2] == 1)
+            sinks.axes = 1;  // (heads, 1, 1)
         const relskew_array &offset = inputs_[OFFSET];
         if (!offset.data) return true;
         const Index count = offset.axes ? offset.sizes[0] : 1;
@@ -242,13 +244,13 @@ private:
         some.offset = offset(first);
         const Index bytes = node_.of.bytes, of_lse = node_.of.type == FLOAT64 ? 8 : 4, of_keys = in_int8_ ? 1 : bytes;
         const auto cut = [&](relskew_array &x, std::int32_t axes, Index size) {
-            if (!x.data || x.axes < axes || x.sizes[0] == 1) return;
+            if (!x.data || x.axes < axes || x.sizes[0] != call_.q.sizes[0]) return;  // shared, or refused below
             x.data = static_cast<char *>(x.data) + first * x.steps[0] * size, x.sizes[0] = end - first;
         };
         for (relskew_array *x : {&some.q, &some.rel_q, &some.out}) cut(*x, 4, bytes);
         for (relskew_array *x : {&some.k, &some.v}) cut(*x, 4, of_keys);
         for (relskew_array *x : {&some.k_scale, &some.v_scale}) cut(*x, 3, sizeof(float));
-        cut(some.lse, 3, of_lse), cut(some.mask, 4, some.mask_adds ? bytes : 1);
+        cut(some.sinks, 3, bytes), cut(some.lse, 3, of_lse), cut(some.mask, 4, some.mask_adds ? bytes : 1);
         for (relskew_array *x : {&some.q_segments, &some.k_segments, &some.q_positions, &some.k_positions})
             cut(*x, 2, sizeof(Index));
         if (cached) {  // only the filled part of the cache

@@ -323,7 +323,8 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     q, k, v, rel_q : array, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
         This device's shard.
     rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
-        As in :func:`relskew_core.relative_attention`; tables are whole on every device.
+        As in :func:`relskew_core.relative_attention`; tables are whole on every device, and sinks ``(..., H, Lq)`` are
+        of this device's shard.
     causal, window, offset
         As there, of the whole sequence; ``offset`` is an int.
     mask : array, optional

@@ -83,7 +83,8 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
         pair = given.segments if isinstance(given.segments, tuple) else (given.segments, given.segments)
         changed["segments"] = tuple(whole(x, ranks, -1, layout) for x in pair)
     if given.sinks is not None:
-        changed["sinks"] = given.sinks[own]
+        by_head = given.sinks.ndim == 1
+        changed["sinks"] = given.sinks[own] if by_head else to_heads(given.sinks[..., None], ranks, layout)[..., 0]
     return replace(given, **changed)
 
 
@@ -124,7 +125,8 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     q, k, v, rel_q : Tensor, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
         This rank's shard, of the same length on all ranks.
     rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
-        As in :func:`relskew_core.relative_attention`, the same on all ranks.
+        As in :func:`relskew_core.relative_attention`, the same on all ranks, except for sinks ``(..., H, Lq)``, of this
+        rank's shard.
     causal, window, offset
         As there, of the whole sequence; ``offset`` is an int.
     mask : Tensor, optional

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cross, an offset, key_table": {"n_queries": 24, "offset": 7, "span": Span.clipped(4), "key_table": "by head"},
     "no positions": {},
     "grouped, softcap, sinks": {"groups": 1, "causal": True, "rel_k": "by head", "softcap": 3.0, "sinks": True},
+    "sinks by query": {"causal": True, "rel_k": "table", "sinks": "by query"},
     "scales": {"causal": True, "span": Span.clipped(2), "rel_k": "table", "scale": True, "rel_scale": True},
     "segments": {"causal": True, "rel_k": "table", "segments": "one"},
     "segments of padding": {"span": Span.clipped(2), "rel_k": "table", "segments": "pair"},
@@ -60,6 +61,9 @@ def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
         options.setdefault("offset", 0)
     if options.pop("rel_q", None):
         shapes["rel_q"] = shapes["q"]
+    if options.get("sinks") == "by query":
+        shapes["sinks"] = (2, H, n)
+        del options["sinks"]
     shapes |= {name: (H,) for name in ("sinks", "scale", "rel_scale") if options.pop(name, None)}
     additive = options.pop("mask") if options.get("mask") in ("additive", "far") else None
     shapes |= {"mask": (2, 1, n, length)} if additive else {}
@@ -79,6 +83,8 @@ def own(name: str, x: Any, group: Any, layout: Any) -> Any:
     """Return this process's share of an argument."""
     if name in (*SEQUENCES, "mask"):
         return shard_sequence(x, group, layout=layout)
+    if name == "sinks" and x.ndim > 1:
+        return shard_sequence(x, group, axis=-1, layout=layout)
     if name == "segments":
         parts = [shard_sequence(part, group, axis=-1, layout=layout) for part in (x if isinstance(x, tuple) else (x,))]
         return tuple(parts) if isinstance(x, tuple) else parts[0]
@@ -89,6 +95,8 @@ def whole(name: str, gradient: Tensor, group: Any, layout: Any) -> Tensor:
     """Return the whole of a gradient of which every process has a share."""
     if name in (*SEQUENCES, "mask"):
         return unshard_sequence(gradient, group, layout=layout)
+    if name == "sinks" and gradient.ndim > 1:
+        return unshard_sequence(gradient, group, axis=-1, layout=layout)
     distributed.all_reduce(gradient)
     return gradient
 

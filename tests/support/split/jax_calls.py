@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zigzag": {"causal": True, "window": (7, None), "span": Span.clipped(3), "rel_v": "table", "mask": "additive"},
     "striped": {"causal": True, "span": Span(9, 2, "zero"), "rel_k": "table", "rel_bias": "by head", "scale": True},
 }
+SINKS = {"causal": True, "rel_k": "table", "sinks": "by query"}
 FAR = {"causal": True, "mask": "far"}
 CROSS = {"n_queries": 8, "offset": 3, "span": Span.clipped(4), "key_table": "table", "rel_k": "table", "rel_q": True}
 
@@ -44,6 +45,8 @@ class Order:
             return (x[0][self.queries], x[1][self.keys]) if isinstance(x, tuple) else x[self.keys]
         if name in SEQUENCES or name == "mask":
             return x[..., self.keys if name in "kv" else self.queries, :]
+        if name == "sinks" and x.ndim > 1:
+            return x[..., self.queries]
         return x
 
 
@@ -52,6 +55,8 @@ def spec(name: str, x: Any) -> Any:
         return jax.tree.map(lambda _: PartitionSpec("ring"), x)
     if name in SEQUENCES or name == "mask":
         return PartitionSpec(*[None] * (x.ndim - 2), "ring")
+    if name == "sinks" and x.ndim > 1:
+        return PartitionSpec(None, None, "ring")
     return PartitionSpec()
 
 
@@ -125,7 +130,7 @@ def sends_no_more_than_a_ring(mesh: Any) -> None:
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     devices = jax.make_mesh((DEVICES,), ("ring",), axis_types=(AxisType[sys.argv[1]],))
-    for layout, case in [*CASES.items(), ("contiguous", CROSS), ("zigzag", FAR)]:
+    for layout, case in [*CASES.items(), ("contiguous", CROSS), ("zigzag", FAR), ("striped", SINKS)]:
         agrees(layout, case, devices)
     sends_no_more_than_a_ring(devices)
     print("all agree")
