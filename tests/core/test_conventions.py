@@ -220,6 +220,8 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("`table` must have the 3 rows", lambda: their.DeBERTa(position_buckets=4, max_distance=9).store(FOUR, Span(1, 1))),
     ("`max_distance` must be an int", lambda: their.DeBERTa(position_buckets=3, max_distance=1.5)),  # type: ignore[arg-type]
     ("`window` must be a pair", lambda: their.Swin(window=2)),  # type: ignore[arg-type]
+    ("`window[1]` must be an int >= 1", lambda: their.Swin(window=(2, 0))),
+    ("`window[0]` must be an int >= 1", lambda: their.BEiT(window=(0, 2))),
     ("`table` must have shape (9, H)", lambda: their.Swin(window=(2, 2)).load(FOUR)),
     ("`rel_bias` must have shape (H, 1, 1)", lambda: their.Swin(window=(1, 1)).store(np.zeros((1, 2, 3)), ONE, ONE)),
     ("`spans` must be (Span(left=0", lambda: their.Swin(window=(1, 2)).store(np.zeros((1, 1, 3)), ONE, ONE)),

@@ -246,6 +246,8 @@ def test_an_unknown_argument_is_answered_with_the_name_here(name: str) -> None:
 def test_an_unknown_argument_like_no_other_is_named_alone() -> None:
     with pytest.raises(TypeError, match=r"^relative_attention\(\) has no argument `xyz`$"):
         relative_attention(Q, K, V, xyz=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"^toeplitz\(\) has no argument `xyz`$"):
+        toeplitz(TABLE[:, 0], n_queries=N, n_keys=N, xyz=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^toeplitz\(\) has no argument `is_causal`: it is called `causal` here$"):
         toeplitz(TABLE[:, 0], n_queries=N, n_keys=N, is_causal=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^BlockSpec\(\) has no argument `is_causal`: it is called `causal` here$"):
@@ -390,4 +392,4 @@ def test_a_subclass_is_a_span(impl: Any) -> None:
     rng = np.random.default_rng(0)
     x, table = rng.standard_normal((6, 4)), rng.standard_normal((11, 4))
     expected = relative_attention(x, x, x, table, Span.full(6), impl=impl)
-    np.testing.assert_array_equal(relative_attention(x, x, x, table, Named.full(6), impl=impl), expected)
+    np.testing.assert_array_equal(relative_attention(x, x, x, table, Named(5, 5), impl=impl), expected)

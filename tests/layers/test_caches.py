@@ -81,6 +81,12 @@ def test_a_sliding_cache_asks_for_a_table_that_reaches_its_window_only() -> None
         module(x[:, :1], past=module.empty_cache(2, keep=4))
 
 
+@pytest.mark.parametrize("batch", [-1, 2.0, None])
+def test_a_batch_that_is_no_size_is_named(batch: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^`batch` must be an int"):
+        made(DECODERS["grouped"]).empty_cache(batch)
+
+
 def test_what_a_cache_has_yet_to_fill_counts_for_nothing() -> None:
     module = made(DECODERS["grouped"])
     (x,) = inputs(module.spec)
