@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from mutants.record import Mutant, recorded, update
+from mutants.record import SURVIVING, Mutant, Sample, recorded, update
 from mutants.stage import ROOT, build
 
 BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_core/export/_"
@@ -50,7 +50,7 @@ SUITES = {
         # not the tests of JAX's layers, which start its threads when they are collected
         (
             *_tests("caches conformer kept lives multihead torch torch_arguments training whole_models", "layers"),
-            *_tests("conventions errors state_dicts", "core"),
+            *_tests("byte_order conventions errors state_dicts", "core"),
         ),
     ),
     "families": (
@@ -89,12 +89,14 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     tried: list[tuple[Mutant, str]] = []
     sizes: Counter[str] = Counter()
+    samples: dict[str, Sample] = {}
     for name, (folders, tests) in SUITES.items():
         parts = [part.removesuffix(".py") for part in asked.only or folders if part.startswith(folders)]
         if parts:
             stage = ROOT / ".mutants" / name
             mutants = [mutant for mutant in build(stage, parts) if mutant.module not in sizes]
             sizes.update(mutant.module for mutant in mutants)
+            count = len(mutants)
             if asked.sample:
                 print(f"seed {asked.seed}")
                 mutants = random.Random(asked.seed).sample(mutants, min(asked.sample, len(mutants)))
@@ -102,11 +104,15 @@ def main(argv: list[str] | None = None) -> int:
                 known = recorded(RECORD)
                 mutants = [mutant for mutant in mutants if mutant.line in known]
             if mutants:
-                tried += run(
+                found = run(
                     stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH, peers=name in PEERS
                 )
+                tried += found
+                if asked.sample:
+                    killed = sum(verdict not in SURVIVING for _, verdict in found)
+                    samples[name] = Sample(asked.seed, count, len(found), killed)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
-    faults = update(RECORD, tried, sizes, again=asked.again)
+    faults = update(RECORD, tried, sizes, samples=samples, again=asked.again)
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
     return int(bool(faults))
 

@@ -11,24 +11,36 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NEW = "Not looked at"
+SURVIVING = ("survived", "unreached")
 ENOUGH = 0.95
 HEAD = """\
 # Mutants
 
 `make mutants` changes one thing of the code at a time, and expects a test to fail. It writes this file.
-[Contributing](../../CONTRIBUTING.md#mutants) says what to do with a survivor.
+[Contributing](../../CONTRIBUTING.md#mutants) says what to do with a survivor. A row has the counts of the last run of a
+module, however much of it has been rewritten since.
 
 """
 ROW = re.compile(r"^\| `(\S+)` \| +(\d+) \| +(\d+) \| +(\d+) \| +[\d.]+ % \|$", re.MULTILINE)
+SAMPLE = re.compile(r"^\| (\w+) \| +(\d+) \| +(\d+) \| +(\d+) \| +(\d+) \|$", re.MULTILINE)
 SECTION = re.compile(r"^## ([^\n]+)\n\n(.*?)```text\n(.*?)```$", re.MULTILINE | re.DOTALL)
 
 
 class Count(NamedTuple):
     """The counts of a module; fewer mutants are tried than exist in a sample."""
 
+    mutants: int
+    tried: int
+    killed: int
+
+
+class Sample(NamedTuple):
+    """The last sample of a suite: its seed, and what was noticed then."""
+
+    seed: int
     mutants: int
     tried: int
     killed: int
@@ -64,18 +76,25 @@ class Mutant:
         return f"{self.module}.{self.function}: {self.change}"
 
 
-def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False) -> str:
+def written(
+    before: str,
+    tried: Iterable[tuple[Mutant, str]],
+    sizes: Mapping[str, int],
+    *,
+    samples: Mapping[str, Sample] | None = None,
+    again: bool = False,
+) -> str:
     """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
 
     ``again``: only survivors were tried, and what was noticed is noticed still. A sample changes nothing about a module
-    of which more was tried.
+    of which more was tried. ``samples`` are those of now, by the names of their suites.
     """
     counts = counted(before)
     known = {name: min(count.tried, sizes.get(name, 0)) for name, count in counts.items()}
     now, every = {name: Counter[str]() for name in sizes}, Counter[str]()
     for mutant, verdict in tried:
         every[mutant.module] += 1
-        if verdict in ("survived", "unreached"):
+        if verdict in SURVIVING:
             now[mutant.module][mutant.line] += 1
     for name, size in sizes.items():
         number = known.get(name, every[name]) if again else every[name]
@@ -84,7 +103,7 @@ def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str
         else:
             counts[name] = Count(size, number, number - now[name].total())
     left = sum(now.values(), Counter[str]())
-    text = HEAD + _table(counts)
+    text = HEAD + _table(counts) + _table_of_samples({**sampled(before), **(samples or {})})
     for reason, why, lines in [*SECTION.findall(before), (NEW, "", "")]:
         kept = []
         for line in lines.splitlines():
@@ -103,6 +122,19 @@ def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str
 def counted(text: str) -> dict[str, Count]:
     """Return what a record says of each module."""
     return {name: Count(*map(int, numbers)) for name, *numbers in ROW.findall(text)}
+
+
+def sampled(text: str) -> dict[str, Sample]:
+    """Return what a record says of each suite's last sample."""
+    return {name: Sample(*map(int, numbers)) for name, *numbers in SAMPLE.findall(text)}
+
+
+def _table_of_samples(samples: Mapping[str, Sample]) -> str:
+    if not samples:
+        return ""
+    rows = "\nThe last sample of each suite, and what was noticed before tests of its survivors came:\n\n"
+    rows += "| suite | seed | mutants | tried | killed |\n|---|---:|---:|---:|---:|\n"
+    return rows + "".join(f"| {name} | {' | '.join(map(str, samples[name]))} |\n" for name in sorted(samples))
 
 
 def _table(counts: Mapping[str, Count]) -> str:
@@ -133,7 +165,7 @@ def recorded(path: Path) -> set[str]:
     return {line for _, _, lines in SECTION.findall(path.read_text()) for line in lines.splitlines()}
 
 
-def update(path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], **kind: bool) -> list[str]:
+def update(path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], **kind: Any) -> list[str]:
     """Write the record, and return what is wrong with it; ``kind`` is the kind of run, as in :func:`written`."""
     text = written(path.read_text() if path.exists() else "", tried, sizes, **kind)
     path.write_text(text)

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 from mutants.decorators import undecorated
-from mutants.record import Mutant, faults, recorded
+from mutants.record import Mutant, Sample, faults, recorded
 from mutants.record import update as update_all
 
 DECORATED = """
@@ -50,7 +51,7 @@ def tried(*verdicts: str, module: str = "pkg.one") -> list[tuple[Mutant, str]]:
     ]
 
 
-def update(path: Path, run: list[tuple[Mutant, str]], *, size: int | None = None, **kind: bool) -> list[str]:
+def update(path: Path, run: list[tuple[Mutant, str]], *, size: int | None = None, **kind: Any) -> list[str]:
     """Write down a run of one module, of all its mutants unless there are more."""
     return update_all(path, run, {run[0][0].module: len(run) if size is None else size}, **kind)
 
@@ -103,6 +104,23 @@ def test_a_sample_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
     whole = path.read_text()
     update(path, tried("survived"), size=2)
     assert path.read_text() == whole
+
+
+def test_the_last_sample_of_each_suite_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    update(
+        path, tried("survived", "killed"), size=40, samples={"core": Sample(5, 40, 2, 1), "layers": Sample(6, 9, 1, 1)}
+    )
+    update(path, tried("survived", "killed"), size=40, samples={"core": Sample(7, 40, 2, 2)})
+    update(path, tried("killed"), size=1)
+    assert "| core | 7 | 40 | 2 | 2 |\n| layers | 6 | 9 | 1 | 1 |\n" in path.read_text()
+
+
+def test_a_module_in_another_has_its_own_lines(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    update(path, tried("survived", module="pkg.one.two"))
+    update(path, tried("killed", module="pkg.one"))
+    assert survivors(path, "Not looked at") == ["pkg.one.two.f: return 1 → return None"]
 
 
 def test_survivors_alone_are_tried_again(tmp_path: Path) -> None:
