@@ -117,8 +117,7 @@ def paged_attention(
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table, "sinks": sinks}
     xp = namespace_of_arrays(arrays, {**tables, "rel_q": rel_q})
     _check(q, k_pages, v_pages, rel_q)
-    by_query = sinks is not None and sinks.ndim > 1
-    if by_query and tuple(sinks.shape) != tuple(q.shape[:-1]):
+    if sinks is not None and sinks.ndim > 1 and tuple(sinks.shape) != tuple(q.shape[:-1]):
         raise ValueError(f"`sinks` must have shape (H,) or (B, H, Lq) = {tuple(q.shape[:-1])}, got {describe(sinks)}")
     check_bool("causal", causal)
     window = check_window("window", window)

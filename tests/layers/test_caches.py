@@ -193,7 +193,8 @@ def test_a_growing_cache_may_change_modes_and_be_copied() -> None:
             torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
             y, cache = module(x[:, place : place + 1], past=cache)
             torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
-    assert torch.compile(module, fullgraph=True, backend="eager")(x[:, 8:], past=cache)[1].keys.shape[-2] == 9
+    compiled: Any = torch.compile(module, fullgraph=True, backend="eager")
+    assert compiled(x[:, 8:], past=cache)[1].keys.shape[-2] == 9
 
 
 def test_gradients_through_a_growing_cache_are_those_of_the_whole() -> None:
@@ -207,7 +208,8 @@ def test_gradients_through_a_growing_cache_are_those_of_the_whole() -> None:
         outputs.append(y)
     with torch.no_grad():
         module(x[:, 4:5], past=cache)
-    weights = [module.q_proj.weight, module.out_proj.weight]  # keys of the prompt have no gradient
+    # keys of the prompt have no gradient
+    weights = [module.get_parameter(f"{name}_proj.weight") for name in ("q", "out")]
     found = torch.autograd.grad(torch.cat(outputs, dim=1).sum(), weights)
     torch.testing.assert_close(found, torch.autograd.grad(module(x)[:, 4:].sum(), weights))
 

@@ -20,7 +20,11 @@ BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_c
 
 
 def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
-    found = {name: sorted((ROOT / "tests" / folder).glob(f"[ti]*_{name}.py")) for name in names.split()}
+    kinds = ("inside", "test")
+    found = {
+        name: [path for kind in kinds if (path := ROOT / "tests" / folder / f"{kind}_{name}.py").exists()]
+        for name in names.split()
+    }
     missing = [name for name, paths in found.items() if not paths]
     assert not missing, f"tests/{folder} has no test_ or inside_ of {missing}"
     return tuple(str(path.relative_to(ROOT)) for paths in found.values() for path in paths)
@@ -61,7 +65,7 @@ SUITES = {
     "validation": ((f"{EXPORT}check",), _tests("in_place inspect opening quantise questions trials validate")),
     "graphs": (
         tuple(f"{EXPORT}{name}" for name in ("block", "form", "nodes")),
-        _tests("chunks forms graphs in_place model reach"),
+        _tests("chunks forms graphs in_place model operator_graphs reach"),
     ),
     "changes": ((f"{EXPORT}models/caches", f"{EXPORT}quantise"), _tests("caches forms quantise")),
     "models": (
