@@ -26,9 +26,10 @@ MASK_NAME, CAUSAL_NAME, BLOCKS_NAME = "relskew_keys", "relskew_keys_of_a_decoder
 
 
 def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
-    if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder makes its own mask
-        part._get_output_attention_mask = functools.partial(_keys_of, part)
-        return
+    for method, make in OWN_MASKS.items():
+        if hasattr(part, method):
+            setattr(part, method, functools.partial(make, part))
+            return
     if hasattr(part, "_convert_4d_mask_to_blocked_5d"):  # Gemma 4's audio encoder
         part._convert_4d_mask_to_blocked_5d, name = _unchanged, BLOCKS_NAME
     register_masks()
@@ -95,6 +96,10 @@ class KeyMask:
 
 def _keys_of(encoder: Any, *given: Any, **options: Any) -> KeyMask:
     return KeyMask(type(encoder)._get_output_attention_mask(encoder, *given, **options))
+
+
+OWN_MASKS: dict[str, Callable[..., Any]] = {"_get_output_attention_mask": _keys_of}
+"""The methods of encoders that make their own masks, Parakeet's here, and what is called in their place."""
 
 
 Maybe = Tensor | None
@@ -212,7 +217,7 @@ class DropIn(Whole):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self.window is not None:
-            options["window"] = self.window
+            options.setdefault("window", self.window)
         return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from relskew_core._array.checks import check_window, describe
 from relskew_core.huggingface import (  # noqa: F401  # their classes enter themselves into `DropIn.known`
     _alibi,
+    _conformers,
     _deberta,
     _images,
     _speech,
@@ -163,7 +164,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     for part in parts.values():
         config: Any = getattr(part, "config", None)
         # Without a name of an implementation, as in a part made alone, transformers makes no mask.
-        if kind_of(part).__name__ in deciding and config._attn_implementation is not None:
+        if kind_of(part).__name__ in deciding and getattr(config, "_attn_implementation", "") is not None:
             mask_keys_alone(part, CAUSAL_NAME)
     if sides is not None:
         make_local(model, sides)

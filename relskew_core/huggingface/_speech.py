@@ -13,8 +13,10 @@ from torch.nn.functional import pad, softplus
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, Maybe, additive, attend, cache_given, split
 
+Sides = tuple[int | None, int | None]
 
-class _ConformerAttention(DropIn):
+
+class ConformerAttention(DropIn):
     """Attention whose positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
 
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
@@ -22,31 +24,46 @@ class _ConformerAttention(DropIn):
     positions = "position_embeddings"
     local = True
 
-    def _attend(self, hidden_states: Tensor, rows: Maybe, mask: Maybe, past: Any = None) -> Tensor:
+    zero_triu = False  # whether keys in the future have no positions, in ESPnet and fairseq
+
+    def _attend(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        rows: Maybe,
+        mask: Maybe,
+        window: Sides | None = None,
+        **options: Any,
+    ) -> Tensor:
         if rows is None:
             raise ValueError(f"`{self.positions}` must be given for relative positions, got None")
         if not self.training or rows.stride(0) == 0:  # only dropout makes the rows of the items differ
             rows = rows[:1]
-        q, k, v = self.project(hidden_states)
-        options: dict[str, Any] = {}
-        if past is not None:
-            k, v = past.update(k, v, self.layer_idx)
-            options["offset"] = k.shape[-2] - q.shape[-2]
-        span = Span(k.shape[-2] - 1, k.shape[-2] - 1)
-        if self.window is not None:  # rows that no query sees are not projected
-            span = Span(*self.window)
-            wanted = torch.arange(-span.left, span.right + 1, dtype=torch.int64, device=rows.device) + q.shape[-2] - 1
-            rows = rows.index_select(1, wanted.clamp(0, rows.shape[1] - 1))
-        positions, *biases = (getattr(self, name) for name in self.reads.split()[:3])
-        rel_k = split(positions(rows), q.shape[-3])
-        u, w = (bias[:, None, :] for bias in biases)
-        out = self.attend(
-            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w, span=span, mask=mask, **options
-        )
-        return self.finish(out)
+        q, k, v = projected
+        u, w = (getattr(self, name).reshape(q.shape[-3], 1, -1) for name in self.reads.split()[1:3])
+        window = self.window if window is None else window
+        rel_q, rel_k, span = self._positioned(q + w, rows, k.shape[-2] - 1, window or (None, None))
+        if window is not None:
+            options["window"] = window
+        rel_k = rel_k[0] if rel_k.shape[0] == 1 else rel_k
+        return self.finish(self.attend(q + u, k, v, rel_k=rel_k, rel_q=rel_q, span=span, mask=mask, **options))
+
+    def _positioned(self, q: Tensor, rows: Tensor, far: int, window: Sides) -> tuple[Tensor, Tensor, Span]:
+        """Return the queries of positions, their table, and its span; rows that no query sees are not projected."""
+        if self.zero_triu:
+            window = (window[0], 0)
+        left, right = (far if side is None else side for side in window)
+        if window != (None, None):
+            rows = select(rows, torch.arange(-left, right + 1, dtype=torch.int64, device=rows.device) + far)
+        table = split(getattr(self, self.reads.split()[0])(rows), q.shape[-3])
+        return q, table, Span(left, right, "zero" if self.zero_triu else "error")
 
 
-class Wav2Vec2RelativeAttention(_ConformerAttention):
+def select(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows at these places, or the last on that side."""
+    return rows.index_select(1, places.clamp(0, rows.shape[1] - 1))
+
+
+class Wav2Vec2RelativeAttention(ConformerAttention):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
     replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention", "SeamlessM4TConformerSelfAttention")
@@ -76,10 +93,10 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
         relative_position_embeddings: Maybe = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return self._attend(hidden_states, relative_position_embeddings, attention_mask), None
+        return self._attend(self.project(hidden_states), relative_position_embeddings, attention_mask), None
 
 
-class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
+class FastSpeech2ConformerRelativeAttention(ConformerAttention):
     """``FastSpeech2ConformerAttention``, whose mask is 0 at padding, ``(batch, 1, length)``."""
 
     replaces = ("FastSpeech2ConformerAttention",)
@@ -93,10 +110,10 @@ class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, None]:
         mask = None if attention_mask is None else attention_mask.ne(0).unsqueeze(1)
-        return self._attend(hidden_states, pos_emb, mask), None
+        return self._attend(self.project(hidden_states), pos_emb, mask), None
 
 
-class ParakeetRelativeAttention(_ConformerAttention):
+class ParakeetRelativeAttention(ConformerAttention):
     replaces = ("ParakeetEncoderAttention",)
     masks = ("ParakeetEncoder",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -115,7 +132,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
         self, hidden_states: Tensor, position_embeddings: Maybe = None, attention_mask: Maybe = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         mask = attention_mask if self.window else additive(attention_mask, hidden_states.dtype)
-        return self._attend(hidden_states, position_embeddings, mask), None
+        return self._attend(self.project(hidden_states), position_embeddings, mask), None
 
 
 class NemotronRelativeAttention(ParakeetRelativeAttention):
@@ -134,7 +151,12 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         cache = cache_given(cache, kwargs)
-        return self._attend(hidden_states, position_embeddings, attention_mask, cache), None
+        q, k, v = self.project(hidden_states)
+        options = {}
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+            options["offset"] = k.shape[-2] - q.shape[-2]
+        return self._attend((q, k, v), position_embeddings, attention_mask, **options), None
 
 
 class Gemma3nRelativeAttention(DropIn):

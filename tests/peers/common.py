@@ -5,7 +5,9 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,8 +23,11 @@ def peer(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def alone(path: str) -> Any:
-    """Return what :func:`peer` does, without its packages' ``__init__``, which import more than is installed."""
+def alone(path: str, *unused: str) -> Any:
+    """Return what :func:`peer` does, without its packages' ``__init__``, which import more than is installed.
+
+    Its file may import modules that are ``unused``, and need not be installed either.
+    """
     module, _, name = path.rpartition(".")
     parts = module.split(".")[:-1]
     packages = [".".join(parts[: count + 1]) for count in range(len(parts))]
@@ -31,10 +36,12 @@ def alone(path: str) -> Any:
         spec = importlib.util.find_spec(package)
         assert spec is not None, f"{package} is not installed: run `make .venv-peers/stamp`"
         sys.modules[package] = importlib.util.module_from_spec(spec)  # never executed
+    absent = [package for package in unused if package not in sys.modules]
+    sys.modules.update({package: MagicMock() for package in absent})
     try:
         return getattr(importlib.import_module(module), name)
     finally:  # others import the whole packages
-        for package in missing:
+        for package in missing + absent:
             del sys.modules[package]
 
 
@@ -58,7 +65,10 @@ def definitions(package: str, file: str, *names: str, **given: Any) -> Any:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in whose]
     lines = [*tree.body, *(node for each in classes for node in each.body)]
     tree.body = [node for node in lines if _is_kept(node, kept)]
-    made: dict[str, Any] = {"__name__": f"{package}/{file}", **given}
+    name = f"{package}/{file}"
+    sys.modules[name] = ModuleType(name)  # where pickle finds the classes
+    made = vars(sys.modules[name])
+    made.update(given)
     exec(compile(tree, file, "exec"), made)
     values = [made[name.rpartition(".")[2]] for name in names]
     return values[0] if len(values) == 1 else values

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
+from peers.families_conformers import CONFORMERS
 from peers.family import SIZES, STILL, Family, built
 from peers.test_families_numbers import drop_ins, given, present, tensors
 from torch import Tensor
@@ -23,7 +24,7 @@ from relskew_core.huggingface._attend import DropIn, attend
 LOCAL = [
     "T5", "T5 sdpa", "MT5", "UMT5", "Pop2Piano", "SwitchTransformers", "Wav2Vec2-BERT relative_key",
     "Wav2Vec2-BERT relative", "Wav2Vec2-Conformer", "MPNet", "SeamlessM4T", "SpeechT5", "WavLM",
-    "FastSpeech2-Conformer", "Parakeet",
+    "FastSpeech2-Conformer", "Parakeet", *CONFORMERS,
 ]  # fmt: skip
 WINDOW = (3, 2)
 

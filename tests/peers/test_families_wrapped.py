@@ -21,6 +21,7 @@ WRAPPED = [
 ]  # fmt: skip
 QUERIES = [
     "q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value", "q_head", "in_proj", "Wqkv",
+    "w_qkv",
 ]  # fmt: skip
 
 
@@ -38,7 +39,9 @@ def every(*but: str, also: tuple[str, ...] = ()) -> list[Any]:
 
 
 # Modules that read the weights of layers, or have none, do not support LoRA.
-@pytest.mark.parametrize("name", every(*(x for x in FAMILIES if FAMILIES[x].takes_out or "XLNet" in x)))
+@pytest.mark.parametrize(
+    "name", every(*(x for x in FAMILIES if FAMILIES[x].takes_out or "XLNet" in x or x == "SpeechBrain"))
+)
 def test_lora(name: str) -> None:
     """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
     family = FAMILIES[name]
@@ -92,7 +95,7 @@ def test_checkpointing(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", every("XLNet two streams"))  # in float32, like the original
+@pytest.mark.parametrize("name", every("XLNet two streams", "SpeechBrain"))  # in float32, like the originals
 @torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
