@@ -216,14 +216,16 @@ def load_conformer(state: Stored, *, num_heads: int, prefix: str = "") -> Weight
     """Read the attention of a Conformer with Transformer-XL's positions, for :class:`ConformerAttention` of torch.
 
     ESPnet, NeMo, fairseq, ChunkFormer and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have
-    the same names (``linear_pos``, ``pos_bias_u``); transformers' Parakeet (``relative_k_proj``, ``bias_u``) and
-    SpeechBrain (``in_proj_weight``) have others.
+    the same names (``linear_pos``, ``pos_bias_u``); transformers' Parakeet (``relative_k_proj``, ``bias_u``), NeMo's
+    ``TransformerEncoder`` (``w_qkv``) and SpeechBrain (``in_proj_weight``) have others.
 
     SpeechBrain divides its logits by the root of the width of all heads, and a block by that of one head:
     ``q_proj.weight``, ``u`` and ``w`` are SpeechBrain's, divided by the root of the number of heads. Its sinusoids need
     ``direction="both"``, unless its encoder was made with ``use_legacy_symmetric=False``.
 
-    WeNet and ESPnet's ``rel_pos_type="legacy"`` have the same names, and compute something else.
+    WeNet and ESPnet's ``rel_pos_type="legacy"`` have the same names, and compute something else. ESPnet's legacy
+    positions count from ``max_len``, or from the longest input so far: the row of a key at its query is that of
+    ``max_len`` minus the length of the batch. No table has them all, but ``replace_attention`` replaces them.
 
     Parameters
     ----------
@@ -266,8 +268,8 @@ def load_conformer(state: Stored, *, num_heads: int, prefix: str = "") -> Weight
     """
     heads = check_int("num_heads", num_heads, minimum=1)
     read = State(state, prefix, "linear_pos.weight", "relative_k_proj.weight", H=heads)
-    if read.has("in_proj_weight"):
-        return _speechbrain(read)
+    if read.has("in_proj_weight") or read.has("w_qkv.weight"):
+        return _packed(read)
     names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
     positions, biases = "linear_pos", ("pos_bias_u", "pos_bias_v")
     if read.has("relative_k_proj.weight"):
@@ -281,25 +283,26 @@ def load_conformer(state: Stored, *, num_heads: int, prefix: str = "") -> Weight
     return weights
 
 
-def _speechbrain(state: State) -> Weights:
-    """Cut the packed projections head by head, and divide the queries by the root of the number of heads."""
+def _packed(state: State) -> Weights:
+    """Cut packed projections: NeMo's one after the other, and SpeechBrain's by head, with the scale of all heads."""
     weights = {
         "out_proj.weight": state.read("out_proj.weight", "E W"),
         "out_proj.bias": state.read("out_proj.bias", "E"),
     }
     note_head_width(state, "out_proj.weight")
     width, heads, head_width = (state.sizes[axis] for axis in "WHD")
-    state.sizes["3W"] = 3 * width
-    packed, xp = state.read("in_proj_weight", "3W E"), state.xp
-    by_head = xp.reshape(packed, (heads, 3, head_width, state.sizes["E"]))
+    state.sizes["3W"], nemo = 3 * width, state.has("w_qkv.weight")
+    packed, xp = state.read("w_qkv.weight" if nemo else "in_proj_weight", "3W E"), state.xp
+    cut = xp.reshape(packed, (1 if nemo else heads, 3, -1, state.sizes["E"]))
+    bias = xp.reshape(state.read("w_qkv.bias", "3W"), (3, width)) if state.has("w_qkv.bias") else None
     for index, name in enumerate(PROJECTIONS[:3]):
-        weights[f"{name}.weight"] = xp.reshape(by_head[:, index, :, :], (width, state.sizes["E"]))
-        weights[f"{name}.bias"] = xp.zeros_like(weights[f"{name}.weight"][:, 0])
+        weights[f"{name}.weight"] = xp.reshape(cut[:, index, :, :], (width, state.sizes["E"]))
+        weights[f"{name}.bias"] = xp.zeros_like(packed[:width, 0]) if bias is None else bias[index, :]
     if state.has("value_bias_weight"):
         weights["v_proj.bias"] = state.read("value_bias_weight", "W")
-    for name, other in (("u", "pos_bias_u"), ("w", "pos_bias_v")):  # their shape is not the order of their numbers
-        weights[name] = xp.reshape(state.read(other, "D H"), (heads, head_width))
-    for name in ("q_proj.weight", "u", "w"):
+    for name, other in (("u", "pos_bias_u"), ("w", "pos_bias_v")):  # SpeechBrain's shape is not that of their numbers
+        weights[name] = xp.reshape(state.read(other, "H D" if nemo else "D H"), (heads, head_width))
+    for name in () if nemo else ("q_proj.weight", "u", "w"):
         weights[name] = weights[name] * heads**-0.5
     weights["pos_proj.weight"] = state.read("linear_pos.weight", FORMS["q_proj"])
     state.finish()

@@ -141,8 +141,8 @@ def _masks_of_frames(
 ) -> tuple[Tensor, Any]:
     """Make the masks of a ``ConformerEncoder``, without one of all pairs where its context is a window or chunks."""
     options = _context(encoder.att_context_style, *att_context_size)
-    ours = all(isinstance(layer.self_attn, DropIn) for layer in encoder.layers)
-    if options is None or not ours or offset is not None:  # with an offset, there is a cache, and a chunk of queries
+    replaced = all(isinstance(layer.self_attn, DropIn) for layer in encoder.layers)
+    if options is None or not replaced or offset is not None:  # an offset: a cache, and few queries
         masks: tuple[Tensor, Any] = kind_of(encoder)._create_masks(
             encoder, att_context_size, padding_length, max_audio_length, offset, device
         )
@@ -154,7 +154,7 @@ def _masks_of_frames(
 def _context(style: str, left: int, right: int, *others: int) -> dict[str, Any] | None:
     """Return the options for a context, of which a negative number has no end; None if there are none."""
     sides = tuple(None if side < 0 else side for side in (left, right))
-    if style == "regular" or (style == "chunked_limited" and right < 0):
+    if style == "regular":
         return {} if sides == (None, None) else {"window": sides}
     if style == "chunked_limited" and not torch.compiler.is_exporting():
         return {"block_size": right + 1, "blocks_before": 10_000 if left < 0 else left // (right + 1)}

@@ -81,7 +81,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     ----------
     model : torch.nn.Module
         A model, or any part of one, of the families in ``docs/huggingface.md``: T5 and related models, VITS,
-        Wav2Vec2-BERT and others. Attention without relative positions is not changed.
+        Wav2Vec2-BERT and others, and Conformers of ESPnet, NeMo, fairseq and SpeechBrain. Attention without relative
+        positions is not changed.
     window : tuple of int, optional
         Local attention, as ``(left, right)``: a query sees only keys at ``-left ≤ r ≤ right``, and memory and time grow
         linearly with the length. It is for encoders of sequences with T5's bias or a Conformer's positions

@@ -177,6 +177,31 @@ def test_weights_of_speechbrain_load() -> None:
         conventions.load_conformer({**state, "pos_bias_u": torch.ones(H, E // H, dtype=torch.float64)}, num_heads=H)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_nemos_transformer_load(bias: bool) -> None:
+    """Packed one after the other; of several layers, the prefix that is missing is named."""
+    module = drawn(STREAM)
+    ours = module.state_dict()
+    if not bias:
+        for name in "qkv":
+            ours[f"{name}_proj.bias"].zero_()
+    state = {f"w_qkv.{part}": torch.cat([ours[f"{name}_proj.{part}"] for name in "qkv"]) for part in ("weight", "bias")}
+    state |= {"linear_pos.weight": ours["pos_proj.weight"], "pos_bias_u": ours["u"], "pos_bias_v": ours["w"]}
+    state |= {key: ours[key] for key in ("out_proj.weight", "out_proj.bias")}
+    if not bias:
+        del state["w_qkv.bias"]
+    other = ConformerAttention(STREAM, dtype=torch.float64)
+    other.load_state_dict(
+        conventions.load_conformer({f"layers.0.attn.{key}": x for key, x in state.items()}, num_heads=H)
+    )
+    torch.testing.assert_close(other(x(7)), module(x(7)))
+    two = {f"layers.{layer}.attn.{key}": x for layer in "01" for key, x in state.items()}
+    with pytest.raises(ValueError, match=r"`prefix` must be one of .*'layers.0.attn.', 'layers.1.attn.'"):
+        conventions.load_conformer(two, num_heads=H)
+    with pytest.raises(ValueError, match=r"got q_norm\.weight"):
+        conventions.load_conformer({**state, "q_norm.weight": ours["u"][0]}, num_heads=H)
+
+
 def test_a_conformer_has_the_options_of_other_modules() -> None:
     module = ConformerAttention(STREAM, dropout=0.5, impl="portable", chunk_size=3)
     assert "dropout=0.5, impl='portable', chunk_size=3" in repr(module)

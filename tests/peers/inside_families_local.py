@@ -235,3 +235,25 @@ def test_an_hour_of_sound(tmp_path: Path) -> None:
     want = with_a_band(theirs)(sound[:, :minute], mask[:, :minute]).last_hidden_state
     heard = minute // 8 - 20  # the last steps of the minute attend to what follows
     check(torch.from_numpy(out)[:, :heard], want[:, :heard], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFORMERS)
+@torch.no_grad()
+def test_an_hour_of_frames(name: str) -> None:
+    """45,000 frames, as after a subsampling by 8, of which the original has the first minute.
+
+    All others are padding, or frames that chunks do not see; with a window, no frame is padding. Legacy positions
+    depend on the length with padding, so that their minute is another.
+    """
+    family, hour, minute = FAMILIES[name], 45_000, 750
+    theirs, ours = family.make(), replace_attention(family.make())
+    whole = {key: x[:1] for key, x in given(family, hour, ours).items()}
+    heard = whole if name == "NeMo chunks" else {**whole, "attention_mask": torch.arange(hour)[None] < minute}
+    with Largest() as seen:  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
+        got = ours(**heard)
+        replace_attention(ours, window=WINDOW)(**whole)
+    assert seen.numbers < 200 * hour
+    if name != "ESPnet legacy":
+        want = theirs(**{key: x[:, : minute + 40] for key, x in heard.items()})
+        check(got[:, :minute], want[:, :minute], 10 * max(family.gate, 1e-6))
