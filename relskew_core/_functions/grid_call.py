@@ -87,7 +87,9 @@ class GridForm:
         if mask is not None and mask.ndim < 2:
             mask = MASK.form(mask, heads=True, xp=self.xp)
         given = self.tables(tables, q) if self.has_tables else None
-        if rel_bias is not None or (prefix_bias is not None and self.prefixed):
+        if prefix_bias is not None and not self.prefixed:
+            q, prefix_bias = depending(q, [prefix_bias], xp=self.xp), None
+        if rel_bias is not None or prefix_bias is not None:
             rel_bias = self.numbers(rel_bias, prefix_bias)
         return Operands(q, k, v, rel_bias=rel_bias, mask=mask, axis_tables=given)
 
@@ -204,8 +206,9 @@ def _checked(
         q, k, v, rel_bias, prefix_bias, mask, *tables = widened(
             (q, k, v, rel_bias, prefix_bias, mask, *tables), dtype, xp=xp
         )
-    unused = [None if any(prefix) else prefix_bias, related if all(table is None for table in tables) else None]
-    operands = made.operands((depending(q, unused, xp=xp), k, v, rel_bias, prefix_bias, mask), tables)
+    if not made.has_tables:
+        q = depending(q, [related], xp=xp)
+    operands = made.operands((q, k, v, rel_bias, prefix_bias, mask), tables)
     if applied:
         own, rel_q = operands.q, None
         factor, related = (cast(x, own.dtype, xp=xp) if is_array(x) else x for x in (factor, related))

@@ -119,13 +119,15 @@ def test_arrays_are_cast_as_for_attention_on_sequences(name: str, option: str) -
     function, given = getattr(relskew_core, name), arguments(name, option, 7)
     sequences = {key: x for key, x in given.items() if key in ("q", "k", "v", "k_pages", "v_pages", "x", "weights")}
     expected = function(**(given if name in EXACT else without_region(given)))
+    # without a region, a small bias over a grid is part of the mask, and products are rounded elsewhere
+    atol = 2**-6 if "q_grid" in given and option in ("rel_bias", "prefix_bias") else 0
     for mixed in ({}, {} if name in EXACT else to(torch.bfloat16, sequences)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = function(**{**given, **mixed})
         if name == "relative_attention_vjp":  # gradients have the dtype of their arrays
             torch.testing.assert_close(to(torch.bfloat16, found), expected)
         else:
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def test_gradients_leave_the_region_in_the_dtype_of_the_arrays() -> None:

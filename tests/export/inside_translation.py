@@ -271,7 +271,7 @@ def test_an_opset_out_of_range_is_refused() -> None:
         torch_translation_table(18.0)  # type: ignore[arg-type]
 
 
-REFUSED = {"seed", "dropout", "part", "axis_tables"}
+REFUSED = {"seed", "dropout", "part", "axis_tables", "sides"}
 """Fields of a call that no graph has: of training, of a call that is split over processes, and of grids in kernels."""
 
 

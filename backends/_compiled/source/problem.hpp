@@ -115,11 +115,15 @@ struct Sizes {
         return count;
     }
     bool on_grids() const {
-        return std::any_of(sides, sides + SIDES, [](const Side &side) { return side.queries || side.keys; });
+        for (const Side &side : sides)
+            if (side.queries || side.keys) return true;
+        return false;
     }
     // Whether queries see a part of the grid of keys.
     bool windowed() const {
-        return std::any_of(sides, sides + SIDES, [](const Side &side) { return side.hides(); });
+        for (const Side &side : sides)
+            if (side.hides()) return true;
+        return false;
     }
     Index axis_rows() const {
         Index count = 0;
