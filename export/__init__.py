@@ -19,6 +19,7 @@ try:
     from relskew_core.export._models.decoder import decoder_to_onnx
     from relskew_core.export._models.encoder_decoder import encoder_decoder_to_onnx
     from relskew_core.export._models.exported import ExportedGraph, ExportReport, GraphTensor
+    from relskew_core.export._models.exporters import register_exporters
     from relskew_core.export._models.from_torch import torch_to_onnx
     from relskew_core.export._quantise.quantise import quantize
     from relskew_core.export._translate.translation import TranslationTable, torch_translation_table
@@ -27,6 +28,6 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Check", "ExportReport", "ExportedGraph", "GraphTensor", "Report", "TranslationTable", "caches_in_place",
-    "custom_ops_library", "decoder_to_onnx", "encoder_decoder_to_onnx", "generate", "quantize", "save", "to_onnx",
-    "torch_to_onnx", "torch_translation_table", "validate", "without_operator",
+    "custom_ops_library", "decoder_to_onnx", "encoder_decoder_to_onnx", "generate", "quantize", "register_exporters",
+    "save", "to_onnx", "torch_to_onnx", "torch_translation_table", "validate", "without_operator",
 ]  # fmt: skip

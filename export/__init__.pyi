@@ -26,6 +26,7 @@ __all__ = [
     "encoder_decoder_to_onnx",
     "generate",
     "quantize",
+    "register_exporters",
     "save",
     "to_onnx",
     "torch_to_onnx",
@@ -98,6 +99,7 @@ def quantize(
     inputs: Sequence[Mapping[str, ndarray]] | None = None,
     overwrite: bool = False,
 ) -> Path: ...
+def register_exporters(*, chunk_size: int | Literal["auto"] | None = "auto", operator: bool = False) -> None: ...
 def save(
     model: ModelProto,
     path: str | PathLike[str],

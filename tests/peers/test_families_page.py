@@ -11,7 +11,7 @@ import torch
 from peers.common import peer
 from peers.families import FAMILIES
 
-from relskew_core.export import encoder_decoder_to_onnx
+from relskew_core.export import encoder_decoder_to_onnx, register_exporters
 from relskew_core.huggingface import register_attention, replace_attention, replace_rotary
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 50}
 
 
-def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tiny random models replace those that the page downloads."""
 
     def llama(name: str, **options: Any) -> Any:
@@ -29,6 +29,7 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         peer("transformers.T5ForConditionalGeneration"), "from_pretrained", lambda name: FAMILIES["T5"].make()
     )
     monkeypatch.setattr(peer("transformers.LlamaForCausalLM"), "from_pretrained", llama)
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     kinds = []
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -40,19 +41,20 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
         )
     assert blocks[0] in (ROOT / "README.md").read_text()  # its only program that needs transformers
-    assert len(kinds) == 5
+    assert len(kinds) == 6
     assert "T5RelativeAttention" in kinds[0]
     assert "alibi" in kinds[1]
-    assert "learned" in kinds[2]
-    assert "relskew" in kinds[3]
-    assert "sinks" in kinds[4]
+    assert (tmp_path / "exported" / "model.onnx").exists()
+    assert "learned" in kinds[3]
+    assert "relskew" in kinds[4]
+    assert "sinks" in kinds[5]
     assert all(bias.grad is not None for bias in names["biases"])
 
 
-SLOW_EXPORT = pytest.param(encoder_decoder_to_onnx, marks=pytest.mark.slow)
+SLOW_EXPORTS = [pytest.param(each, marks=pytest.mark.slow) for each in (encoder_decoder_to_onnx, register_exporters)]
 
 
-@pytest.mark.parametrize("function", [replace_attention, register_attention, replace_rotary, SLOW_EXPORT])
+@pytest.mark.parametrize("function", [replace_attention, register_attention, replace_rotary, *SLOW_EXPORTS])
 def test_the_examples_of_a_docstring_run(function: Any) -> None:
     names = vars(inspect.getmodule(function)).copy()
     (examples,) = doctest.DocTestFinder().find(function, function.__name__, globs=names)

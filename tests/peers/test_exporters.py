@@ -1,0 +1,182 @@
+"""The exporters of transformers on replaced models, compared with the untouched models and with their own files."""
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir
+import onnxruntime
+import pytest
+import torch
+from peers.common import check, installed, peer
+from peers.families import FAMILIES
+
+from onnx_sessions import grown, opened
+from relskew_core.export import custom_ops_library, register_exporters
+from relskew_core.huggingface import register_attention, replace_attention
+
+if importlib.util.find_spec("transformers.exporters") is None:
+    pytest.skip("transformers has exporters since 5.15", allow_module_level=True)
+
+CELLS = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 32, "vocab_size": 50}
+
+
+def encoder(kind: str = "T5EncoderModel") -> Any:
+    torch.manual_seed(0)
+    return peer(f"transformers.{kind}")(
+        peer("transformers.T5Config")(num_layers=2, decoder_start_token_id=0, **CELLS)
+    ).eval()
+
+
+def tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 50, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[-1, max(1, length - 3) :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def exported(model: Any, given: dict[str, Any], exporter: str = "Onnx", **options: Any) -> Any:
+    config = peer(f"transformers.exporters.{exporter}Config")(dynamic=True, **options)
+    return peer(f"transformers.exporters.{exporter}Exporter")().export(model, dict(given), config)
+
+
+def session(made: Any, **settings: Any) -> onnxruntime.InferenceSession:
+    return opened(onnx_ir.to_proto(made.program), intra_op_num_threads=1, **settings)
+
+
+def nodes(made: Any) -> set[str]:
+    """Return the kinds of nodes in a graph, in its branches and loops too."""
+    return {node.op_type for node in made.program.graph.all_nodes()}
+
+
+@pytest.fixture(scope="module")
+def chunks() -> Any:
+    register_exporters()
+    return exported(replace_attention(encoder()), tokens(2, 30))
+
+
+def test_the_graph_has_our_chunks_and_any_length(chunks: Any) -> None:
+    theirs = encoder()
+    assert chunks.program.opset_imports[""] == 23
+    assert {"If", "Loop", "Attention"} <= nodes(chunks)
+    for shape in [(1, 1), (3, 19), (2, 256), (2, 600)]:  # from 257 on in chunks
+        given = tokens(*shape)
+        got, keep = chunks(**given).last_hidden_state, given["attention_mask"].bool()
+        check(got[keep], theirs(**given).last_hidden_state[keep], 1e-5)
+
+
+def test_memory_next_to_the_original_file(chunks: Any) -> None:
+    """A model without relative attention is exported as before, in its own opset."""
+    theirs = exported(encoder(), tokens(2, 30))
+    assert theirs.program.opset_imports[""] != 23
+    given = {name: x.numpy() for name, x in tokens(1, 2048).items()}
+    found = []
+    for made in (chunks, theirs):
+        run = session(made)
+        found.append(grown(lambda run=run: run.run(None, given)))  # type: ignore[misc]  # mypy infers no lambda
+    if None in found:
+        pytest.skip("only Linux counts the peak of one call")
+    ours, original = found
+    assert ours <= 0.12 * original
+
+
+def test_the_operator() -> None:
+    register_exporters(operator=True)
+    try:
+        made = exported(replace_attention(encoder()), tokens(2, 30))
+    finally:
+        register_exporters()
+    assert "RelativeAttention" in nodes(made)
+    assert "Loop" not in nodes(made)
+    given = tokens(2, 40)
+    keep = given["attention_mask"].bool()
+    want = encoder()(**given).last_hidden_state[keep]
+    check(made(**given).last_hidden_state[keep], want, 1e-5)  # by the functions of the model
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(custom_ops_library()))
+    check(made.to(session_options=options)(**given).last_hidden_state[keep], want, 1e-5)
+
+
+def alibi() -> Any:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16}
+    config = peer("transformers.LlamaConfig")(vocab_size=50, **sizes)
+    torch.manual_seed(0)
+    return peer("transformers.LlamaForCausalLM")._from_config(config, attn_implementation=register_attention("alibi"))
+
+
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "Bloom", "ALiBi", "T5 fused"])
+def test_other_models(name: str) -> None:
+    """Those with a table of the keys, ALiBi, and after the fusions for onnxruntime."""
+    register_exporters()
+    make: Callable[[], Any] = {"ALiBi": alibi, "T5 fused": encoder}.get(name) or (lambda: FAMILIES[name].make())
+    theirs = make().float().eval()
+    example, other = ((FAMILIES[name].given(length) if name in FAMILIES else tokens(2, length)) for length in (30, 12))
+    if name in ("Bloom", "ALiBi"):
+        example, other = ({**x, "use_cache": False} for x in (example, other))
+    ours = make().float().eval()
+    ours = ours if name == "ALiBi" else replace_attention(ours)
+    made = exported(ours, example, **({"ort_fusions": "cpu"} if name == "T5 fused" else {}))
+    for given in (example, other):
+        got, want = made(**given)[0], theirs(**given)[0]
+        keep = given["attention_mask"].bool()
+        check(got[keep], want[keep], 1e-5)
+
+
+def test_generation() -> None:
+    """The stages of a decoder, with caches: each gives what the same stage of the untouched model does."""
+    register_exporters()
+    kind = "T5ForConditionalGeneration"
+    given, config = tokens(2, 12), peer("transformers.exporters.OnnxConfig")(dynamic=True)
+    exporter, parts_of = (
+        peer("transformers.exporters.OnnxExporter")(),
+        peer("transformers.exporters.utils.decompose_for_generation"),
+    )
+    made = exporter.export_for_generation(replace_attention(encoder(kind)), dict(given), config)
+    parts = parts_of(encoder(kind), dict(given))
+    assert made.components.keys() == parts.keys()
+    assert "decode" in parts
+    for name, (part, inputs) in parts.items():
+        inputs = {key: value for key, value in inputs.items() if key in made.runners[name].metadata.kwargs}
+        got = made.runners[name](**copy.deepcopy(inputs))
+        check(got[0], part(**inputs)[0], 1e-5)
+
+
+@pytest.mark.parametrize(("exporter", "package"), [("OpenVINO", "openvino"), ("Executorch", "executorch")])
+def test_the_other_exporters(exporter: str, package: str) -> None:
+    """Their programs have all pairs, with registered exporters too, and are right."""
+    installed(package)
+    register_exporters()
+    theirs = encoder()
+    example = tokens(2, 30)
+    options: dict[str, Any] = {}
+    if exporter == "Executorch":
+        length = torch.export.Dim("length", min=2, max=64)
+        options["dynamic_shapes"] = {name: {1: length} for name in example}
+    made = exported(replace_attention(encoder()), example, exporter, **options)
+    if exporter == "OpenVINO":  # which computes in bfloat16 where the processor can
+        made.to(config={"INFERENCE_PRECISION_HINT": "f32"})
+    for length in (30, 19):
+        given = tokens(2, length)
+        keep = given["attention_mask"].bool()
+        check(made(**given).last_hidden_state[keep], theirs(**given).last_hidden_state[keep], 1e-5)
+
+
+def test_an_opset_without_translations() -> None:
+    register_exporters()
+    with pytest.raises(ValueError, match=r"^`opset` must be 18 … 24, got 17"):
+        exported(replace_attention(encoder()), tokens(2, 30), opset_version=17)
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^`chunk_size` must be an int >= 1, got 0"):
+        register_exporters(chunk_size=0)
+    with pytest.raises(TypeError, match=r"^`operator` must be"):
+        register_exporters(operator=1)  # type: ignore[arg-type]  # the wrong type is refused
+    monkeypatch.setitem(sys.modules, "transformers.exporters.utils", None)
+    with pytest.raises(ImportError, match=r"needs transformers\.exporters"):
+        register_exporters()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="needs transformers: pip install transformers"):
+        register_exporters()
