@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import array_api_compat.torch as xp
@@ -23,14 +23,14 @@ from relskew_core._kernel.call import Operands, Options, has_tables
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
 
-_KEPT: ContextVar[bool] = ContextVar("relskew_kept", default=False)
+_KEPT: ContextVar[str] = ContextVar("relskew_kept", default="")
 _WARNED: WeakSet[Any] = WeakSet()
 
 
 @contextmanager
-def operators_kept() -> Iterator[None]:
-    """Mark exports as having a translation of the operators."""
-    token = _KEPT.set(True)
+def operators_kept(heads: Literal["vary", "fixed"] = "vary") -> Iterator[None]:
+    """Mark exports as having a translation of the operators, perhaps by an exporter that lets every axis vary."""
+    token = _KEPT.set(heads)
     try:
         yield
     finally:
@@ -40,6 +40,13 @@ def operators_kept() -> Iterator[None]:
 def must_decompose() -> bool:
     """Whether torch exports a program, possibly by an exporter without a translation of the operators."""
     return torch.compiler.is_exporting() and not _KEPT.get()
+
+
+def fix_heads(*arrays: Tensor) -> None:
+    """Fix the numbers of heads and their widths, which translations need, for an exporter that lets them vary."""
+    if _KEPT.get() == "fixed":
+        for x in arrays:
+            int(x.shape[-3]), int(x.shape[-1])  # torch then treats them as numbers
 
 
 def decompose(operator: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:

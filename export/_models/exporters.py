@@ -65,6 +65,7 @@ def register_exporters(*, chunk_size: int | Literal["auto"] | None = "auto", ope
     >>> register_exporters()
     >>> inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
     >>> exported = OnnxExporter().export(model, inputs, OnnxConfig(dynamic=True))
+    [torch.onnx] ...
     >>> exported(input_ids=torch.arange(9)[None]).last_hidden_state.shape
     torch.Size([1, 9, 16])
     """
@@ -81,7 +82,7 @@ def register_exporters(*, chunk_size: int | Literal["auto"] | None = "auto", ope
         from relskew_core.backends._torch.decomposed import operators_kept
 
         # transformers applies these while `OnnxExporter` exports, and reverts them afterwards.
-        patches.register_patch("onnx", "torch.export.export")(operators_kept())
+        patches.register_patch("onnx", "torch.export.export")(operators_kept("fixed"))
         patches.register_patch("onnx", "torch.onnx.export")(_translating)
     _chosen.update(chosen)
 

@@ -122,6 +122,9 @@ def torch_translation_table(
         g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()), f"attention_{calls[graph]}")
         ends, given = ends_of(args)
         operands, options = OPERATOR.parts(given)
+        for x in operands:
+            if x is not None:  # axes that torch fixed while it traced may be expressions
+                x.shape = type(x.shape)(int(str(size)) if str(size).isdigit() else size for size in x.shape)
         if options.dropout:
             raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
         names = unsupported(operands, options, SUPPORTED)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
-from relskew_core.backends._torch.decomposed import banded, dense, must_decompose
+from relskew_core.backends._torch.decomposed import banded, dense, fix_heads, must_decompose
 from relskew_core.layers.torch._attention import Whole, buckets
 
 MASK_NAME, CAUSAL_NAME, BLOCKS_NAME = "relskew_keys", "relskew_keys_of_a_decoder", "relskew_keys_of_blocks"
@@ -297,6 +297,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:
         options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}
+    fix_heads(q, k, v)
     out: Any = relative_attention(q, k, v, **options)
     return out
 
