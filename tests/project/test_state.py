@@ -13,6 +13,7 @@ SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_p
 FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
 KINDS = "huggingface/inside_families.py::test_attention_without_relative_positions_stays"
 WINDOWS = "huggingface/inside_families.py::test_a_window_hides"
+CONTINUED = "layers/test_caches.py::test_every_continuation_of_a_growing_cache_has_keys_of_its_own"
 
 TABLE = {
     "backends.__init__._prepared": TRACED,
@@ -37,7 +38,6 @@ TABLE = {
     "relskew_core.huggingface._xlnet: self.pooling_mult": FAMILIES,
     "relskew_core.huggingface._xlnet: self.seq_len": FAMILIES,
     "relskew_core.huggingface._replace: part.window": WINDOWS,
-    "relskew_core.huggingface._attend: part._get_output_attention_mask": WINDOWS,
     "relskew_core.huggingface._attend: part._convert_4d_mask_to_blocked_5d": "peers/test_speech.py::test_gemma_4",
     "relskew_core.huggingface._attend: part.config": WINDOWS,
     "relskew_core.huggingface._attend: part.config._attn_implementation": WINDOWS,
@@ -46,6 +46,10 @@ TABLE = {
     "relskew_core.huggingface._t5: past.is_updated": "huggingface/inside_families.py::test_a_cache_of_either_name",
     "relskew_core.layers.flax._relative: self.deterministic": "layers/test_flax.py::deterministic",
     "relskew_core.layers.torch._attention.buckets": TRACED,
+    "relskew_core.layers.torch._caches: present.room": CONTINUED,
+    "relskew_core.layers.torch._caches: self.ends": CONTINUED,
+    "relskew_core.layers.torch._caches: self.keys": CONTINUED,
+    "relskew_core.layers.torch._caches: self.values": CONTINUED,
     "relskew_core.layers.torch._attention.rows_of_sinusoids": TRACED,
     "relskew_core.layers.torch._attention.slopes": TRACED,
     "relskew_core.layers.torch.parallel: module.processes": SHARDS,
