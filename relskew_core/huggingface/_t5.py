@@ -172,16 +172,12 @@ class InklingRelativeAttention(DropIn):
         v = split(self.v_sconv(self.v_proj(hidden_states), cache, conv_mask), self.num_key_value_heads)
         k = self.k_norm(k).transpose(1, 2)
         rel_q = split(self.r_proj(hidden_states), self.num_heads)
-        first = key = 0  # positions of the first query and of the first key
-        if cache is not None:  # read before the new keys are appended
-            key = cache.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
-            first = length(cache.get_query_offset(self.layer_idx))
-            k, v = cache.update(k, v, self.layer_idx)
+        k, v, first, offset = appended(k, v, cache, self.layer_idx)
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
         out = self.attend(
             q, k, v, rel_k=self._profiles(rel_q), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
-            scale=self.scaling, rel_scale=1.0, causal=True, offset=first - length(key), mask=attention_mask,
+            scale=self.scaling, rel_scale=1.0, causal=True, offset=offset, mask=attention_mask,
             window=(self.sliding_window - 1, None) if self.is_sliding else None,
         )  # fmt: skip
         return self.finish(out), None
@@ -197,6 +193,73 @@ class InklingRelativeAttention(DropIn):
         seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)
         factor = 1.0 + self.config.log_scaling_alpha * torch.log((seen / self.config.log_scaling_n_floor).clamp(min=1))
         return (x * factor[:, None]).to(x.dtype)
+
+
+def appended(k: Tensor, v: Tensor, cache: Any, layer: int) -> tuple[Tensor, Tensor, Any, Any]:
+    """Return keys and values behind those of a cache, the first query's position, and that among these keys."""
+    if cache is None:
+        return k, v, 0, 0
+    key = cache.get_mask_sizes(k.shape[-2], layer)[1]  # read before the new keys are appended
+    first = length(cache.get_query_offset(layer))
+    return *cache.update(k, v, layer), first, first - length(key)
+
+
+class Inkling2RelativeBias(DropIn):
+    """``Inkling2RelativePositionBias``, which passes on the queries and the table instead of a number for each pair."""
+
+    replaces = ("Inkling2RelativePositionBias", "Inkling2LoopRelativePositionBias")
+    projections, drops = (), ""
+    reads = "linear norm proj"
+
+    proj: nn.Parameter
+
+    def forward(self, hidden_states: Tensor, relative_distance: Maybe, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(batch, heads, length, width)`` and ``(rows, width)``; ``relative_distance`` is not read."""
+        states = self.linear(hidden_states).unflatten(-1, (self.num_heads, -1))
+        return self.norm(states, position_ids).transpose(1, 2), self.proj.mT.flip(0)
+
+
+class Inkling2RelativeAttention(DropIn):
+    """The attentions of Inkling 2 and Inkling 2 Loop, in which every query of every head has a sink."""
+
+    replaces = (
+        "Inkling2SlidingAttention", "Inkling2FullAttention", "Inkling2LoopSlidingAttention",
+        "Inkling2LoopFullAttention",
+    )  # fmt: skip
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    drops = "attention_dropout"
+    reads = "sink_proj relative_position_bias.proj scaling sliding_window layer_idx"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Maybe,
+        relative_distance: Maybe,
+        position_ids: Tensor,
+        conv_mask: Maybe = None,
+        cache: Any = None,
+        key_hidden_states: Maybe = None,
+        value_hidden_states: Maybe = None,
+        cache_offset: int = 0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend; keys and values may have other inputs than queries, and another layer of the cache."""
+        cache = cache_given(cache, kwargs)
+        q = self.q_proj(hidden_states, position_ids)
+        k, v = (
+            project(hidden_states if x is None else x, cache=cache, conv_mask=conv_mask, cache_offset=cache_offset,
+                    position_ids=position_ids, **kwargs)
+            for project, x in ((self.k_proj, key_hidden_states), (self.v_proj, value_hidden_states))
+        )  # fmt: skip
+        k, v, _, offset = appended(k, v, cache, self.layer_idx + cache_offset)
+        rel_q, rel_k = self.relative_position_bias(hidden_states, relative_distance, position_ids)
+        out = self.attend(
+            q, k, v, rel_k=rel_k, rel_q=rel_q, span=Span(rel_k.shape[0] - 1, 0, "zero"), scale=self.scaling,
+            rel_scale=1.0, causal=True, offset=offset, mask=attention_mask, sinks=self.sink_proj(hidden_states).mT,
+            window=None if self.sliding_window is None else (self.sliding_window - 1, None),
+        )  # fmt: skip
+        return self.o_proj(join(out), hidden_states), None
 
 
 class LayoutLMv3RelativeEncoder(DropIn):

@@ -185,6 +185,28 @@ def inkling(*, sliding: bool) -> Any:
     )  # fmt: skip
 
 
+class _Called(nn.Linear):
+    """A projection into heads, or out of them, that gets more than its input."""
+
+    def forward(self, states: Tensor, *others: Any, **named: Any) -> Tensor:
+        out = super().forward(states)
+        return out if others and others[0].ndim == 3 else out.unflatten(-1, (HEADS, D)).transpose(1, 2)
+
+
+class _Norm(nn.LayerNorm):
+    def forward(self, states: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(states)
+
+
+def inkling_2(*, window: int | None) -> Any:
+    bias = module("Inkling2RelativePositionBias", "linear", norm=_Norm(D), proj=numbers(D, 3), num_heads=HEADS)
+    parts = {name: _Called(E, E) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    return module(
+        "Inkling2SlidingAttention", num_heads=HEADS, scaling=0.5, sliding_window=window, attention_dropout=0.25,
+        layer_idx=0, relative_position_bias=bias, sink_proj=nn.Linear(E, HEADS), **parts,
+    )  # fmt: skip
+
+
 class MPNetEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -347,6 +369,14 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "xlnet": (xlnet, call_xlnet),
     "inkling": (lambda: inkling(sliding=False), lambda ours: ours(x(), additive())[0]),
     "inkling in a window": (lambda: inkling(sliding=True), lambda ours: ours(x(), None)[0]),
+    "inkling 2": (
+        lambda: inkling_2(window=None),
+        lambda ours: ours(x(), attention_mask=additive(), relative_distance=None, position_ids=torch.arange(LENGTH))[0],
+    ),
+    "inkling 2 in a window": (
+        lambda: inkling_2(window=4),
+        lambda ours: ours(x(), attention_mask=None, relative_distance=None, position_ids=torch.arange(LENGTH))[0],
+    ),
     "beit": (beit, call_beit),
     "mpnet": (mpnet, lambda ours: ours.encoder(x(), additive())),
     "sam": (lambda: sam("SamVisionAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),

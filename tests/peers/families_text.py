@@ -19,6 +19,14 @@ INKLING: Given = {
 }  # fmt: skip
 
 
+OF_INKLING = ("intermediate_size", "mlp_layer_types", "local_layer_ids")
+INKLING_2: Given = {
+    **{name: x for name, x in INKLING.items() if name not in OF_INKLING},
+    "n_layers_per_attn_res_block": 1, "moe_intermediate_size": 16, "unpadded_vocab_size": 50,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+}  # fmt: skip
+
+
 def text_to_text(name: str, implementation: str = "sdpa", **options: Any) -> Family:
     make = built(
         f"{name}ForConditionalGeneration", f"{name}Config", implementation, d_model=24, d_kv=8, num_heads=3,
@@ -38,6 +46,28 @@ def deberta(name: str, implementation: str = "eager", **options: Any) -> Family:
         tokens,
         gate=1e-6,  # their scale is float32
     )  # fmt: skip
+
+
+class Kept(torch.nn.Linear):
+    """A layer that is not made one in 8 bits."""
+
+
+def inkling_2(name: str, **options: Any) -> Family:
+    module = {"Inkling2": "inkling2", "Inkling2Loop": "inkling2_loop"}[name]
+    make = built(
+        f"models.{module}.modeling_{module}.{name}ForCausalLM",
+        f"models.{module}.configuration_{module}.{name}TextConfig", **{**INKLING_2, **options},
+    )  # fmt: skip
+
+    def kept() -> Any:
+        model = make().float()
+        for part in model.modules():  # the model reads their dtypes, which layers in 8 bits do not have
+            if type(part).__name__ == "Inkling2LoopMessageGate":
+                part.down_proj.__class__ = Kept
+        return model
+
+    count = 2 * options.get("num_hidden_layers", 2)  # the attention and its bias
+    return Family(kept, padded_on_the_left, count, generates=True, gate=1e-5, pads=False)
 
 
 def with_memory(length: int) -> Given:
@@ -174,5 +204,11 @@ TEXT: dict[str, Family] = {
             "models.inkling.configuration_inkling.InklingTextConfig", "sdpa", **INKLING,
         ),
         padded_on_the_left, generates=True, gate=1e-6, pads=False,
+    ),
+    "Inkling 2": inkling_2("Inkling2"),
+    # The last two layers are passed twice.
+    "Inkling 2 Loop": inkling_2(
+        "Inkling2Loop", num_hidden_layers=3, layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"],
+        loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=2, loop_gate_rank=4,
     ),
 }  # fmt: skip

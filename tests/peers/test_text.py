@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peers.common import alone, check, definitions, installed, join, padding, peer, randn, randomised, split
+from peers.families_text import INKLING_2
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softplus
 
 from relskew_core import (
@@ -398,6 +399,36 @@ def test_inkling(length: int, past: int) -> None:
     table, span = conventions.INKLING.load(theirs.proj.mT)
     got = relative_logits(states.transpose(1, 2), table, span, n_keys=length + past, offset=past, causal=True)
     check(got, want)
+
+
+@torch.no_grad()
+def test_bros() -> None:
+    """A vector for each pair of boxes, which the queries are multiplied by."""
+    config = peer("transformers.BrosConfig")(hidden_size=24, num_attention_heads=3)
+    theirs = randomised(peer("transformers.models.bros.modeling_bros.BrosSelfAttention")(config))
+    x, pairs = randn(2, 9, 24), randn(9, 9, 2, 8, seed=2)
+    want, _ = theirs(x, pairs)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
+    mask = 8**-0.5 * torch.einsum("bnid,bijd->bnij", q, pairs.permute(2, 0, 1, 3))
+    out: Any = relative_attention(q, k, v, mask=mask)
+    check(join(out), want)
+
+
+@torch.no_grad()
+def test_inkling_2() -> None:
+    """Inkling's relative queries, and a sink for each query of each head."""
+    config = peer("transformers.models.inkling2.configuration_inkling2.Inkling2TextConfig")(**INKLING_2)
+    theirs = randomised(peer("transformers.models.inkling2.modeling_inkling2.Inkling2FullAttention")(config, 1)).float()
+    x, places = randn(2, 17, 24).float(), torch.arange(17)
+    mask = torch.full((17, 17), -torch.inf).triu(1)
+    want, _ = theirs(x, x, x, mask, places[:, None] - places, position_ids=places[None])
+    q, k, v = theirs.q_proj(x, places[None]), theirs.k_proj(x), theirs.v_proj(x)
+    bias = theirs.relative_position_bias
+    rel_q = bias.norm(bias.linear(x).unflatten(-1, (4, -1)), places[None]).transpose(1, 2)
+    table, span = conventions.INKLING.load(bias.proj.mT)
+    sinks = theirs.sink_proj(x).mT
+    out: Any = relative_attention(q, k, v, table, span, rel_q=rel_q, rel_scale=1.0, causal=True, sinks=sinks)
+    check(theirs.o_proj(join(out), x), want, 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])

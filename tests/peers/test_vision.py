@@ -10,6 +10,7 @@ from peers.common import alone, check, definitions, join, peer, randn, randomise
 from relskew_core import (
     Span,
     conventions,
+    relative_attention,
     relative_attention_2d,
     relative_attention_nd,
     relative_logits_2d,
@@ -40,6 +41,35 @@ def test_swin(window: int) -> None:
             mask=None if mask is None else mask.repeat(2, 1, 1)[:, None],
         )  # fmt: skip
         check(theirs.o_proj(join(out)), want, 1e-6 if mask is None else 1e-5)  # its softmax is float32
+
+
+def alone_in_a_list(module: Any) -> Any:
+    """Return a module with random weights whose own ``eval`` returns nothing."""
+    return randomised(torch.nn.ModuleList([module]))[0]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@torch.no_grad()
+def test_levit(stride: int) -> None:
+    """One number for a distance along each side, the same to all sides; some layers leave out queries."""
+    levit, side, x = "transformers.models.levit.modeling_levit", 5, randn(2, 25, 24)
+    fewer = -(-side // stride)
+    if stride == 1:
+        theirs = alone_in_a_list(peer(f"{levit}.LevitAttention")(24, 4, 3, 2, side))
+        q, k, v = theirs.queries_keys_values(x).unflatten(-1, (3, 16)).transpose(1, 2).split([4, 4, 8], -1)
+    else:
+        theirs = alone_in_a_list(peer(f"{levit}.LevitAttentionSubsample")(24, 12, 4, 3, 2, stride, side, fewer))
+        q = split(theirs.queries(theirs.queries_subsample(x)), 3)
+        k, v = theirs.keys_values(x).unflatten(-1, (3, 12)).transpose(1, 2).split([4, 8], -1)
+    distances = torch.arange(1 - side, side).abs()
+    rel_bias = theirs.attention_biases.unflatten(1, (side, side))[:, distances][..., distances]
+    grid: Any = {"q_grid": (side, side), "k_grid": (side, side)}
+    if stride == 1:
+        out: Any = relative_attention_2d(q, k, v, rel_bias=rel_bias, **grid)
+    else:
+        matrix = toeplitz_2d(rel_bias, **grid).unflatten(1, (side, side))[:, ::stride, ::stride].flatten(1, 2)
+        out = relative_attention(q, k, v, mask=matrix)
+    check(theirs.projection(theirs.activation(join(out))), theirs(x))
 
 
 @pytest.mark.parametrize(("trained", "window"), [((7, 7), (12, 12)), ((3, 3), (5, 2)), ((1, 1), (2, 2))])
