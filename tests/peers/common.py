@@ -65,7 +65,7 @@ def definitions(package: str, file: str, *names: str, **given: Any) -> Any:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in whose]
     lines = [*tree.body, *(node for each in classes for node in each.body)]
     tree.body = [node for node in lines if _is_kept(node, kept)]
-    name = f"{package}/{file}"
+    name = f"{package}/{file}".replace(".", "_")
     sys.modules[name] = ModuleType(name)  # where pickle finds the classes
     made = vars(sys.modules[name])
     made.update(given)

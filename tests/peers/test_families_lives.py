@@ -1,6 +1,7 @@
 """Families that are made without memory, loaded, averaged, cast, copied and offloaded, before and after they change."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def test_a_step_changes_both_alike(name: str, step: str) -> None:
     before = call(theirs)
     try:
         want = after(theirs)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError, pickle.PicklingError) as error:  # packages that cannot be imported whole
         pytest.skip(f"nor can the original: {error}")
     if step == "offloaded" and not torch.allclose(want[0], before[0]):
         pytest.skip("the original reads weights outside of their modules' calls")
