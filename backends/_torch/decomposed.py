@@ -44,7 +44,7 @@ def must_decompose() -> bool:
 
 def fix_heads(*arrays: Tensor) -> None:
     """Fix the numbers of heads and their widths, which translations need, for an exporter that lets them vary."""
-    if _KEPT.get() == "fixed":
+    if torch.compiler.is_exporting() and _KEPT.get() == "fixed":  # torch.compile cannot read the variable
         for x in arrays:
             int(x.shape[-3]), int(x.shape[-1])  # torch then treats them as numbers
 
