@@ -32,6 +32,8 @@ def build(stage: Path, parts: Sequence[str]) -> list[Mutant]:
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, stage / name)
+    for name in ("backends", "export"):  # where some tests read sources
+        (stage / name).symlink_to(Path("relskew_core", name))
     files = (file for part in parts for pattern in (f"{part}.py", f"{part}/**/*.py") for file in stage.glob(pattern))
     return [mutant for file in sorted(files) for mutant in _mutate(file, stage)]
 
