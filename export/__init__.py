@@ -14,7 +14,7 @@ try:
     from relskew_core.export._check.validate import validate
     from relskew_core.export._files.library import custom_ops_library, without_operator
     from relskew_core.export._files.save import save
-    from relskew_core.export._generate.generate import generate
+    from relskew_core.export._generate.generate import generate, open_model
     from relskew_core.export._models.caches import caches_in_place
     from relskew_core.export._models.decoder import decoder_to_onnx
     from relskew_core.export._models.encoder_decoder import encoder_decoder_to_onnx
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Check", "ExportReport", "ExportedGraph", "GraphTensor", "Report", "TranslationTable", "caches_in_place",
-    "custom_ops_library", "decoder_to_onnx", "encoder_decoder_to_onnx", "generate", "quantize", "register_exporters",
-    "save", "to_onnx", "torch_to_onnx", "torch_translation_table", "validate", "without_operator",
+    "custom_ops_library", "decoder_to_onnx", "encoder_decoder_to_onnx", "generate", "open_model", "quantize",
+    "register_exporters", "save", "to_onnx", "torch_to_onnx", "torch_translation_table", "validate",
+    "without_operator",
 ]  # fmt: skip

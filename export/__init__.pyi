@@ -10,7 +10,9 @@ from torch.nn import Module
 from typing import Any, Literal
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._check.inspect import Check as Check, Report as Report
+from relskew_core.export._generate.encoded import Opened
 from relskew_core.export._models.exported import ExportReport as ExportReport, ExportedGraph as ExportedGraph, GraphTensor as GraphTensor
+from relskew_core.export._quantise.quantise import Weights
 from relskew_core.export._translate.translation import TranslationTable as TranslationTable
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "decoder_to_onnx",
     "encoder_decoder_to_onnx",
     "generate",
+    "open_model",
     "quantize",
     "register_exporters",
     "save",
@@ -57,6 +60,7 @@ def decoder_to_onnx(
     dtype: Any = None,
     tolerance: float | None = None,
     operator: bool = False,
+    weights: Weights | None = None,
     check: bool = True,
     report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
@@ -71,6 +75,7 @@ def encoder_decoder_to_onnx(
     dtype: Any = None,
     tolerance: float | None = None,
     operator: bool = False,
+    weights: Weights | None = None,
     check: bool = True,
     report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
@@ -91,6 +96,7 @@ def generate(
     stream: Callable[[Any], object] | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> ndarray[Any, Any]: ...
+def open_model(path: str | PathLike[str], *, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Opened: ...
 def quantize(
     model: ModelProto | str | PathLike[str],
     path: str | PathLike[str],
@@ -137,6 +143,7 @@ def torch_to_onnx(
     dtype: Any = None,
     tolerance: float | None = None,
     operator: bool = False,
+    weights: Weights | None = None,
     check: bool = True,
     report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,

@@ -1,4 +1,4 @@
-"""Saving models in one file or two each, all or nothing."""
+"""Saving models with their weights inside or in one more file, all or nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._files.publish import check_target, flushed, publish, target_path, temporary_folder
+from relskew_core.export._nodes.functions import metadata_of
 
 SET = "relskew.set"  # the metadata's key for a text that is the same in files that were written together
 _PROTOBUF_LIMIT = 2**31 - 2**24  # a protobuf is limited to 2 GiB; the nodes and names need some of it
@@ -80,65 +81,79 @@ def write(
 ) -> None:  # fmt: skip
     """Save graphs that belong together in one folder: all appear, or none if ``check`` raises an error for the files.
 
-    ``texts`` are saved next to them, by the names of their files.
+    Weights that several of them have are stored once, in one file for all. ``texts`` are saved next to them, by the
+    names of their files.
     """
     check_int("external_threshold", external_threshold, minimum=0)
     if len(graphs) > 1:
-        digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
+        whole = hashlib.sha256()
         for graph in graphs:
-            graph.metadata_props.add(key=SET, value=digest)
+            whole.update(graph.SerializeToString(deterministic=True))
+        for graph in graphs:
+            helper.set_model_props(graph, {**metadata_of(graph), SET: whole.hexdigest()})
     with temporary_folder(targets[0]) as folder:
         files = [folder / target.name for target in targets]
-        made = [_write(graph, file, external_threshold) for graph, file in zip(graphs, files, strict=True)]
+        written, data = _outside(graphs, files[0], external_threshold)
+        for graph, file in zip(written, files, strict=True):
+            with flushed(file) as stream:
+                stream.write(graph.SerializeToString(deterministic=True))
+            onnx.checker.check_model(os.fspath(file))
         if check is not None:
             check(files)
         for name, text in (texts or {}).items():
             with flushed(folder / name) as stream:
                 stream.write(text.encode())
-        publish(folder, [*(file.name for file in files), *(texts or {})], [name for name in made if name], overwrite)
+        publish(folder, [*(file.name for file in files), *(texts or {})], data, overwrite)
 
 
-def _write(model: onnx.ModelProto, path: Path, external_threshold: int) -> str | None:
-    """Write a model, flushed and checked; return the name of the file next to it with its external data, if any."""
-    if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
-    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer if _is_large(tensor))
-    data = None
-    if size > min(external_threshold, _PROTOBUF_LIMIT):
-        model, data = _split(model, path)
-    with flushed(path) as stream:
-        stream.write(model.SerializeToString(deterministic=True))
-    onnx.checker.check_model(os.fspath(path))
-    return data
+def _outside(
+    graphs: Sequence[onnx.ModelProto], path: Path, external_threshold: int
+) -> tuple[Sequence[onnx.ModelProto], list[str]]:
+    """Write the weights to a file if they are many or shared; return the models that refer to it, and its name."""
+    found: list[dict[str, bytes]] = []  # the hashes of the large weights of each graph, by their names
+    weights: dict[bytes, onnx.TensorProto] = {}
+    for graph in graphs:
+        stored = graph.graph.initializer
+        if any(tensor.data_location == TensorProto.EXTERNAL for tensor in stored):
+            raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
+        large = {tensor.name: tensor for tensor in stored if len(tensor.raw_data) >= _SMALLEST_EXTERNAL}
+        found.append({name: hashlib.sha256(tensor.raw_data).digest() for name, tensor in large.items()})
+        weights |= {found[-1][name]: tensor for name, tensor in large.items()}
+    size = sum(len(tensor.raw_data) for tensor in weights.values())
+    shared = sum(len(set(one.values())) for one in found) > len(weights)
+    if not shared and size <= min(external_threshold, _PROTOBUF_LIMIT):
+        return graphs, []
+    unnamed, digest, places, end = path.with_name(f"{path.name}.data"), hashlib.sha256(), dict[bytes, int](), 0
+    with flushed(unnamed) as stream:
+        for content, tensor in weights.items():
+            padding = bytes(-end % _ALIGNMENT)
+            places[content] = end + len(padding)
+            end = places[content] + len(tensor.raw_data)
+            for piece in (padding, tensor.raw_data):
+                digest.update(piece)
+                stream.write(piece)
+    named = path.with_name(f"{path.name}.{digest.hexdigest()[:16]}.data")
+    os.replace(unnamed, named)
+    at = ({name: places[content] for name, content in one.items()} for one in found)
+    return [_referring(graph, named.name, one) for graph, one in zip(graphs, at, strict=True)], [named.name]
 
 
-def _split(model: onnx.ModelProto, path: Path) -> tuple[onnx.ModelProto, str]:
-    """Write the weights to a file named by their content; return the model that refers to it, and its name."""
+def _referring(model: onnx.ModelProto, file: str, places: Mapping[str, int]) -> onnx.ModelProto:
+    """Return the model with its weights in a file, at those places by their names."""
     slim = onnx.ModelProto()
     _copy_fields(model, slim, skip="graph")
     _copy_fields(model.graph, slim.graph, skip="initializer")
-    unnamed, digest, position = path.with_name(f"{path.name}.data"), hashlib.sha256(), 0
-    with flushed(unnamed) as stream:
-        for tensor in model.graph.initializer:
-            entry = slim.graph.initializer.add()
-            if not _is_large(tensor):
-                entry.CopyFrom(tensor)
-                continue
-            _copy_fields(tensor, entry, skip="raw_data")
-            for piece in (bytes(-position % _ALIGNMENT), tensor.raw_data):
-                digest.update(piece)
-                stream.write(piece)
-                position += len(piece)
-            entry.data_location = TensorProto.EXTERNAL
-            offset = position - len(tensor.raw_data)
-            for key, value in (("offset", offset), ("length", len(tensor.raw_data))):
-                entry.external_data.add(key=key, value=str(value))
-    named = path.with_name(f"{path.name}.{digest.hexdigest()[:16]}.data")
-    os.replace(unnamed, named)
-    for entry in slim.graph.initializer:
-        if entry.data_location == TensorProto.EXTERNAL:
-            entry.external_data.add(key="location", value=named.name)
-    return slim, named.name
+    for tensor in model.graph.initializer:
+        entry = slim.graph.initializer.add()
+        if tensor.name not in places:
+            entry.CopyFrom(tensor)
+            continue
+        _copy_fields(tensor, entry, skip="raw_data")
+        entry.data_location = TensorProto.EXTERNAL
+        where = {"location": file, "offset": places[tensor.name], "length": len(tensor.raw_data)}
+        for key, value in where.items():
+            entry.external_data.add(key=key, value=str(value))
+    return slim
 
 
 def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
@@ -150,7 +165,3 @@ def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
             getattr(destination, field.name).extend(value)
         else:
             setattr(destination, field.name, value)
-
-
-def _is_large(tensor: onnx.TensorProto) -> bool:
-    return len(tensor.raw_data) >= _SMALLEST_EXTERNAL

@@ -1,11 +1,11 @@
-"""Tokens from a folder of :func:`encoder_decoder_to_onnx`: the encoder once, then the decoder, step by step."""
+"""Tokens from a folder of :func:`encoder_decoder_to_onnx`: encoder and memory once, then the decoder, step by step."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from relskew_core.export._files.library import found_library, open_session
 from relskew_core.export._files.save import SET
 from relskew_core.export._models.encoder_decoder import FILES, START
 
+PAST = "past_key_values."
 TYPES = {
     "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
     "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
@@ -36,15 +37,8 @@ def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
         ) from error
 
 
-def results_for_memory(
-    path: Path, given: Any, rows: int, written_with: str | None, providers: Sequence[Any]
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Run the graph of a memory; refuse that of another decoder, and arrays that do not fit it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"`model` must have the graph of its memory next to it, {path.name!r}, got none")
-    session = with_library(path, providers)
-    if written_with is None or session.get_modelmeta().custom_metadata_map.get(SET) != written_with:
-        raise ValueError(f"`model` must have the graph of its memory, got {path.name!r}, written for another")
+def results_for_memory(session: Any, given: Any, rows: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Run the graph of a memory; refuse arrays that do not fit it."""
     inputs = session.get_inputs()
     for value in inputs:
         if value.type not in TYPES:
@@ -107,6 +101,19 @@ class Sampler(NamedTuple):
         return np.take_along_axis(order, places[:, None], axis=1)[:, 0]
 
 
+class Opened(Protocol):
+    """A model whose sessions are open, with no state of a call, so that several threads may use it."""
+
+    def begin(self, prompt: Any, n: int, mask: Any, memory: Any, made: Sequence[Array]) -> Begun:
+        """Check the arguments of a call; its steps need in ``made`` the tokens chosen from the logits before."""
+
+
+class Begun(NamedTuple):
+    rows: int
+    batched: bool  # whether the prompt has an axis for rows
+    logits: Iterator[Array]
+
+
 class EncoderDecoder:
     def __init__(self, folder: str | os.PathLike[str], providers: Sequence[Any]) -> None:
         import onnxruntime
@@ -120,15 +127,23 @@ class EncoderDecoder:
         sets = {meta.get(SET) for meta in metas}
         if len(sets) != 1 or None in sets or START not in metas[0]:
             raise ValueError(
-                f"`model` must hold three files that encoder_decoder_to_onnx wrote together, got {os.fspath(home)!r}"
+                f"`model` must hold files that encoder_decoder_to_onnx wrote together, got {os.fspath(home)!r}"
             )
-        self._encoder, self._first, self._later = sessions
+        self._encoder, self._memory, self._decoder = sessions
         self._start = int(metas[0][START])
         self._ort = onnxruntime
-        self._vocabulary = sessions[1].get_outputs()[0].shape[2]
+        self._outputs = [value.name for value in self._decoder.get_outputs()]
+        self._inputs = {value.name: value for value in self._decoder.get_inputs()}
+        self._vocabulary = self._decoder.get_outputs()[0].shape[2]
         self._source = self._encoder.get_inputs()[0]
 
-    def prompt(self, given: Any, mask: Any) -> tuple[Array, Array, bool]:
+    def begin(self, prompt: Any, n: int, mask: Any, memory: Any, made: Sequence[Array]) -> Begun:
+        if memory is not None:
+            raise ValueError(f"`memory` must be None because `model` is an encoder–decoder, got {describe(memory)}")
+        source, seen, batched = self._prompt(prompt, mask)
+        return Begun(len(source), batched, self._steps(source, seen, n, made))
+
+    def _prompt(self, given: Any, mask: Any) -> tuple[Array, Array, bool]:
         sounds = self._source.type != "tensor(int64)"
         axes = 2 + sounds
         try:
@@ -160,26 +175,32 @@ class EncoderDecoder:
             )
         return source, seen.astype(np.int64), batched
 
-    def steps(self, source: Array, mask: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
+    def _steps(self, source: Array, mask: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
         value = self._ort.OrtValue.ortvalue_from_numpy
         seen = value(mask)
         (memory,) = self._encoder.run_with_ort_values(
             None, {self._source.name: value(np.ascontiguousarray(source)), "attention_mask": seen}
         )
+        names = [output.name for output in self._memory.get_outputs()]
+        states = self._memory.get_inputs()[0].name
+        fed = _pasts(names, self._memory.run_with_ort_values(None, {states: memory}))
+        for name, given in self._inputs.items():
+            if name.startswith(PAST) and name not in fed:
+                _, heads, _, width = given.shape
+                fed[name] = value(np.zeros((len(source), heads, 0, width), TYPES[given.type]))
+        fed["encoder_attention_mask"] = seen
         tokens = np.full((len(source), 1), self._start, np.int64)
-        caches: dict[str, Any] = {}
         for step in range(n):
-            fed = {"encoder_attention_mask": seen, "input_ids": value(tokens)}
-            session = self._later if caches else self._first
-            fed |= caches or {"encoder_hidden_states": memory}
+            fed["input_ids"] = value(tokens)
             # a graph without cross-attention has no input for the mask
-            taken = {one.name for one in session.get_inputs()}
-            results = session.run_with_ort_values(None, {name: x for name, x in fed.items() if name in taken})
-            names = [one.name for one in session.get_outputs()]
-            for name, result in zip(names[1:], results[1:], strict=True):
-                caches[name.replace("present.", "past_key_values.", 1)] = result
+            results = self._decoder.run_with_ort_values(None, {name: fed[name] for name in self._inputs})
+            fed |= _pasts(self._outputs[1:], results[1:])
             logits = results[0].numpy()[:, -1]
             if np.isnan(logits).any():
                 raise ValueError(f"`model` gives NaN after {step} tokens")
             yield logits
             tokens = made[-1][:, None]
+
+
+def _pasts(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    return {name.replace("present.", PAST, 1): value for name, value in zip(names, values, strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.library import custom_ops_library, open_session
 from relskew_core.export._models.caches import PAST_LENGTH
 from relskew_core.export._models.convert import Flat
-from relskew_core.export._models.decoder_calls import GraphPart, source_of
+from relskew_core.export._models.decoder_calls import ENCODER, FIRST, LATER, OF_MEMORY, GraphPart, source_of
 from relskew_core.export._nodes.operator_nodes import SCALE
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -309,23 +309,35 @@ def check_parts(
     def text(rows: int, length: int) -> Tensor:
         return torch.randint(vocabulary, (rows, length), generator=generator, dtype=torch.int64, device="cpu")
 
-    def same(which: int, inputs: Sequence[Tensor], case: str) -> list[Tensor]:
+    def results(which: int, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         part = parts[which]
-        wanted = results_of(Flat(part.module, _arguments(part, inputs), {}), inputs)
-        check_equal(part.outputs, runs[which](inputs, case), wanted, f"{files[which].name}, {case}", tolerance, checks)
-        return wanted
+        return dict(zip(part.outputs, results_of(Flat(part.module, _arguments(part, inputs), {}), inputs), strict=True))
+
+    def same(which: int, inputs: Sequence[Tensor], right: Mapping[str, Tensor], case: str) -> None:
+        outputs = parts[which].outputs
+        wanted, where = [right[name] for name in outputs], f"{files[which].name}, {case}"
+        check_equal(outputs, runs[which](inputs, case), wanted, where, tolerance, checks)
 
     for rows, memory_length, length in CASES:
         case = f"{rows} rows, a memory of {memory_length} and a text of {length}"
         mask = torch.ones((rows, memory_length), dtype=torch.int64, device="cpu")
         if rows > 1:
             mask[-1, memory_length // 2 + 1 :] = 0
-        (memory,) = same(0, [source_of(model, rows, memory_length, generator), mask], case)
-        _, *caches = same(1, [mask, text(rows, length), memory], case)
+        source = [source_of(model, rows, memory_length, generator), mask]
+        encoded = results(ENCODER, source)
+        same(ENCODER, source, encoded, case)
+        memory, start = list(encoded.values()), [mask, text(rows, length)]
+        made = results(FIRST, [*start, *memory])
+        same(FIRST, [*start, *memory], made, case)
+        same(OF_MEMORY, memory, made, case)
+        caches = {name: made[name] for name in parts[FIRST].outputs[1:]}
+        nothing = [x[:, :, :0] if ".decoder." in name else x for name, x in caches.items()]
+        same(LATER, [*start, *nothing], made, f"{case}, no past")
         for pieces in (1, 1, 3):
-            _, *grown = same(2, [mask, text(rows, pieces), *caches], f"{case}, {pieces} more")
-            layers = [grown[at : at + 2] + caches[2 * at + 2 : 2 * at + 4] for at in range(0, len(grown), 2)]
-            caches = [cache for layer in layers for cache in layer]
+            given = [mask, text(rows, pieces), *caches.values()]
+            made = results(LATER, given)
+            same(LATER, given, made, f"{case}, {pieces} more")
+            caches |= {name: made[name] for name in parts[LATER].outputs[1:]}
 
 
 def _arguments(part: GraphPart, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

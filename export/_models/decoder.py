@@ -196,7 +196,7 @@ def decoder_to_onnx(
     read = [*input_names[: 1 + count], *(value.name for value in graphs[-1].graph.output if seen)]
     draw = Memories(seen, [x[1] if isinstance(x[1], int) else None for x in converted.shapes[1 + count :]])
 
-    def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
+    def compare(files: Sequence[Path], library: bool, tolerance: float | None, checks: list[Check]) -> None:
         run = (
             runner_in_place(files[0], read, length, operator=library, in_int8=cache_dtype is not None)
             if in_place
@@ -207,7 +207,7 @@ def decoder_to_onnx(
         with convert.evaluating(flat):
             check_decoder(
                 flat, run, output_names, draw, reach=length or reach, checks=checks,
-                tolerance=OF_INT8 if options.tolerance is None and cache_dtype is not None else options.tolerance,
+                tolerance=OF_INT8 if tolerance is None and cache_dtype is not None else tolerance,
             )  # fmt: skip
             if in_place and length is None:  # with a length, check_decoder has filled it
                 check_full(flat, run, draw)

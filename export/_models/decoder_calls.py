@@ -257,6 +257,16 @@ class FirstCall(_TextDecoder):
         return self.decode(mask, tokens, memory, ())
 
 
+class OfMemory(_TextDecoder):
+    """From the memory to its keys and values in every layer; the exporter removes the rest of the decoder."""
+
+    def forward(self, memory: Tensor) -> list[list[Tensor]]:
+        rows, length = memory.shape[:2]
+        mask = torch.ones((rows, length), dtype=torch.int64, device="cpu")
+        _, layers = self.decode(mask, mask.new_zeros((rows, 1)), memory, ())
+        return [layer[2:] for layer in layers]
+
+
 class LaterCall(_TextDecoder):
     """From the memory's mask, tokens and all caches to logits and the caches that have grown."""
 
@@ -269,6 +279,9 @@ class LaterCall(_TextDecoder):
         memory = keys.new_zeros((1, 1, 1)).expand(keys.shape[0], keys.shape[2], self.width)
         logits, layers = self.decode(mask, tokens, memory, past)
         return logits, [layer[:2] for layer in layers]
+
+
+ENCODER, OF_MEMORY, LATER, FIRST = range(4)  # the order of the graphs
 
 
 class GraphPart(NamedTuple):
@@ -336,12 +349,16 @@ def parts_of(model: Any) -> list[GraphPart]:
             ["last_hidden_state"], [of_memory, of_memory],
         ),
         GraphPart(
-            first, (mask, tokens, memory), ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
-            ["logits", *(f"present.{kind}" for kind in kinds)], [of_memory, of_text, of_memory],
+            OfMemory(model), (memory,), ["encoder_hidden_states"],
+            [f"present.{kind}" for kind in kinds if "encoder" in kind], [of_memory],
         ),
         GraphPart(
             later, (mask, tokens[:, :2], past),
             ["encoder_attention_mask", "input_ids", *(f"past_key_values.{kind}" for kind in kinds)],
             ["logits", *(f"present.{kind}" for kind in kinds if "decoder" in kind)], [of_memory, of_text, *caches],
+        ),
+        GraphPart(
+            first, (mask, tokens, memory), ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
+            ["logits", *(f"present.{kind}" for kind in kinds)], [of_memory, of_text, of_memory],
         ),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``encoder_decoder_to_onnx``: a transformers encoder–decoder as three graphs, under the names of optimum."""
+"""``encoder_decoder_to_onnx``: a transformers encoder–decoder as graphs that share weights, with optimum's names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from relskew_core.export._models.exported import ExportOptions, exports, publish
 if TYPE_CHECKING:
     from torch import nn
 
-FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
-"""The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
+FILES = ("encoder_model.onnx", "memory_model.onnx", "decoder_with_past_model.onnx")
+"""The encoder; the keys and values of the memory; the decoder, whose past may be empty."""
+
+FIRST = "decoder_model.onnx"
+"""The decoder of a first call, which contains the memory's graph, for optimum."""
 
 START = "relskew.decoder_start_token_id"  # the metadata's key for the token with which a text begins
 
@@ -30,28 +33,30 @@ def encoder_decoder_to_onnx(
     chunk_size: int | Literal["auto"] | None = "auto",
     options: ExportOptions,
 ) -> Path:
-    """Write an encoder–decoder of transformers as three ONNX graphs with caches, checked against torch.
+    """Write an encoder–decoder of transformers as ONNX graphs with caches, checked against torch.
 
-    It supports T5, mT5, UMT5, MADLAD, Pop2Piano and other models that decode with an ``EncoderDecoderCache``. Files,
-    inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Pass
+    It supports T5, mT5, UMT5, MADLAD, Pop2Piano and other models that decode with an ``EncoderDecoderCache``.
+    :func:`generate` decodes with the folder. All graphs share one file of weights, next to them. Pass
     ``replace_attention(model)``: its attention does not materialise a bias for all pairs of positions. Needs torch,
     onnxscript, transformers and, for the check, onnxruntime.
 
-    The check compares all three graphs for memories of several lengths and batches, with padding, prompts of the
-    decoder and single tokens after them. If the results differ from torch's, a ``RuntimeError`` says where, and nothing
-    is written.
+    The check compares all graphs for memories of several lengths and batches, with padding, prompts of the decoder and
+    single tokens after them. If the results differ from torch's, a ``RuntimeError`` says where, and nothing is written.
 
     ``encoder_model.onnx``
         ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 →
         ``last_hidden_state (batch, memory_length, width)``. An audio model takes
         ``input_features (batch, memory_length, width)`` instead of tokens.
-    ``decoder_model.onnx``
-        ``encoder_attention_mask``, ``input_ids (batch, length)``, ``encoder_hidden_states`` → ``logits (batch, length,
-        vocabulary)`` and for every layer ``N`` ``present.N.decoder.key``, ``present.N.decoder.value (batch, heads,
-        length, D)``, ``present.N.encoder.key`` and ``present.N.encoder.value (batch, heads, memory_length, D)``.
+    ``memory_model.onnx``
+        ``encoder_hidden_states``, the encoder's result → for every layer ``N`` ``present.N.encoder.key`` and
+        ``present.N.encoder.value (batch, heads, memory_length, D)``, computed once per text.
     ``decoder_with_past_model.onnx``
-        ``encoder_attention_mask``, ``input_ids`` and ``past_key_values.N.…`` with the same four names → ``logits`` and
-        the two presents of the decoder; the keys and values of the memory do not change.
+        ``encoder_attention_mask``, ``input_ids (batch, length)``, ``past_key_values.N.encoder.…``, and
+        ``past_key_values.N.decoder.key`` and ``….value (batch, heads, past_length, D)``, which are empty at first →
+        ``logits (batch, length, vocabulary)``, ``present.N.decoder.key`` and ``present.N.decoder.value``.
+    ``decoder_model.onnx``
+        For runtimes that expect the three files of optimum, the last two for a first call:
+        ``encoder_attention_mask``, ``input_ids``, ``encoder_hidden_states`` → ``logits`` and all four presents.
 
     Parameters
     ----------
@@ -68,12 +73,12 @@ def encoder_decoder_to_onnx(
     Returns
     -------
     pathlib.Path
-        The folder. The metadata entry ``relskew.set`` is the same in all three files; :func:`generate` rejects files
-        that were not written together.
+        The folder. The metadata entry ``relskew.set`` is the same in all graphs; :func:`generate` rejects files that
+        were not written together.
 
     Examples
     --------
-    T5, here small and random, as three graphs in a folder:
+    T5, here small and random, in a folder, with its weights in one more file:
 
     >>> import tempfile
     >>> from transformers import T5Config, T5ForConditionalGeneration
@@ -84,8 +89,12 @@ def encoder_decoder_to_onnx(
     >>> model = replace_attention(T5ForConditionalGeneration(config))
     >>> place = tempfile.TemporaryDirectory()
     >>> folder = encoder_decoder_to_onnx(model, place.name)
-    >>> sorted(path.name for path in folder.iterdir())
-    ['decoder_model.onnx', 'decoder_with_past_model.onnx', 'encoder_model.onnx']
+    >>> for path in sorted(folder.glob("*.onnx")):
+    ...     print(path.name)
+    decoder_model.onnx
+    decoder_with_past_model.onnx
+    encoder_model.onnx
+    memory_model.onnx
 
     Tokens from it, without torch or transformers:
 
@@ -111,7 +120,7 @@ def encoder_decoder_to_onnx(
     home = target_path(folder, "folder")
     made = _directory(home)
     try:
-        targets = [home / name for name in FILES]
+        targets = [home / name for name in (*FILES, FIRST)]
         for target in targets:
             check_target(target, options.overwrite)
         with convert.evaluating(model), torch.no_grad():
@@ -127,9 +136,9 @@ def encoder_decoder_to_onnx(
             for part in parts
         ]  # fmt: skip
 
-        def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
+        def compare(files: Sequence[Path], library: bool, tolerance: float | None, checks: list[Check]) -> None:
             with convert.evaluating(model):
-                check_parts(parts, files, options.tolerance, checks, operator=library)
+                check_parts(parts, files, tolerance, checks, operator=library)
 
         publish(graphs, targets, options, compare, path=home, why=_why)
     except BaseException:

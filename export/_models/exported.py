@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from relskew_core._array.checks import check_bool, check_int, check_real, describe, explains, wraps
+from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe, explains, wraps
 from relskew_core._array.extras import warn_caller
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.save import write
 from relskew_core.export._nodes.functions import opset_of
+from relskew_core.export._quantise import quantise
 
 Result = TypeVar("Result")
 Why = Callable[[str, int], str]  # returns the reason why an axis of an input is fixed
@@ -53,12 +55,15 @@ class ExportedGraph:
     ----------
     file, opset, inputs, outputs : str, int, tuple of GraphTensor, tuple of GraphTensor
         The name of its file, empty if there is none; the version of the standard operators; tensors in order.
+    in_float32 : str
+        With ``weights``, the operators that keep large weights in float32, and their size, if there are any.
     """
 
     file: str
     opset: int
     inputs: tuple[GraphTensor, ...]
     outputs: tuple[GraphTensor, ...]
+    in_float32: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ class ExportReport:
                 for tensor in tensors:
                     yield f"  {kind} {tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.shape))})"
                     yield from (f"    axis {axis} is {tensor.shape[axis]}: {why}" for axis, why in tensor.fixed.items())
+            if graph.in_float32:
+                yield f"  weights in float32: {graph.in_float32}"
         measured = [check for check in self.checks if check.error is not None]
         if not measured:
             yield "not checked"
@@ -144,6 +151,11 @@ class ExportOptions:
         Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
         :func:`to_onnx` does. Calls that the operator does not support, such as those with a span that depends on the
         input, are written as without it. The check runs the graph with the operator library and without it.
+    weights : {"weights-8", "weights-4", "dynamic"}, optional
+        Store the weights of a float32 model in fewer bits, with this kind of :func:`quantize`. The graphs are checked
+        before and after it; the second time, the default ``tolerance`` is 0.1, 0.5 or 0.3. What stays in float32 is in
+        the report, and in a warning. Prefer ``"weights-8"``, with which tied weights are stored once; ``"dynamic"``
+        damages the embeddings of trained models.
     check : bool, default True
         Compare with torch in onnxruntime before a file appears.
     report : callable, optional
@@ -159,6 +171,7 @@ class ExportOptions:
     dtype: Any = None
     tolerance: float | None = None
     operator: bool = False
+    weights: quantise.Weights | None = None
     check: bool = True
     report: Callable[[ExportReport], object] | None = None
     overwrite: bool = False
@@ -167,6 +180,8 @@ class ExportOptions:
     def __post_init__(self) -> None:
         for name in ("operator", "check", "overwrite"):
             check_bool(name, getattr(self, name))
+        if self.weights is not None:
+            check_choice("weights", self.weights, get_args(quantise.Weights))
         check_int("external_threshold", self.external_threshold, minimum=0)
         if self.report is not None and not callable(self.report):
             raise TypeError(f"`report` must be a function of an ExportReport, got {describe(self.report)}")
@@ -191,41 +206,68 @@ def exports(function: Callable[..., Result]) -> Callable[..., Result]:
     return explains(call)
 
 
-Compare = Callable[[Sequence[Path], bool, list[Check]], None]
-"""Compares files with a model, perhaps with the operator library, and records the comparisons, or raises an error."""
+Compare = Callable[[Sequence[Path], bool, float | None, list[Check]], None]
+"""Compares files with a model, perhaps with the operator library, within a tolerance or that of the model's dtype.
+
+It records the comparisons, or raises an error.
+"""
 
 
 def publish(
     graphs: Sequence[onnx.ModelProto], targets: Sequence[Path], options: ExportOptions, compare: Compare, *,
     path: Path | None, why: Why, texts: Mapping[str, str] | None = None, unchecked: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Save graphs that belong together if the finished files do what the model does; then warn and report.
+) -> Sequence[onnx.ModelProto]:  # fmt: skip
+    """Save graphs that belong together if the finished files do what the model does; then warn, report, return them.
 
     ``compare`` may add to ``unchecked``, inputs that the graph accepts and the model rejects. ``path`` is None for a
     graph that the caller does not keep as a file.
     """
     checks: list[Check] = []
 
-    def check(files: Sequence[Path]) -> None:
-        for library in (False, True)[: 1 + options.operator]:
-            compare(files, library, checks)
+    def save(targets: Sequence[Path], tolerance: float | None, texts: Mapping[str, str] | None = None) -> None:
+        def check(files: Sequence[Path]) -> None:
+            for library in (False, True)[: 1 + options.operator]:
+                compare(files, library, tolerance, checks)
 
-    write(
-        graphs, targets, overwrite=options.overwrite, external_threshold=options.external_threshold,
-        check=check if options.check else None, texts=texts,
-    )  # fmt: skip
-    for case in unchecked:
+        write(
+            graphs, targets, overwrite=options.overwrite, external_threshold=options.external_threshold,
+            check=check if options.check else None, texts=texts,
+        )  # fmt: skip
+
+    tolerance, left = options.tolerance, [""] * len(graphs)
+    if options.weights is not None:
+        _check_float32(graphs)
+        if options.check:
+            with tempfile.TemporaryDirectory() as folder:
+                save([Path(folder, target.name) for target in targets], None)
+        made = [quantise.quantised(graph, options.weights) for graph in graphs]
+        graphs, left = [graph for graph, _ in made], [kept for _, kept in made]
+        tolerance = quantise.TOLERANCES[options.weights] if tolerance is None else tolerance
+    save(targets, tolerance, texts)
+    for case in dict.fromkeys(unchecked):
         warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
+    quantise.warn_left("; ".join(filter(None, left)))
     if options.report is not None:
         names = ["" if path is None else target.name for target in targets]
-        made = tuple(described(graph, name, why) for graph, name in zip(graphs, names, strict=True))
-        options.report(ExportReport(path, made, tuple(checks), tuple(unchecked)))
+        found = [described(graph, name, why, kept) for graph, name, kept in zip(graphs, names, left, strict=True)]
+        options.report(ExportReport(path, tuple(found), tuple(checks), tuple(dict.fromkeys(unchecked))))
+    return graphs
 
 
-def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:
+def _check_float32(graphs: Sequence[onnx.ModelProto]) -> None:
+    kinds = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE
+    for tensor in (tensor for graph in graphs for tensor in graph.graph.initializer):
+        if tensor.data_type in kinds and len(tensor.dims) > 1:
+            dtype = tensor_dtype_to_np_dtype(tensor.data_type).name
+            raise ValueError(
+                f"`weights` requires a model in float32, got {tensor.name!r} of {dtype}: pass dtype='float32'"
+            )
+
+
+def described(model: onnx.ModelProto, file: str, why: Why, in_float32: str) -> ExportedGraph:
     inputs = tuple(_tensor(value, why) for value in model.graph.input)
     outputs = tuple(_tensor(value, None) for value in model.graph.output)
-    return ExportedGraph(file, opset_of(model), inputs, outputs)
+    return ExportedGraph(file, opset_of(model), inputs, outputs, in_float32)
 
 
 def _tensor(value: onnx.ValueInfoProto, why: Why | None) -> GraphTensor:

@@ -137,7 +137,7 @@ def torch_to_onnx(
         warn_caller(text)
     unchecked: list[str] = []
 
-    def compare(files: Sequence[Path], library: bool, checks: list[Check]) -> None:
+    def compare(files: Sequence[Path], library: bool, tolerance: float | None, checks: list[Check]) -> None:
         from relskew_core.export._models.compare import check_equal, gives_numbers, results_of, runner
 
         run = runner(files[0], names, operator=library)
@@ -154,16 +154,16 @@ def torch_to_onnx(
                     if not library and gives_numbers(run, case):
                         unchecked.append(f"{label} ({type(error).__name__}: {error})")
                     continue
-                check_equal(results, run(case, label), wanted, label, options.tolerance, checks)
+                check_equal(results, run(case, label), wanted, label, tolerance, checks)
 
     reasons = reasons_of(leaves, varies, chance, named=vary is not None)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model.onnx") if target is None else target
-        publish(
+        (made,) = publish(
             [converted.model], [file], options, compare, path=target, unchecked=unchecked,
             why=lambda name, axis: reasons[names.index(name), axis],
         )  # fmt: skip
-    return converted.model
+    return made
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,10 +23,15 @@ from relskew_core._array.namespace import check_plain
 from relskew_core.export._files.save import save
 from relskew_core.export._nodes import functions
 from relskew_core.export._quantise import table_products as table_products
+from relskew_core.export._quantise.embeddings import store_in_blocks
 from relskew_core.export._quantise.table_products import is_large, round_tables
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)
+Weights = Literal["weights-8", "weights-4", "dynamic"]
+"""The kinds that need no inputs."""
+TOLERANCES = {"weights-8": 0.1, "weights-4": 0.5, "dynamic": 0.3}
+"""The allowed relative errors of models: those of trained ones are a quarter of it, except with "dynamic"."""
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 """Operators that torch's exporter leaves between a stored weight or table and its reader."""
 FUSED = ("Attention", "GroupQueryAttention")
@@ -50,9 +55,10 @@ def quantize(
     """Write a model with its weights, its tables and, for two kinds, its activations in fewer bits.
 
     onnxruntime's tools quantise the products with weights, and this function adds or excludes what they would miss or
-    damage. Tables of relative positions and embeddings, which these tools skip, become int8 with a scale for each head;
-    convolutions become products if their kernel is 1, and have int8 weights with a scale for each channel otherwise. A
-    warning names the operators that keep large weights in float32.
+    damage. Tables of relative positions and embeddings, which these tools skip, become int8 with a scale for each head
+    or column; with ``"weights-8"``, an embedding has the blocks of a product, so that a head with the same weights
+    shares them. Convolutions become products if their kernel is 1, and have int8 weights with a scale for each channel
+    otherwise. A warning names the operators that keep large weights in float32.
 
     ``Attention`` is not quantised, because no runtime loads a quantised one. Nothing is quantised between a mask and
     its softmax, because the mask's -1e30 would leave no bits for the logits.
@@ -100,12 +106,26 @@ def quantize(
         raise ValueError("`inputs` must have at least one entry, got none: ranges are computed from them")
     if not isinstance(model, onnx.ModelProto) and Path(model).is_dir():
         raise IsADirectoryError(
-            f"`model` must be one file, got the folder {os.fspath(model)!r}: quantise every file in it"
+            f"`model` must be one file, got the folder {os.fspath(model)!r}: encoder_decoder_to_onnx takes `weights`"
         )
     given = copy.deepcopy(model) if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
-    opset = functions.opset_of(given)
-    if opset < OLDEST:
+    if (opset := functions.opset_of(given)) < OLDEST:
         raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
+    made, left = quantised(given, kind, inputs)
+    warn_left(left)
+    return save(made, path, overwrite=overwrite)
+
+
+def warn_left(left: str) -> None:
+    if left:
+        warn_caller(f"`model` keeps weights in float32, which `quantize` has no smaller form for: {left}")
+
+
+def quantised(
+    given: onnx.ModelProto, kind: Kind, inputs: Sequence[Mapping[str, np.ndarray]] | None = None
+) -> tuple[onnx.ModelProto, str]:
+    """Return a model in fewer bits, for which the given one is changed, and what keeps large weights in float32."""
+    opset = functions.opset_of(given)
     for index, node in enumerate(given.graph.node):  # quantisation tools look for names of nodes
         node.name = node.name or f"unnamed_{index}"
     _move(given)
@@ -119,9 +139,7 @@ def quantize(
         table_products.multiply_in_bits(made, LEAST)
     _tables(made)
     _convolutions(made)
-    if left := _left(made):
-        warn_caller(f"`model` keeps weights in float32, which `quantize` has no smaller form for: {left}")
-    return save(made, path, overwrite=overwrite)
+    return made, _left(made)
 
 
 def _move(model: onnx.ModelProto) -> None:
@@ -256,6 +274,10 @@ def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
     tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS)
     tool.process()
     made: onnx.ModelProto = tool.model.model
+    # The tool stores a weight for each of its readers.
+    functions.refill(made.graph.initializer, {tensor.name: tensor for tensor in made.graph.initializer}.values())
+    if bits == 8:
+        store_in_blocks(made, tool.node_quantizer, BLOCK, LEAST)
     return made
 
 

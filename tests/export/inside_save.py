@@ -499,7 +499,7 @@ def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process.join()
     assert process.exitcode == 0
     folders = list(home.iterdir())
-    assert len(folders) > 25
+    assert len(folders) > 20
     return folders
 
 

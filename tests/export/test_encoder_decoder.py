@@ -1,10 +1,14 @@
-"""Encoder–decoders as three graphs, with a stand-in for transformers: names, files that appear together, tokens."""
+"""Encoder–decoders as graphs, with a stand-in for transformers: names, files that appear together, tokens."""
 
+import importlib
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import types
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,10 @@ from torch import Tensor, nn
 from onnx_sessions import shapes
 from operator_runs import needs_library
 from relskew_core import Span, relative_attention
-from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate
+from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate, open_model
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
-FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
+FILES = ("encoder_model.onnx", "memory_model.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
 
 
 class DynamicCache:
@@ -130,15 +134,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     return model.eval(), folder
 
 
-def test_three_graphs_have_the_names_of_optimum(made: tuple[Model, Path]) -> None:
+def test_graphs_have_the_names_of_optimum(made: tuple[Model, Path]) -> None:
     graphs = [onnx.load(made[1] / name) for name in FILES]
     width = WIDTH // HEADS
     text, memory = (["batch", HEADS, length, width] for length in ("length", "memory_length"))
     kinds = [f"0.{of}.{kind}" for of in ("decoder", "encoder") for kind in ("key", "value")]
-    encoder, first, later = (model.graph for model in graphs)
+    encoder, across, later, first = (model.graph for model in graphs)
     assert shapes(encoder.input) == {key: ["batch", "memory_length"] for key in ("input_ids", "attention_mask")}
     assert shapes(encoder.output) == {"last_hidden_state": ["batch", "memory_length", WIDTH]}
     assert shapes(first.input)["encoder_hidden_states"] == ["batch", "memory_length", WIDTH]
+    assert shapes(across.input) == {"encoder_hidden_states": ["batch", "memory_length", WIDTH]}
+    assert shapes(across.output) == {f"present.0.encoder.{kind}": memory for kind in ("key", "value")}
+    assert {node.op_type for node in across.node} <= {"Reshape", "Transpose", "Shape", "Concat", "Identity"}
     assert list(shapes(first.output)) == ["logits", *(f"present.{kind}" for kind in kinds)]
     assert shapes(first.output)["present.0.decoder.key"] == text
     assert shapes(first.output)["present.0.encoder.value"] == memory
@@ -169,7 +176,7 @@ def test_calls_as_nodes_give_the_same_tokens(made: tuple[Model, Path], tmp_path:
     model, reports = made[0], list[ExportReport]()
     folder = encoder_decoder_to_onnx(model, tmp_path / "made", operator=True, report=reports.append)
     calls = {name: [node.op_type for node in onnx.load(folder / name).graph.node] for name in FILES}
-    assert [found.count("RelativeAttention") for found in calls.values()] == [1, 2, 2]
+    assert [found.count("RelativeAttention") for found in calls.values()] == [1, 0, 2, 2]
     compared = [(check.name, check.case) for check in reports[0].checks]
     half = len(compared) // 2
     assert compared[:half] == compared[half:] != []
@@ -207,13 +214,13 @@ def test_files_appear_together_or_not_at_all(
     monkeypatch.setattr("relskew_core.export._models.convert.convert", converted)
     other = tmp_path / "config.json"
     other.write_text("{}")
-    with pytest.raises(RuntimeError, match=r"does not do what `model` does: output .* for decoder_model\.onnx"):
+    with pytest.raises(RuntimeError, match=r"does not do what `model` does: output .* for (encoder|decoder)_model"):
         encoder_decoder_to_onnx(model, tmp_path / "new", tolerance=0.0)
     assert not (tmp_path / "new").exists()
     link = os.link
 
     def until(new: Path, target: Path) -> None:
-        if target.name == FILES[2]:
+        if target.name == FILES[3]:
             raise PermissionError("full")
         link(new, target)
 
@@ -269,13 +276,125 @@ def test_folders_that_do_not_fit(made: tuple[Model, Path], tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError, match=r"`model` must be a folder with encoder_model\.onnx"):
         generate(tmp_path, [1], 1)
     shutil.copytree(made[1], tmp_path / "mixed")
-    odd = tmp_path / "mixed" / FILES[1]
+    odd = tmp_path / "mixed" / FILES[2]
     model = onnx.load(odd)
     for entry in model.metadata_props:
         if entry.key == "relskew.set":
             entry.value = "another"
     onnx.save(model, odd)
-    with pytest.raises(ValueError, match="`model` must hold three files that encoder_decoder_to_onnx wrote together"):
+    with pytest.raises(ValueError, match="`model` must hold files that encoder_decoder_to_onnx wrote together"):
         generate(tmp_path / "mixed", [1], 1)
-    with pytest.raises(ValueError, match="`mask` must be None because `model` is a decoder"):
-        generate(odd, [1], 1, mask=[1])
+    with pytest.raises(ValueError, match="`model` must be what decoder_to_onnx writes"):
+        generate(tmp_path / "mixed" / FILES[3], [1], 1, mask=[1])
+
+
+def tied() -> Model:
+    model = Model()
+    model.shared, model.head = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY)
+    model.head.weight = model.shared.weight
+    model.keys, model.values = nn.Linear(64, 64), nn.Linear(64, 64)
+    model.config.d_model = 64
+    return model.eval()
+
+
+def test_weights_are_stored_once(tmp_path: Path) -> None:
+    """All graphs refer to one file, which has each matrix once, whatever each of them does with it."""
+    model = tied()
+    folder = encoder_decoder_to_onnx(model, tmp_path / "made")
+    (data,) = folder.glob("*.data")
+    content = data.read_bytes()
+    for weight in (model.shared.weight, model.keys.weight, model.values.weight):
+        matrix = weight.detach().numpy()
+        assert content.count(matrix.tobytes()) + content.count(np.ascontiguousarray(matrix.T).tobytes()) == 1
+    assert data.stat().st_size < 4 * (20 * 64 + 2 * 64 * 64) + 3 * 4096
+    source = torch.tensor([[1, 2, 3, 4, 5]])
+    assert np.array_equal(generate(folder, source.numpy(), 9), greedy(model, source, torch.ones(1, 5), 9))
+
+
+def test_weights_in_int8_are_stored_once(tmp_path: Path) -> None:
+    """The embedding of both sides and the head are the same blocks of 32; the graphs are checked before and after."""
+    model, reports = tied(), list[ExportReport]()
+    folder = encoder_decoder_to_onnx(model, tmp_path / "made", weights="weights-8", report=reports.append)
+    (data,) = folder.glob("*.data")
+    assert data.stat().st_size < 1.125 * (20 * 64 + 2 * 64 * 64) + 4 * 4096
+    encoder, _, later, first = (onnx.load(folder / name, load_external_data=False).graph for name in FILES)
+    places = []
+    for graph in (encoder, later, first):
+        stored = {tensor.name: tensor for tensor in graph.initializer}
+        (name,) = {node.input[0] for node in graph.node if node.op_type == "Gather"} & {
+            tensor.name for tensor in graph.initializer if list(tensor.dims) == [20, 2, 32]
+        }
+        places.append({entry.key: entry.value for entry in stored[name].external_data})
+        if graph is not encoder:
+            assert name in {node.input[1] for node in graph.node if node.op_type == "MatMulNBits"}
+    assert places[0] == places[1] == places[2]
+    assert {(check.gate or 0) < 1e-3 for check in reports[0].checks} == {True, False}
+    assert all(not graph.in_float32 for graph in reports[0].graphs)
+    source = [[1, 2, 3, 4, 5]]
+    assert generate(folder, source, 9).shape == (1, 9)
+    with pytest.raises(RuntimeError, match="more than 1e-06, the `tolerance`"):
+        encoder_decoder_to_onnx(model, tmp_path / "exact", weights="weights-8", tolerance=1e-6)
+    assert not (tmp_path / "exact").exists()
+    with pytest.raises(ValueError, match="`weights` must be one of 'weights-8', 'weights-4', 'dynamic', got 'static'"):
+        encoder_decoder_to_onnx(model, tmp_path / "exact", weights="static")
+    with pytest.raises(ValueError, match=r"`weights` requires a model in float32, got .* of float16"):
+        encoder_decoder_to_onnx(model, tmp_path / "exact", weights="weights-8", dtype="float16", check=False)
+
+
+def test_the_next_call_opens_nothing(made: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    library = importlib.import_module("relskew_core.export._generate.encoded")
+    usual = library.open_session
+
+    def opening(runtime: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(Path(path).name)
+        return usual(runtime, path, *args, **kwargs)
+
+    monkeypatch.setattr(library, "open_session", opening)
+    one, two = (Path(shutil.copytree(made[1], tmp_path / name)) for name in ("one", "two"))
+    want = generate(one, [9, 8, 7], 9)
+    assert names == list(FILES[:3])
+    first = next(iter(kept().values()))[1]
+    assert np.array_equal(generate(os.fspath(one), [9, 8, 7], 9), want)
+    held = weakref.ref(first)
+    del first
+    assert np.array_equal(generate(one, [[9, 8, 7]] * 2, 9), [want] * 2)
+    assert len(names) == 3
+    generate(two, [9, 8, 7], 9)  # another folder, for which the memory of the first one is freed
+    assert len(names) == 6
+    assert held() is None
+    os.replace(shutil.copy(two / FILES[2], tmp_path / "new"), two / FILES[2])  # another file of the same content
+    assert np.array_equal(generate(two, [9, 8, 7], 9), want)
+    assert len(names) == 9
+    opened = open_model(one)
+    assert len(names) == 12
+    assert np.array_equal(generate(opened, [9, 8, 7], 9), want)
+    generate(two, [9, 8, 7], 9)
+    with ThreadPoolExecutor(4) as pool:  # a call leaves nothing in an open model
+        prompts = [[9, 8, 7], [1, 2]] * 4
+        found = list(pool.map(lambda prompt: generate(opened, prompt, 9).tolist(), prompts))
+    assert found == [want.tolist(), generate(opened, [1, 2], 9).tolist()] * 4
+    assert len(names) == 12
+    (two / FILES[0]).unlink()
+    with pytest.raises(FileNotFoundError, match="`model` must be a folder with encoder_model"):
+        generate(two, [9, 8, 7], 9)
+    assert not kept()
+    with pytest.raises(TypeError, match="`path` must be a str or a path-like object, got int 3"):
+        open_model(3)  # type: ignore[arg-type]
+
+
+def kept() -> Any:
+    return importlib.import_module("relskew_core.export._generate.generate")._kept
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_process_opens_its_sessions(made: tuple[Model, Path]) -> None:
+    """Those of its parent have no threads there, and onnxruntime crashes when they are closed."""
+    code = """import os, sys
+from relskew_core.export import generate
+want = generate(sys.argv[1], [9, 8, 7], 9).tolist()
+child = os.fork()
+if not child:  # which ends as workers do
+    os._exit(generate(sys.argv[1], [9, 8, 7], 9).tolist() != want)
+sys.exit(os.waitpid(child, 0)[1] != 0)"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, made[1]], check=True, timeout=100)

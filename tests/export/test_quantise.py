@@ -386,7 +386,9 @@ def test_wrong_arguments_are_refused(kind: Any, given: Any, message: str, tmp_pa
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match=r"`model` must be one file, got the folder '.*': quantise every"):
+    with pytest.raises(
+        IsADirectoryError, match=r"`model` must be one file, got the folder '.*': encoder_decoder_to_onnx takes"
+    ):
         quantize(tmp_path, tmp_path / "none.onnx")
 
 
@@ -433,3 +435,49 @@ def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((16, 3, 5)).astype(np.float32)
     (found,) = session.run(None, {"x": x, "end": np.array([8])})
     assert np.abs(found - x @ table[:, 3:8].T).max() < 0.2
+
+
+def test_the_exporter_quantises_and_reports_what_stays(tmp_path: Path) -> None:
+    """A convolution of one entry as a product, another in int8, and a batch of matrices in float32."""
+    torch = pytest.importorskip("torch")
+    export = importlib.import_module("relskew_core.export")
+
+    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]  # torch may be missing
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.three = torch.nn.Conv1d(32, 64, 1), torch.nn.Conv1d(64, 32, 3)
+            self.experts = torch.nn.Parameter(torch.randn(2, 32, 40))
+
+        def forward(self, x: Any) -> Any:
+            return self.three(self.one(x)).mT[:, None] @ self.experts
+
+    torch.manual_seed(0)
+    model, x, reports = Model(), torch.randn(3, 32, 9), list[Any]()
+    path = tmp_path / "small.onnx"
+    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.0098 MiB of MatMul$"):
+        made = export.torch_to_onnx(model, x, path, weights="weights-8", report=reports.append)
+    assert reports[0].graphs[0].in_float32 == "0.0098 MiB of MatMul"
+    assert "  weights in float32: 0.0098 MiB of MatMul" in str(reports[0]).split("\n")
+    ops = [node.op_type for node in made.graph.node]
+    assert "MatMulNBits" in ops
+    assert ops.count("Conv") == 1
+    assert made.graph.node == onnx.load(path).graph.node
+    (y,) = opened(path).run(None, {made.graph.input[0].name: x.numpy()})
+    wanted = model(x).detach().numpy()
+    assert 0 < np.linalg.norm(y - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_an_embedding_and_a_head_are_the_same_blocks(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)
+    model = graph_of(
+        "graph (int64[b,n] t) => (float[b,n,64] x, float[b,n,40] y)"
+        " {x = Gather(table, t) turned = Transpose<perm = [1, 0]>(table) y = MatMul(x, turned)}",
+        table=table,
+    )
+    path = quantize(model, tmp_path / "small.onnx")
+    stored = [tensor for tensor in onnx.load(path).graph.initializer if np.prod(tensor.dims) > 1]
+    assert [list(tensor.dims) for tensor in stored] == [[40, 2, 32], [40, 2]]
+    tokens = np.array([[1, 5, 39], [0, 2, 2]])
+    rows = table[tokens]
+    for found, wanted in zip(opened(path).run(None, {"t": tokens}), (rows, rows @ table.T), strict=True):
+        assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
