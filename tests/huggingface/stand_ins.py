@@ -188,14 +188,14 @@ def inkling(*, sliding: bool) -> Any:
 class _Called(nn.Linear):
     """A projection into heads, or out of them, that gets more than its input."""
 
-    def forward(self, states: Tensor, *others: Any, **named: Any) -> Tensor:
-        out = super().forward(states)
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        out, others = super().forward(given[0]), given[1:]
         return out if others and others[0].ndim == 3 else out.unflatten(-1, (HEADS, D)).transpose(1, 2)
 
 
 class _Norm(nn.LayerNorm):
-    def forward(self, states: Tensor, position_ids: Tensor) -> Tensor:
-        return super().forward(states)
+    def forward(self, *given: Any) -> Tensor:
+        return super().forward(given[0])
 
 
 def inkling_2(*, window: int | None) -> Any:
