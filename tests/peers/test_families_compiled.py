@@ -19,9 +19,9 @@ OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
 """One family of each form; compiling or exporting all of them takes minutes."""
 SHORT = ("Wav2Vec2-BERT relative", "Wav2Vec2-Conformer")
 """Their graphs reach as far as the model's table of sinusoids, here 20 positions."""
-BREAKS = ("VITS", "Nemotron", "Phi-4", "NeMo Transformer")
-"""Models whose own code breaks the graph: it draws with NumPy, logs, looks for the entries of a mask, or
-has its mask replaced."""
+BREAKS = ("VITS", "Nemotron", "Phi-4", "NeMo Transformer", "Inkling 2 Loop")
+"""Models whose own code breaks the graph: it draws with NumPy, logs, looks for the entries of a mask, has its mask
+replaced, or copies masks."""
 
 
 def families() -> list[Any]:
