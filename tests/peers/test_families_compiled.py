@@ -21,7 +21,7 @@ SHORT = ("Wav2Vec2-BERT relative", "Wav2Vec2-Conformer")
 """Their graphs reach as far as the model's table of sinusoids, here 20 positions."""
 BREAKS = ("VITS", "Nemotron", "Phi-4", "NeMo Transformer", "Inkling 2 Loop")
 """Models whose own code breaks the graph: it draws with NumPy, logs, looks for the entries of a mask, has its mask
-replaced, or copies masks."""
+replaced, or copies layers of a cache."""
 
 
 def families() -> list[Any]:
