@@ -264,7 +264,7 @@ def _check_float32(graphs: Sequence[onnx.ModelProto]) -> None:
             )
 
 
-def described(model: onnx.ModelProto, file: str, why: Why, in_float32: str) -> ExportedGraph:
+def described(model: onnx.ModelProto, file: str, why: Why, in_float32: str = "") -> ExportedGraph:
     inputs = tuple(_tensor(value, why) for value in model.graph.input)
     outputs = tuple(_tensor(value, None) for value in model.graph.output)
     return ExportedGraph(file, opset_of(model), inputs, outputs, in_float32)
