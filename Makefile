@@ -151,7 +151,7 @@ sanitize: .venv/dev.stamp
 		$(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	cd $(COPY) && $(SANITIZED) -m pytest $(SANITIZED_TESTS)
 	cd $(COPY) && PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(SANITIZED) -m fuzz $(SECONDS) \
-		$(addprefix --seed ,$(SEED)) --only calls --only gradients --only options
+		$(addprefix --seed ,$(SEED)) --only calls --only gradients --only forms --only grids
 
 # In C++ in place of a processor's own instructions, which sanitizers do not see.
 sanitize-pairs: .venv/dev.stamp

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fuzz.__main__ as command
@@ -34,6 +35,12 @@ def test_a_target_passes(name: str) -> None:
 
 def halved(found: Any) -> Any:
     return found if found.rel_v is None else found._replace(rel_v=found.rel_v / 2)
+
+
+def test_targets_that_make_asks_for_are_there() -> None:
+    asked = re.findall(r"--only (\w+)", (Path(__file__).parents[2] / "Makefile").read_text())
+    assert asked
+    assert set(asked) <= TARGETS.keys()
 
 
 def crossed(model: Any) -> Any:
