@@ -33,7 +33,11 @@ def store_in_blocks(model: onnx.ModelProto, tool: Any, block: int, least: int) -
             names[tensor.name] = [_stored(graph, array, f"{tensor.name}_{kind}") for kind, array in kept]
     if not names:
         return
-    constants = {"one": np.array(1, np.float32), "zero": np.array(MIDDLE, np.uint8), "last": np.array([-1], np.int64)}
+    constants: dict[str, np.ndarray] = {
+        "one": np.array(1, np.float32),
+        "zero": np.array(MIDDLE, np.uint8),
+        "last": np.array([-1], np.int64),
+    }
     graph.initializer.extend(numpy_helper.from_array(value, f"{PREFIX}/{name}") for name, value in constants.items())
     for part in all_graphs(graph):
         refill(part.node, [made for node in part.node for made in _reading(node, names)])
@@ -62,7 +66,7 @@ def _reading(node: onnx.NodeProto, names: dict[str, list[str]]) -> Iterator[onnx
 
     def step(kind: str, inputs: list[str], name: str) -> onnx.NodeProto:
         given = [f"{PREFIX}/{each[1:]}" if each.startswith(":") else each for each in inputs]
-        attributes = {"axis": 0} if kind in ("Gather", "Concat") else {}
+        attributes: dict[str, Any] = {"axis": 0} if kind in ("Gather", "Concat") else {}
         return helper.make_node(
             kind, given, [f"{result}/{name}" if name else result], f"{node.name}/{name}", **attributes
         )
