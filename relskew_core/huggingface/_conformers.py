@@ -15,13 +15,13 @@ from torch.nn.functional import linear, pad
 
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import OWN_MASKS, DropIn, Maybe, demanded, kind_of, split
-from relskew_core.huggingface._speech import ConformerAttention, Sides, select
+from relskew_core.huggingface._speech import ConformerDropIn, Sides, select
 
 
-class _Relative(ConformerAttention):
+class _WithRows(ConformerDropIn):
     """Attention with ESPnet's names; its ``forward_qkv`` makes the heads."""
 
-    reads = f"{ConformerAttention.reads} forward_qkv"
+    reads = f"{ConformerDropIn.reads} forward_qkv"
     heads = ""
     positions = "pos_emb"
 
@@ -32,7 +32,7 @@ class _Relative(ConformerAttention):
         return super().serves(original) and cls.positions in needed
 
 
-class FairseqRelativeAttention(_Relative):
+class FairseqRelativeAttention(_WithRows):
     """``RelPositionMultiHeadedAttention`` of fairseq, ``(length, batch, width)``; its mask is True at padding."""
 
     replaces = ("RelPositionMultiHeadedAttention",)
@@ -51,7 +51,7 @@ class FairseqRelativeAttention(_Relative):
         return self._attend(projected, pos_emb.transpose(0, 1), mask).transpose(0, 1), None
 
 
-class ESPnetRelativeAttention(_Relative):
+class ESPnetRelativeAttention(_WithRows):
     """``RelPositionMultiHeadedAttention`` of ESPnet, whose mask is 0 at padding, and which may have fewer queries."""
 
     replaces = ("RelPositionMultiHeadedAttention",)
@@ -105,11 +105,11 @@ class Visible:
         }
 
 
-class NemoRelativeAttention(_Relative):
+class NemoRelativeAttention(_WithRows):
     """``RelPositionMultiHeadAttention``, whose mask is True where it hides, with a cache of what was projected."""
 
     replaces = ("RelPositionMultiHeadAttention",)
-    reads = f"{_Relative.reads} update_cache"
+    reads = f"{_WithRows.reads} update_cache"
     key_masks = ("ConformerEncoder",)
 
     def forward(
@@ -161,12 +161,12 @@ def _context(style: str, left: int, right: int, *others: int) -> dict[str, Any] 
     return None
 
 
-class NemoTransformerRelativeAttention(ConformerAttention):
+class NemoTransformerRelativeAttention(ConformerDropIn):
     """``MultiHeadAttention`` of NeMo's ``TransformerEncoder``, without FlexAttention; it drops no weights."""
 
     replaces = ("MultiHeadAttention",)
     projections = ("", "", "", "out_proj")
-    reads = f"{ConformerAttention.reads} w_qkv qk_norm"
+    reads = f"{ConformerDropIn.reads} w_qkv qk_norm"
     heads = "n_heads"
     wants: ClassVar[dict[str, Any]] = {"_uses_rel_pos": True}
     positions = "pos_emb"
@@ -206,7 +206,7 @@ def _visible(mask_mod: Any, *, causal: bool, device: Any, **sizes: Any) -> Visib
 OWN_MASKS |= {"_create_masks": _masks_of_frames, "forward_internal": _with_masks_of_keys}
 
 
-class SpeechBrainRelativeAttention(ConformerAttention):
+class SpeechBrainRelativeAttention(ConformerDropIn):
     """``RelPosMHAXL``, whose logits have the scale of the width of all heads, and whose masks are True where they hide.
 
     Its layers ask for weights by default, and get None in their place.
@@ -214,7 +214,7 @@ class SpeechBrainRelativeAttention(ConformerAttention):
 
     replaces = ("RelPosMHAXL",)
     projections = ("", "", "", "out_proj")
-    reads = f"{ConformerAttention.reads} in_proj_weight vbias scale"
+    reads = f"{ConformerDropIn.reads} in_proj_weight vbias scale"
     positions = "pos_embs"
     drops = "dropout_att"
 

@@ -16,7 +16,7 @@ from relskew_core.huggingface._attend import DropIn, Maybe, additive, attend, ca
 Sides = tuple[int | None, int | None]
 
 
-class ConformerAttention(DropIn):
+class ConformerDropIn(DropIn):
     """Attention whose positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
 
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
@@ -63,7 +63,7 @@ def select(rows: Tensor, places: Tensor) -> Tensor:
     return rows.index_select(1, places.clamp(0, rows.shape[1] - 1))
 
 
-class Wav2Vec2RelativeAttention(ConformerAttention):
+class Wav2Vec2RelativeAttention(ConformerDropIn):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
     replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention", "SeamlessM4TConformerSelfAttention")
@@ -96,7 +96,7 @@ class Wav2Vec2RelativeAttention(ConformerAttention):
         return self._attend(self.project(hidden_states), relative_position_embeddings, attention_mask), None
 
 
-class FastSpeech2ConformerRelativeAttention(ConformerAttention):
+class FastSpeech2ConformerRelativeAttention(ConformerDropIn):
     """``FastSpeech2ConformerAttention``, whose mask is 0 at padding, ``(batch, 1, length)``."""
 
     replaces = ("FastSpeech2ConformerAttention",)
@@ -113,7 +113,7 @@ class FastSpeech2ConformerRelativeAttention(ConformerAttention):
         return self._attend(self.project(hidden_states), pos_emb, mask), None
 
 
-class ParakeetRelativeAttention(ConformerAttention):
+class ParakeetRelativeAttention(ConformerDropIn):
     replaces = ("ParakeetEncoderAttention",)
     masks = ("ParakeetEncoder",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -336,7 +336,7 @@ def test_weights_in_int8_are_stored_once(tmp_path: Path) -> None:
         encoder_decoder_to_onnx(model, tmp_path / "exact", weights="weights-8", tolerance=1e-6)
     assert not (tmp_path / "exact").exists()
     with pytest.raises(ValueError, match="`weights` must be one of 'weights-8', 'weights-4', 'dynamic', got 'static'"):
-        encoder_decoder_to_onnx(model, tmp_path / "exact", weights="static")
+        encoder_decoder_to_onnx(model, tmp_path / "exact", weights="static")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`weights` requires a model in float32, got .* of float16"):
         encoder_decoder_to_onnx(model, tmp_path / "exact", weights="weights-8", dtype="float16", check=False)
 
