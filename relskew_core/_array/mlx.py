@@ -20,7 +20,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _anywhere(name: str) -> Callable[..., Array]:
-    return lambda *given, device=None, **options: getattr(mx, name)(*given, **options)
+    def call(*given: Any, device: Any = None, **options: Any) -> Array:
+        return getattr(mx, name)(*given, **options)
+
+    call.__doc__ = getattr(mx, name).__doc__
+    return call
 
 
 arange, asarray, full, ones, zeros = map(_anywhere, ("arange", "asarray", "full", "ones", "zeros"))

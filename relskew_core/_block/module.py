@@ -147,7 +147,7 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
     caches: ClassVar[tuple[type[Any], type[Any]]]
     """The fixed and the sliding cache."""
 
-    growing: ClassVar[type[Growing]] = Growing
+    _growing: ClassVar[type[Growing]] = Growing
 
     @overload
     def empty_cache(
@@ -241,7 +241,7 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
             if past is not None and name in options:
                 raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
         if past is not None and not hasattr(past, "length"):  # a pair, which grows
-            past = self.growing.of(past, self.spec)
+            past = self._growing.of(past, self.spec)
             cached = tuple(autocast(dict(zip(PAST, past, strict=True))).values())
             past = past if all(map(is_, cached, past)) else Growing(*cached)
 

@@ -17,7 +17,7 @@ from relskew_core._array.checks import check_offset, describe, has_shape, is_arr
 from relskew_core._array.known import comparable
 from relskew_core._array.namespace import check_companion, device, is_torch, on_cpu
 from relskew_core._array.precision import bits_of, integer, integers, shifted, widest
-from relskew_core._array.softmax import within
+from relskew_core._array.softmax import of_rank, within
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.labels import known_items
 from relskew_core._positions.span import Beyond, Span
@@ -59,7 +59,7 @@ class RaggedVisibility(Visibility):
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m), ``None`` if all."""
         first_of_item = self.offset_by_item[..., None, None, None]
-        queries = integers(start, stop, device=device, xp=xp)[:, None] + first_of_item
+        queries = of_rank(integers(start, stop, device=device, xp=xp)[:, None], first_of_item.ndim) + first_of_item
         return self.sees(queries, integers(first, end, device=device, xp=xp), xp=xp)
 
     def some_query_sees_nothing(self) -> bool:
@@ -100,7 +100,7 @@ class RaggedTables:
     def _positions(self) -> Array:
         offsets, span = self.visibility.offset_by_item, self.window_span
         columns = integers(-span.left, span.right + 1, device=device(offsets), xp=self.xp)
-        return columns - offsets[..., None]
+        return of_rank(columns, offsets.ndim + 1) - offsets[..., None]  # JAX may refuse to promote ranks
 
     def of(self, table: Array) -> Array:
         """Return every item's rows of a table: (R, D) or (H, R, D) to (..., 1 or H, W, D).

@@ -73,9 +73,12 @@ class ESPnetLegacyRelativeAttention(ESPnetRelativeAttention):
 
     def _positioned(self, q: Tensor, rows: Tensor, far: int, window: Sides) -> tuple[Tensor, Tensor, Span]:
         left, right = (far if side is None else side for side in window)
-        past, future = torch.arange(-left, 1, dtype=torch.int64), torch.arange(right, dtype=torch.int64)
         before, after = (
-            split(self.linear_pos(select(rows, places.to(rows.device))), q.shape[-3]) for places in (past + far, future)
+            split(self.linear_pos(select(rows, places)), q.shape[-3])
+            for places in (
+                torch.arange(far - left, far + 1, dtype=torch.int64, device=rows.device),
+                torch.arange(right, dtype=torch.int64, device=rows.device),
+            )
         )
         if self.zero_triu:
             return q, before, Span(left, 0, "zero")

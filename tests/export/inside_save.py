@@ -548,7 +548,7 @@ def test_a_save_that_was_killed_is_repeated_at_once(deaths: list[Path]) -> None:
         age(folder)
         save_pair(folder, 2)
         kept = (folder / "copy.onnx").exists()
-        assert len(names(folder)) == 5 + 2 * kept
+        assert len(names(folder)) == 4 + 2 * kept  # both graphs have the same weights, in one file
         assert not kept or ballast(folder / "copy.onnx") == 0
 
 

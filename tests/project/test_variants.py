@@ -182,8 +182,9 @@ def test_every_comparison_is_a_test() -> None:
     named = set(re.findall(r"`(test_\w+\.test_\w+)`", pages))
     assert named <= tests
     inside_models = (
-        "test_drop_in.", "test_families_", "test_adapters.", "test_keras.", "test_units.", "test_export_varies.",
-        "test_speech_page.", "test_decoders.", "test_encoder_decoder.", "test_libraries.",
+        "test_drop_in.", "test_conformers.", "test_families_", "test_adapters.", "test_keras.", "test_units.",
+        "test_export_varies.", "test_exporters.", "test_speech_page.", "test_decoders.", "test_encoder_decoder.",
+        "test_libraries.",
     )  # fmt: skip
     drop_ins = {name for name in tests if name.startswith(inside_models)}
     helpers = {"test_text.test_t5_buckets", "test_text.test_deberta_buckets"}

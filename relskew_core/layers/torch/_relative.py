@@ -85,7 +85,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     """
 
     caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
-    growing: ClassVar[type[Growing]] = Appended
+    _growing: ClassVar[type[Growing]] = Appended
 
     q_proj: nn.Module
     k_proj: nn.Module
