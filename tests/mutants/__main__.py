@@ -40,7 +40,8 @@ SUITES = {
         ),
         (
             *_tests(
-                "compiled grids numpy prepared torch_operator torch_padding torch_ragged way_of_a_call", "backends"
+                "compiled grids numpy prepared torch_operator torch_padding torch_ragged way_of_a_call without_kernels",
+                "backends",
             ),
             *_tests("hidden traps", "core"),
         ),
