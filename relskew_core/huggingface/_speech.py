@@ -207,9 +207,7 @@ class Gemma4RelativeAttention(DropIn):
         left, right = self.max_past_horizon, self.max_future_horizon
         (rel_k,) = split(self.relative_k_proj(position_embeddings).to(wide), self.num_heads)
         missing = left + right + 1 - rel_k.shape[1]  # rows of positions that add nothing
-        if (
-            attention_mask is not None and attention_mask.ndim == 5
-        ):  # the original's blocks, in which a query sees itself
+        if attention_mask is not None and attention_mask.ndim == 5:  # by blocks, in which a query sees itself
             own = attention_mask.diagonal(left, -2, -1).flatten(-2)[..., None, : q.shape[-2]]
             attention_mask = own == 0
         out = self.attend(
