@@ -112,7 +112,7 @@ class _Rows:
     """Rows of the batch whose queries follow separate pasts, cut to the filled length of the longest.
 
     All read one window of the table, ``r = -total … 0``. TensorScatter writes each row's products as far to the right,
-    in a buffer, at the positions of its queries; then one skew serves them all. What is left of the buffer hides the
+    in a buffer, at the positions of its queries; then one skew serves them all. The rest of the buffer hides the
     future.
     """
 

@@ -66,7 +66,7 @@ SUITES = {
     "validation": ((f"{EXPORT}check",), _tests("in_place inspect opening quantise questions trials validate")),
     "graphs": (
         tuple(f"{EXPORT}{name}" for name in ("block", "form", "nodes")),
-        _tests("chunks forms graphs in_place model operator_graphs reach"),
+        _tests("chunks forms graphs in_place model operator_graphs operator_library reach"),
     ),
     "changes": ((f"{EXPORT}models/caches", f"{EXPORT}quantise"), _tests("caches forms quantise")),
     "models": (
