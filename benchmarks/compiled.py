@@ -219,7 +219,7 @@ def peak(level: str, dtype: str) -> float:
 class Peak(Benchmark):
     """The share of a processor's multiplications at each level, compared with a loop that does nothing else."""
 
-    page = "compiled.md"
+    page = "development/kernels.md"
     names = tuple(LEVELS)
 
     def cases(self) -> Iterator[Case]:
@@ -282,7 +282,7 @@ def speed_up(tasks: Iterable[int], processors: int) -> float:
 class Cores(Benchmark):
     """The speed-up of a second processor, measured, and of more, from the sizes of the tasks."""
 
-    page = "compiled.md"
+    page = "development/kernels.md"
     names = ("1", "2")
     threads = None
     tolerance = 0.0  # bit-identical

@@ -71,7 +71,7 @@ class Split:
 
 
 class Devices(Benchmark):
-    page = "devices.md"
+    page = "development/devices.md"
     names = ("arithmetic",)
     measures = frozenset[str]()
 

@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the fused kernels, without a GPU.
 
-Every launch configuration is compiled for every kernel; the table is the one in ``docs/gpu.md``.
+Every launch configuration is compiled for every kernel; the table is the one in ``docs/development/gpu.md``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def resources(binary: Any) -> tuple[int, int, int]:
 
 
 class GPURegisters(Benchmark):
-    page = "gpu.md"
+    page = "development/gpu.md"
     names = ("forward", "keys", "queries", "tables")
     measures = frozenset[str]()
 

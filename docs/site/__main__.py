@@ -24,6 +24,9 @@ ROOT = DOCS.parent
 AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")
 """README.md is no page of the site; its home includes parts of it."""
 
+NOT_SEARCHED = "---\nnosearch: true\n---\n\n"
+"""What the pages at the root and those of ``docs/development/`` begin with: users' questions do not find them."""
+
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
 
 
@@ -33,13 +36,12 @@ def place(path: Path) -> Path:
 
 
 def contents_below(page: Path) -> str:
-    """Return what the site adds to pages with others below them: a table of contents."""
-    below = {
-        "tutorials.md": re.findall(r"\]\((tutorials/\w+)\.ipynb\)", (DOCS / "tutorials.md").read_text()),
-        "reference.md": [reference.page_of(relskew_core, name) for name in relskew_core.__all__],
-        "modules.md": [f"reference/{module.__name__}" for module in reference.modules() if module is not relskew_core],
-    }.get(page.name)
-    return "\n".join(("", "```{toctree}", ":hidden:", "", *below, "```", "")) if below else ""
+    """Return what the site adds to the page of the reference: a table of contents."""
+    if page != DOCS / "reference.md":
+        return ""
+    below = [reference.page_of(relskew_core, name) for name in relskew_core.__all__]
+    below += [f"reference/{module.__name__}" for module in reference.modules() if module is not relskew_core]
+    return "\n".join(("", "```{toctree}", ":hidden:", "", *below, "```", ""))
 
 
 def files() -> dict[Path, bytes]:
@@ -58,7 +60,9 @@ def files() -> dict[Path, bytes]:
                 found[place(target)] = target.read_bytes()
             return os.path.relpath(place(target), place(path).parent)
 
-        found[place(path)] = (LINK.sub(moved, path.read_text()) + contents_below(path)).encode()
+        hidden = path.parent in (ROOT, DOCS / "development")
+        text = (NOT_SEARCHED if hidden else "") + LINK.sub(moved, path.read_text()) + contents_below(path)
+        found[place(path)] = text.encode()
     return found
 
 

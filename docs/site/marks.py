@@ -65,14 +65,14 @@ class Shapes(SphinxTransform):
                 label_cells(table)
             if len(list(table.findall(nodes.colspec))) > MANY:
                 table["classes"].append("many")
-        if self.env.docname in ("index", "tutorials"):
+        if self.env.docname == "index":
             for cards in self.document.findall(nodes.bullet_list):
                 cards["classes"].append("cards")
                 for text in cards.findall(nodes.Text):
                     if text.startswith(": "):  # what follows a title on a line of a list
                         text.parent.replace(text, nodes.Text(text[2:3].upper() + text[3:]))
-        if self.env.docname == "index" and (start := self.document.next_node(is_start)):
-            start["classes"].append("start")
+            if start := self.document.next_node(is_start):
+                start["classes"].append("start")
         for block in self.document.findall(nodes.literal_block):
             columns = max(map(len, block.astext().splitlines()), default=0)
             if block.get("language", "default") in ("text", "default", "none") and columns <= WIDEST_DRAWING:

@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md: every module is in one folder of the table and imports no later one."""
+"""The layers of docs/development/architecture.md: a module is in one folder of the table and imports no later one."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import relskew_core
 
 PACKAGE = Path(relskew_core.__file__).parent
 ROOT = PACKAGE.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "development" / "architecture.md"
 
 
 def layers(title: str) -> list[str]:

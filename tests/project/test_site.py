@@ -1,6 +1,7 @@
 """The site as it is built: every page, every link, every picture; in a browser, as wide as a desk and as a phone."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from tracked import ROOT
 
 WIDTHS = {"desk": (1440, 900), "phone": (390, 844)}
 CALL = "reference/relskew_core.relative_attention"
-SEEN = ("index", "chooser", "benchmarks", "variants", "tutorials", "reference", CALL)
+SEEN = ("index", "chooser", "benchmarks", "variants", "reference", CALL)
 """Pages that are looked at in light and dark; all are held to the width of a phone."""
 
 
@@ -144,10 +145,11 @@ def test_pages_lead_to_their_source_and_missing_ones_home(site: Path, pages: dic
     assert all(link.startswith(("/", "#", "https:")) for link in missing.links)
 
 
-def test_the_home_page_begins_with_where_to_start_and_lists_pages_by_what_is_on_them(site: Path) -> None:
+def test_the_home_page_begins_with_code_and_lists_pages_by_what_is_on_them(site: Path) -> None:
     home = (site / "index.html").read_text()
     article = home.partition("<article")[2]
-    assert article.index(">Get started<") < article.index("<pre>") < article.index("<img")
+    assert article.index("<pre>") < article.index(">Get started<") < article.index("<img")
+    assert re.sub("<[^>]*>", "", article.partition("<pre>")[2]).startswith("import torch\n")
     for name in (
         "Hugging Face Transformers", "Masks, windows, packing, dropout", "Distributed", "Music Transformer example",
         "GPU support", "API reference",
@@ -185,6 +187,17 @@ def test_every_page_of_the_project_is_on_the_site_and_in_its_contents(site: Path
     for name in written:
         assert site / f"{name}.html" in pages
         assert name == Path("index") or f"{name}.html" in home, f"{name} is in no list of docs/index.md"
+
+
+def test_the_search_finds_pages_for_users_only(site: Path) -> None:
+    """The words of pages for developers are not in the index, whose entries are one page or a list of pages."""
+    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    entries = (found if isinstance(found, list) else [found] for found in index["terms"].values())
+    found = {index["docnames"][page] for pages in entries for page in pages}
+    written = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")}
+    for_users = {name for name in written if not name.startswith("development/")}
+    assert len(written) > len(for_users) > 20
+    assert found & {*written, "CONTRIBUTING", "CHANGELOG", "SECURITY", "RELEASING"} == for_users
 
 
 def test_pages_of_modules_have_what_users_call(site: Path, pages: dict[Path, Page]) -> None:
@@ -365,8 +378,8 @@ COPIED = """(() => {
 
 @needs_chromium
 def test_code_is_copied_without_prompts(site: Path, browser: chromium.Chromium) -> None:
-    loaded(browser, site / "index.html")
-    assert browser.run(COPIED) == 'pip install ".[numpy]"\nmake demo\nmake test'
+    loaded(browser, site / "jax.html")
+    assert browser.run(COPIED) == 'pip install ".[flax]"\npip install ".[equinox]"'
     loaded(browser, site / "reference" / "relskew_core.skew.html")
     assert browser.run(COPIED).startswith("import numpy as np\n")
     assert ">>>" not in browser.run(COPIED)

@@ -44,7 +44,8 @@ def pages() -> Iterator[Path]:
         if (ROOT / path).is_symlink():
             continue
         in_code = path.parts[0] in CODE and path.suffix in (".py", ".pyi", ".cpp", ".hpp")
-        if in_code or name == "README.md" or (path.suffix == ".md" and path.parts[:-1] == ("docs",)):
+        in_docs = path.suffix == ".md" and path.parent in (Path("docs"), Path("docs/development"))
+        if in_code or in_docs or name == "README.md":
             yield path
 
 

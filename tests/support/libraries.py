@@ -1,4 +1,4 @@
-"""The matrix of array libraries, every row tested or skipped with its reason; docs/libraries.md shows it.
+"""The matrix of array libraries, every row tested or skipped with its reason; docs/accuracy.md shows it.
 
 ``python tests/support/libraries.py`` prints the table.
 """
@@ -227,7 +227,7 @@ LIBRARIES = (
 
 
 def table() -> str:
-    """Print the matrix as docs/libraries.md shows it."""
+    """Print the matrix as docs/accuracy.md shows it."""
     rows = [("library", "tested", "held to the tolerances of float64 in"), ("---",) * 3]
     rows += [(library.name, library.tested, ", ".join(library.dtypes)) for library in LIBRARIES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
