@@ -18,19 +18,15 @@ NAMES: dict[str, tuple[str, str]] = {
     "peak": ("compiled.Peak", "the share of a processor's multiplications that is reached; needs a C++ compiler"),
     "half": ("compiled.Half", "calls in half precision against float32"),
     "grids": ("compiled.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
-    "cores": ("compiled.Cores", "calls on two threads against one, and by arithmetic on many"),
     "short": ("short.Short", "one token, small batches and short training against the formula by hand"),
     "first": ("short.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
     "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),
-    "dense": ("options.Dense", "biases of layers, neighborhoods and pages against dense masks and gathered keys"),
-    "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
+    "models": ("models.Models", "whole torch models: training and decoding"),
     "families": ("families.Families", "models of transformers with and without replaced attention"),
-    "stream": ("models.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
     "export": ("graphs.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
     "quantise": ("graphs.Quantise", "the accuracy that quantisation loses and the size that it saves"),
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
-    "devices": ("devices.Devices", "the cost of splitting a sequence over GPUs, by arithmetic"),
     "gpu": ("gpu.GPU", "calls on a GPU; needs only torch"),
     "gpu_graphs": ("graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
     "gpu_registers": ("gpu_registers.GPURegisters", "registers and shared memory of the fused kernels; needs no GPU"),
@@ -100,7 +96,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.docs:
         for part, text in texts.items():
             put(ROOT / "docs" / benchmark.page, options.name, part, text)
-        benchmark.draw(record)
     wrong = [line(row) for row in record.rows if str(row.skipped).startswith("wrong")]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from benchmarks.contenders import CONTENDERS, Shape, prepare, reference
-from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, Row, as_memory, as_time, pivot, verdicts
-from relskew_core._files import whole
-from relskew_core.draw._picture import DARK, LIGHT
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_memory, as_time, pivot, verdicts
 
 RELSKEW = ("torch-portable", "torch", "numpy-portable", "numpy")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 SECTIONS = {
-    "forward": ("plain", "huang", "sdpa-bias", "shaw", "flex", *RELSKEW, "products", "dense-products"),
+    "forward": ("plain", "huang", "sdpa-bias", "shaw", "flex", *RELSKEW),
     "training": ("plain", "huang", "sdpa-bias", "shaw", *RELSKEW),
     "peaky": ("plain", "huang", "sdpa-bias", *RELSKEW),
     "memory": ("plain", "huang", "sdpa-bias", "shaw", *RELSKEW),
@@ -26,7 +23,7 @@ SECTIONS = {
     "bias": ("plain", "toeplitz-bias", "x-transformers", *RELSKEW),
 }
 LIMITS = {  # the largest length of a contender, to keep the run short
-    "forward": {"shaw": 2048, "flex": 2048, "huang": 4096, "dense-products": 4096},
+    "forward": {"shaw": 2048, "flex": 2048, "huang": 4096},
     "training": {"shaw": 1024, "huang": 2048, "sdpa-bias": 2048},
     "memory": {"shaw": 2048, "sdpa-bias": 4096},
     "blocks": {"sdpa-local": 2048},
@@ -77,7 +74,7 @@ class Calls(Benchmark):
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
         kind, backward = CONTENDERS[contender].kind, case["backward"]
         found = result[0] if backward else result
-        return reference(shape_of(case), kind).error(found, gradient=backward) if kind else None
+        return reference(shape_of(case), kind).error(found, gradient=backward)
 
     def gate(self, case: Case) -> float:
         return GATE * max(1.0, case.get("std", 1.0)) * (5 if case["backward"] else 1)
@@ -100,9 +97,6 @@ class Calls(Benchmark):
                 halves = {name: [row for row in rows if row.case["backward"] == b] for name, b in names.items()}
             parts |= {name: _table(section, half) for name, half in halves.items() if half}
         return parts
-
-    def draw(self, record: Record) -> None:
-        draw(record, ROOT / "docs" / "benchmarks")
 
 
 def _table(section: str, rows: Sequence[Row]) -> str:
@@ -159,9 +153,8 @@ def promises(torch: str, numpy: str) -> Iterator[tuple[str, Find, Find | None, s
         yield ratio(f"forward, torch, L = {n}, of plain SDPA", forward, plain, 1.8)
     training, plain = at("training", torch), at("training", "plain")
     yield ratio("forward + backward, torch, L = 2048, of plain SDPA", training, plain, 2.2)
-    forward, plain, products = (at("forward", name) for name in (numpy, "plain", "products"))
+    forward, plain = (at("forward", name) for name in (numpy, "plain"))
     yield ratio("forward, NumPy, L = 2048, of torch's plain SDPA", forward, plain, 3.0)
-    yield ratio("forward, NumPy, L = 2048, speed of its bare products", products, forward, -0.65, "{:.0%}".format)
     for library, name in (("torch", torch), ("NumPy", numpy)):
         for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
             text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
@@ -199,141 +192,3 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
         else:
             value /= base
             yield text, target, form(value), value <= bound if bound > 0 else value >= -bound
-
-
-GRID = {"light": "#e4e7eb", "dark": "#2d333b"}
-
-
-class Line(NamedTuple):
-    """The points of one line; ``thick`` ones are those that a picture is about."""
-
-    name: str
-    points: list[tuple[float, float]]
-    colour: str
-    thick: bool
-
-
-class Chart(NamedTuple):
-    title: str
-    lines: Sequence[Line]
-    ticks: Sequence[float]  # of the axis of values
-    text: Callable[[float], str]
-
-
-def save_charts(path: Path, title: str, charts: Sequence[Chart], note: str, *, dark: bool) -> Path:
-    """Draw charts next to each other with one legend into a file, completely or not at all."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    colours, named = DARK if dark else LIGHT, dict[str, Any]()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "relskew"}):  # text stays text, and files the same
-        figure = Figure(figsize=(5.6, 4.5), dpi=150, layout="constrained", facecolor=colours["paper"])
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=colours["ink"])
-        grid = figure.subplots(1, len(charts), squeeze=False)[0]
-        for axes, chart in zip(grid, charts, strict=True):
-            _draw(axes, chart, colours, GRID["dark" if dark else "light"])
-            lines, names = axes.get_legend_handles_labels()
-            named |= dict(zip(names, lines, strict=True))
-        grid[0].set_xlabel(note, loc="left", fontsize=9, color=colours["faint"])
-        legend = {"fontsize": 9, "frameon": False, "labelcolor": colours["ink"], "ncols": 2}
-        figure.legend(named.values(), named.keys(), loc="outside lower left", **legend)
-        with whole(path) as unfinished:
-            figure.savefig(unfinished, metadata={"Date": None})
-    return path
-
-
-def _draw(axes: Any, chart: Chart, colours: dict[str, str], lattice: str) -> None:
-    axes.set(xscale="log", yscale="log", facecolor=colours["paper"])
-    axes.set_title(chart.title, loc="left", fontsize=10, color=colours["ink"])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(colours["faint"])
-    axes.grid(axis="y", color=lattice, linewidth=0.8)
-    axes.tick_params(colors=colours["faint"], labelsize=9)
-    for name, points, colour, thick in chart.lines:
-        width, size = (2.4, 5) if thick else (1.4, 3.5)
-        style = {"linestyle": "-", "marker": "o", "linewidth": width, "markersize": size, "zorder": 2 + thick}
-        axes.plot(*zip(*sorted(points), strict=True), label=name, color=colour, **style)
-    lengths = sorted({x for line in chart.lines for x, _ in line.points})
-    axes.set_xticks(lengths, [f"{length:.0f}" for length in lengths])
-    low, high = axes.get_ylim()
-    ticks = [tick for tick in chart.ticks if low <= tick <= high]
-    axes.set_yticks(ticks, [chart.text(tick) for tick in ticks])
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks([], minor=True)
-    axes.set_ylim(low, high)
-
-
-COLOURS = {
-    "torch": "#d1495b", "torch-portable": "#e8a0a9", "numpy": "#2a6f97", "numpy-portable": "#93bcd6",
-    "plain": "#7b8794", "products": "#7a9e3f", "dense-products": "#b5c99a", "huang": "#8d6a9f",
-    "huang-local": "#8d6a9f", "sdpa-bias": "#c79a3a", "sdpa-local": "#c79a3a", "shaw": "#6b7a8f", "flex": "#3d9a8b",
-}  # fmt: skip
-THICK = ("torch", "numpy", "plain")
-"""The lines of the pictures."""
-
-
-def draw(record: Record, folder: Path) -> list[Path]:
-    """Write two pictures for every question that the record answers, for light and for dark pages."""
-    ratios, memory, seconds = (
-        (1, 1.5, 2, 3, 5, 10, 20, 30, 50), [4.0**n for n in range(-2, 8)], [10.0**n for n in range(-4, 2)]
-    )  # fmt: skip
-
-    def panels(sections: Sequence[str], ticks: Sequence[float], text: Callable[[float], str]) -> list[Chart]:
-        return [Chart(_title(record, each), _lines(record, each), ticks, text) for each in sections]
-
-    of_plain = "time ÷ plain attention"
-    pictures = {
-        "overview": ("A causal call: time, and peak memory beyond the inputs", [
-            Chart("time", _few(_lines(record, "forward", ratio=False)), seconds, _seconds),
-            Chart("memory", _few(_lines(record, "memory")), memory, _mib),
-        ]),
-        "forward": (f"Forward, causal: {of_plain}", panels(["forward"], ratios, "{:g}×".format)),
-        "training": (f"Forward and backward, causal: {of_plain}", panels(["training"], ratios, "{:g}×".format)),
-        "memory": ("Forward, causal: peak memory beyond the inputs", panels(["memory"], memory, _mib)),
-        "local": ("Local attention, causal: time", panels(["blocks", "window"], seconds, _seconds)),
-    }  # fmt: skip
-    where = f"{record.machine['cpu']}, {record.machine['cores']} cores"
-    note = f"sequence length L      (batch 1, 8 heads of 64, float32; {where})"
-    paths = []
-    for name, (title, row) in pictures.items():
-        if any(panel.lines for panel in row):
-            for ending, dark in (("", False), ("-dark", True)):
-                paths.append(save_charts(folder / f"{name}{ending}.svg", title, row, note, dark=dark))
-    return paths
-
-
-def _few(lines: list[Line]) -> list[Line]:
-    """Keep the lines of the first page's comparison, with relskew on top."""
-    wanted = [CONTENDERS[name].label for name in ("torch", "plain", "sdpa-bias", "huang")]
-    kept = sorted((line for line in lines if line.name in wanted), key=lambda line: wanted.index(line.name))
-    return [line._replace(thick=line.name == wanted[0]) for line in kept]
-
-
-def _title(record: Record, section: str) -> str:
-    words = {"blocks": "blocks of {block_size}", "window": "a window of {window}"}
-    return words.get(section, "").format(**next(record.measured(section=section)).case)
-
-
-def _lines(record: Record, section: str, *, ratio: bool = True) -> list[Line]:
-    rows = [row for row in record.measured(section=section) if row.contender != "dense-products"]
-    rows = [row for row in rows if section != "memory" or not row.case["backward"]]
-    plain = {row.case["length"]: row.fastest for row in rows if row.contender == "plain"}
-
-    def value(row: Row) -> float:
-        if section == "memory":
-            return (row.bytes or 0) / 2**20
-        return (row.fastest or 0) / (plain.get(row.case["length"]) or 1 if ratio else 1)
-
-    def points(name: str) -> list[tuple[float, float]]:
-        return [(float(row.case["length"]), value(row)) for row in rows if row.contender == name]
-
-    names = dict.fromkeys(row.contender for row in rows)
-    return [Line(CONTENDERS[name].label, points(name), COLOURS[name], name in THICK) for name in names]
-
-
-def _mib(value: float) -> str:
-    return f"{value / 1024:g} GiB" if value >= 1024 else f"{value:g} MiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"

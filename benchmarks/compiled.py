@@ -1,28 +1,25 @@
-"""Compiled kernels compared with calls without them, half precision, peak, cores, and models' code over grids."""
+"""Compiled kernels compared with calls without them, half precision, peak, and models' code over grids."""
 
 from __future__ import annotations
 
 import ctypes
-import heapq
 import itertools
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from threadpoolctl import threadpool_limits
+from torch import Tensor
 
 from benchmarks.runner import Benchmark, Call, Case, Record, after, as_time, passes
 from relskew_core import Span, backends, relative_attention, relative_attention_2d, relative_attention_vjp
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
 
 HEADS, WIDTH = 8, 64
@@ -104,7 +101,7 @@ class Compiled(Benchmark):
         if case["library"] == "torch":
             names = tuple(arrays)
 
-            def attend(*given: torch.Tensor) -> torch.Tensor:
+            def attend(*given: Tensor) -> Tensor:
                 named: dict[str, Any] = dict(zip(names, given, strict=True))
                 return relative_attention(**named, **options)
 
@@ -133,9 +130,9 @@ class Compiled(Benchmark):
 
 
 def _as_numpy(x: Any) -> Any:
-    if isinstance(x, tuple) and isinstance(x[0], torch.Tensor):
+    if isinstance(x, tuple) and isinstance(x[0], Tensor):
         return tuple(map(_as_numpy, x))
-    return x.numpy() if isinstance(x, torch.Tensor) else x
+    return x.numpy() if isinstance(x, Tensor) else x
 
 
 PLAIN = "torch's attention, bfloat16"
@@ -256,74 +253,6 @@ class Peak(Benchmark):
             yield f"{row.case['dtype']}, {length}{after(training)}", row.contender, text
 
 
-def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
-    """Return the pairs in each task of a head, in a causal call; with few queries, of up to 8 heads."""
-    q, k = (np.empty((1, heads, n, WIDTH), np.float32) for n in (queries, keys))
-    table, sums = np.empty((keys, WIDTH), np.float32), np.empty((*q.shape[:-1], 2), np.float32)
-    given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
-    x = given.operands()
-    arguments = [*_compiled.Call.of(x, given.options)[:3], *_compiled._arrays(x), *_compiled.NO_HASHES]
-    if not backward:
-        return tuple(_compiled.kernels.attend(*arguments, np.empty(q.shape, np.float32), None, None, 0, 0))
-    of_names = (getattr(x, name) for name in _compiled.GRADIENTS)
-    gradients = [None if own is None else np.empty(own.shape, np.float32) for own in of_names]
-    return tuple(_compiled.kernels.pull_back(*arguments, q, q, sums, None, *gradients, 0, 0))
-
-
-def speed_up(tasks: Iterable[int], processors: int) -> float:
-    """Return the speed-up of this many processors that take one task after the other."""
-    busy, total = [0] * processors, 0
-    for task in tasks:
-        heapq.heapreplace(busy, busy[0] + task)
-        total += task
-    return total / max(busy)
-
-
-class Cores(Benchmark):
-    """The speed-up of a second processor, measured, and of more, from the sizes of the tasks."""
-
-    page = "development/kernels.md"
-    names = ("1", "2")
-    threads = None
-    tolerance = 0.0  # bit-identical
-
-    def cases(self) -> Iterator[Case]:
-        for heads in (1, 8):
-            for training in (False, True):
-                yield {"heads": heads, "queries": 4096, "keys": 4096, "training": training}
-            for queries in (1, 0):  # no query: reading alone
-                yield {"heads": heads, "queries": queries, "keys": 100_000, "training": False}
-
-    def prepare(self, case: Case, contender: str) -> Call:
-        given = drawn(case["queries"], case["keys"], heads=case["heads"])
-        one = passes(attend, given, case["training"])
-        if not case["queries"]:  # read and compute nothing but sums: no call that reads these can take less time
-            one = partial(lambda *arrays: [x.sum() for x in arrays], *given)
-
-        def call() -> Any:
-            torch.set_num_threads(int(contender))
-            return one()
-
-        return call
-
-    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return super().check(case, contender, result, first) if case["queries"] else None
-
-    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        for case, rows in record.by_case():
-            heads, n, m, training = case.values()
-            what = f"{m} causal" if n > 1 else f"one token after {m}" if n else f"reading {m} keys, values and rows"
-            line = f"{heads} {'head' if heads == 1 else 'heads'}, {what}{after(training)}"
-            one, two = (rows[name].fastest or 0.0 for name in self.names)
-            yield from ((line, "1 thread", as_time(one)), (line, "2 threads", f"{as_time(two)}, {two / one:.2f}"))
-            if not n:
-                continue
-            tasks = [cut(heads, n, m, backward=backward) for backward in (False, True)[: 1 + training]]
-            for processors in (16, 64, 128):
-                least = min(speed_up(each * (heads if n > 1 else 1), processors) for each in tasks)
-                yield line, f"{processors} processors", f"{least:.0f}×"
-
-
 BARE, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"
 MODELS = {
     "SAM, 64 × 64": {"items": 1, "heads": 12, "width": 64, "side": 64, "tokens": 0},
@@ -372,27 +301,16 @@ class OverGrids(Benchmark):
             yield line, row.contender, f"{as_time(row.cpu or 0.0)}{ratio}, {(row.bytes or 0) / 2**20:.0f} MiB"
 
 
-def _by_tables(
-    side: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, high: torch.Tensor, wide: torch.Tensor
-) -> Any:
+def _by_tables(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Any:
     return relative_attention_2d(q, k, v, high, wide, q_grid=(side, side), k_grid=(side, side), rel_scale=1.0)
 
 
-def _by_bias(
-    side: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    of_token: torch.Tensor | None = None,
-) -> Any:
+def _by_bias(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Any:
     prefix, grid = (0, 0) if of_token is None else (1, 1), (side, side)
     return relative_attention_2d(q, k, v, rel_bias=bias, prefix=prefix, prefix_bias=of_token, q_grid=grid, k_grid=grid)
 
 
-def _by_products(
-    side: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, high: torch.Tensor, wide: torch.Tensor
-) -> torch.Tensor:
+def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Tensor:
     """Return SAM's attention: products with gathered rows of both tables, materialised and added to the logits."""
     places = torch.arange(side)
     apart = places - places[:, None] + side - 1  # the key's minus the query's
@@ -403,14 +321,7 @@ def _by_products(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-def _by_matrix(
-    side: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    of_token: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _by_matrix(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Tensor:
     """Return Swin's and BEiT's attention: a bias gathered into a matrix, products, a softmax."""
     heads = bias.shape[0]
     matrix = bias.flatten(1).mT[_index(side)].unflatten(0, (side * side, side * side)).permute(2, 0, 1)
@@ -423,7 +334,7 @@ def _by_matrix(
 
 
 @cache
-def _index(side: int) -> torch.Tensor:
+def _index(side: int) -> Tensor:
     """Return the index of the bias for each pair of cells, which modules keep as a buffer."""
     cells = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
     apart = cells[:, None, :] - cells[:, :, None] + side - 1

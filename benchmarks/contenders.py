@@ -7,7 +7,6 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -222,47 +221,13 @@ def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
 portable = partial(relskew, impl="portable")
 
 
-def products(x: Inputs) -> Any:
-    """The three products of causal relative attention and nothing else: NumPy's lower bound.
-
-    In chunks of 128 queries that see their own past only, a head a thread, into scratch that is allocated once.
-    The result means nothing.
-    """
-    from threadpoolctl import threadpool_limits
-
-    length, chunk = x.shape.length, 128
-    out = np.empty_like(x.q)
-
-    def head(h: int) -> None:
-        q, k, v = x.q[0, h], x.k[0, h].T, x.v[0, h]
-        content, relative = np.empty(chunk * length, q.dtype), np.empty(chunk * length, q.dtype)
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
-            n = stop - start
-            weights = content[: n * stop].reshape(n, stop)
-            np.matmul(q[start:stop], k[:, :stop], out=weights)
-            np.matmul(q[start:stop], x.table.T[:, length - stop :], out=relative[: n * stop].reshape(n, stop))
-            np.matmul(weights, v[:stop], out=out[0, h, start:stop])
-
-    with threadpool_limits(limits=1, user_api="blas"):
-        list(_pool().map(head, range(x.shape.heads)))
-    return out
-
-
-def dense_products(x: Inputs) -> Any:
-    """The same three products over all keys at once, like ``q @ k.T`` in NumPy. The result has no meaning."""
-    relative = x.q @ x.table.T
-    weights = x.q @ x.k.swapaxes(-1, -2)
-    return relative[..., :1], weights @ x.v
-
-
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A row of the tables."""
 
     label: str
     function: Callable[[Inputs], Any]
-    kind: Any = "full"  # the reference that it is compared with: "full", "clipped", "plain", or "" for none
+    kind: Any = "full"  # the reference that it is compared with: "full", "clipped" or "plain"
     library: str = "torch"
     floats: Callable[[Shape], float] = lambda _: 0.0  # roughly how many numbers it holds at once, if many
     missing: str | None = None  # the reason why it cannot run here
@@ -337,11 +302,6 @@ def _causal_blocks(length: int, device: str) -> Any:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads())
-
-
 def _logits(buffers: float) -> Callable[[Shape], float]:
     return lambda shape: buffers * shape.heads * shape.length**2
 
@@ -382,6 +342,4 @@ CONTENDERS = {
     "torch-plain": Contender("relskew on torch, no relative positions", partial(relskew, rel_k=None), "plain"),
     "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),
     "numpy": Contender("relskew on NumPy", relskew, library="numpy", missing=_native("numpy")),
-    "products": Contender("NumPy's three products, causal", products, "", "numpy"),
-    "dense-products": Contender("NumPy's three products, dense", dense_products, "", "numpy", _logits(2)),
 }  # fmt: skip

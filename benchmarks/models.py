@@ -1,20 +1,18 @@
-"""Torch models of two causal layers: a training step, decoding, graphs of the compiler; and a streaming Conformer."""
+"""Torch models of two causal layers: a training step, and decoding."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks.runner import Benchmark, Call, Case, Record, as_time, markdown, pivot
+from benchmarks.runner import Benchmark, Call, Case, Record, as_time
 from benchmarks.textbook import attended, columns, future, gathered, joined, projected, skewed
-from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.layers.torch import ChunkCache, ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
+from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import RelativeMultiheadAttention
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 2, 512, 8, 256
 
@@ -60,7 +58,7 @@ def gather(q: Tensor, table: Tensor, keys: int) -> Tensor:
     return gathered(q, table, columns(q.shape[2], keys, table.shape[1] - 1, table.shape[1]))
 
 
-PLAIN, GRAPHS = "no positions", "graphs"
+PLAIN = "no positions"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     PLAIN: Attention,
     "RelativeMultiheadAttention": lambda n: RelativeMultiheadAttention(
@@ -136,52 +134,8 @@ TASKS: dict[str, tuple[Callable[[str, int], Call], tuple[int, ...]]] = {
 }
 
 
-def compiled_functions() -> dict[str, Call]:
-    """Compile with ``fullgraph=True``, call with other numbers, and return the counts of calls and graphs."""
-    table, span = torch.randn(HEADS, 256, 64), Span.causal(256)
-    x = torch.randn(1, HEADS, 40, 64, requires_grad=True)
-    block = RelativeMultiheadAttention(BlockSpec(64, 4, Span.causal(256), causal=True))
-    encoder: Any = nn.TransformerEncoderLayer(64, 4, batch_first=True)
-    encoder.self_attn = MultiheadAttention(64, 4, Span.clipped(16), batch_first=True)
-
-    def counted(function: Callable[..., Any], values: Iterable[Any]) -> Call:
-        return lambda: _graphs(function, lambda compiled: [compiled(value) for value in values])
-
-    def attend(name: str, values: Iterable[Any], q: Tensor = x) -> Call:
-        return counted(lambda y: relative_attention(q, x, x, table, span, causal=True, **{name: y}), values)
-
-    def decoded(**room: Any) -> Call:
-        def decode(compiled: Callable[..., Any]) -> list[Any]:
-            cache, made = block.empty_cache(1, **room), []
-            with torch.no_grad():
-                for n in (30, *[1] * 100):
-                    y, cache = compiled(torch.randn(1, n, 64), past=cache)
-                    made.append(y)
-            return made
-
-        return lambda: _graphs(block.eval(), decode)
-
-    lengths = [x[:, :, :n] for n in range(2, 40)]
-    return {
-        "the function, lengths": counted(lambda y: relative_attention(y, y, y, table, span, causal=True), lengths),
-        "the function, `offset`": attend("offset", range(2, 40), x[:, :, :1]),
-        "the function, `scale`": attend("scale", [n / 64 for n in range(2, 40)]),
-        "the block, lengths and batches": counted(block, [torch.randn(2 + n % 3, n, 64) for n in range(4, 40)]),
-        "`nn.TransformerEncoderLayer`, lengths": counted(encoder, [torch.randn(2, n, 64) for n in range(4, 40)]),
-        "decoding, growing cache": decoded(),
-        "decoding, `length=` cache": decoded(length=200),
-        "decoding, `keep=` cache": decoded(keep=100),
-    }
-
-
-def _graphs(function: Callable[..., Any], use: Callable[[Callable[..., Any]], list[Any]]) -> tuple[int, int]:
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    return len(use(torch.compile(function, fullgraph=True, backend=counter))), counter.frame_count
-
-
 class Models(Benchmark):
-    """Tasks of several sizes, and the compiler's graphs."""
+    """Tasks of several sizes."""
 
     page = "torch.md"
     seconds = 4.0
@@ -189,90 +143,19 @@ class Models(Benchmark):
     def cases(self) -> Iterator[Case]:
         for task, (_, sizes) in TASKS.items():
             yield from ({"task": task, "size": size} for size in sizes)
-        yield from ({"task": GRAPHS, "compiled": name} for name in compiled_functions())
 
     def contenders(self, case: Case) -> Iterable[str]:
-        return ["torch.compile"] if case["task"] == GRAPHS else MODELS
+        return MODELS
 
     def skip(self, case: Case, contender: str) -> str | None:
-        return "left out to keep the run short" if case.get("size", 0) > LONGEST.get(contender, 10**9) else None
+        return "left out to keep the run short" if case["size"] > LONGEST.get(contender, 10**9) else None
 
     def prepare(self, case: Case, contender: str) -> Call:
-        if case["task"] == GRAPHS:
-            return compiled_functions()[case["compiled"]]
         return TASKS[case["task"]][0](contender, case["size"])
 
-    def facts(self, case: Case, contender: str, result: Any) -> Case:
-        return dict(zip(("calls", "graphs"), result, strict=True)) if case["task"] == GRAPHS else {}
-
-    def measures_of(self, case: Case) -> set[str]:
-        return set() if case["task"] == GRAPHS else {"time"}
-
-    def texts(self, record: Record) -> dict[str, str]:
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for case, rows in record.by_case():
-                for contender, row in rows.items():
-                    if row.cpu is not None:
-                        name = f"`{contender}`" if contender.isidentifier() else contender
-                        text = f"{as_time(row.cpu)} ({row.cpu / (rows[PLAIN].cpu or row.cpu):.2f}×)"
-                        yield name, f"{case['task']}, {case['size']}", text
-
-        counts = [(row.case["compiled"], *row.facts.values()) for row in record.measured() if row.facts]
-        lines = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in counts]
-        graphs = markdown(("compiled", "calls", "graphs", "recompilations"), lines)
-        return {"": "\n\n".join([record.where, pivot(cells()), graphs])}
-
-
-CHUNK, BEFORE = 14, 5
-SECONDS = CHUNK * 0.08  # the frames of 10 ms in a chunk, after subsampling by 8
-
-
-class Step(nn.Module):
-    """One chunk with its cache as tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        spec = BlockSpec(WIDTH, HEADS, Span.full(CHUNK * (BEFORE + 1)), block_size=CHUNK, blocks_before=BEFORE)
-        self.attention = ConformerAttention(spec)
-
-    def forward(self, chunk: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> tuple[Tensor, ...]:
-        y, past = self.attention(chunk, past=ChunkCache(keys, values, length))
-        return y, past.keys, past.values, past.length
-
-
-@functools.cache
-def steps(runtime: str) -> tuple[Callable[..., Any], list[Any]]:
-    """Return a function of a chunk and a cache, and both at the start."""
-    step = Step().eval()
-    given = [torch.randn(1, CHUNK, WIDTH), *step.attention.empty_cache(1)]
-    if runtime == "torch":
-        return torch.inference_mode()(step), given
-    from benchmarks.graphs import open_session
-    from relskew_core.export import torch_to_onnx
-
-    names = ["chunk", "keys", "values", "length"]
-    made = torch_to_onnx(step, tuple(given), input_names=names, vary=dict.fromkeys(names, ()))
-    session = open_session(made.SerializeToString())
-    return lambda *x: session.run(None, dict(zip(names, x, strict=True))), [x.numpy() for x in given]
-
-
-class Stream(Benchmark):
-    page = "speech.md"
-    names = ("the first", "after a minute", "after an hour")
-    small: ClassVar[Case] = {"minutes": 0}
-
-    def cases(self) -> Iterator[Case]:
-        yield from ({"runtime": name, "minutes": 60} for name in ("torch", "onnxruntime"))
-
-    def prepare(self, case: Case, contender: str) -> Call:
-        step, (chunk, *cache) = steps(case["runtime"])
-        minutes = min(dict(zip(self.names, (0, 1, 60), strict=True))[contender], case["minutes"])
-        for _ in range(int(60 * minutes / SECONDS)):
-            _, *cache = step(chunk, *cache)
-        return functools.partial(step, chunk, *cache)
-
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        for row in record.measured():
-            times = "" if row.ratio is None or row.contender == self.names[0] else f", {row.ratio:.2f} times"
-            yield row.case["runtime"], row.contender, f"{as_time(row.cpu or 0.0)}{times}"
+        for case, rows in record.by_case():
+            for contender, row in rows.items():
+                name = f"`{contender}`" if contender.isidentifier() else contender
+                seconds, plain = row.cpu or 0.0, rows[PLAIN].cpu or 1.0
+                yield name, f"{case['task']}, {case['size']}", f"{as_time(seconds)} ({seconds / plain:.2f}×)"

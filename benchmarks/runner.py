@@ -180,9 +180,6 @@ class Benchmark:
         """Return the key to sort the cells by."""
         return 0
 
-    def draw(self, record: Record) -> None:
-        """Draw the page's pictures, if it has any."""
-
     def time(self, calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
         return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
 
