@@ -54,7 +54,10 @@ class _Gradients(NamedTuple, Generic[A]):
     scale: A | Any
     rel_scale: A | Any
 
-def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array: ...
+@overload
+def alibi_bias(n_heads: int, span: Span, *, xp: None = None, like: A, dtype: Any = None) -> A: ...
+@overload
+def alibi_bias(n_heads: int, span: Span, *, xp: Any, like: None = None, dtype: Any = None) -> Array: ...
 @overload
 def attention_block(
     x: A,
@@ -173,7 +176,10 @@ def paged_attention(
     return_lse: bool,
     impl: Literal["auto", "portable", "native"] = "auto",
 ) -> A | tuple[A, A]: ...
-def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array: ...
+@overload
+def proximal_bias(span: Span, *, xp: None = None, like: A, dtype: Any = None) -> A: ...
+@overload
+def proximal_bias(span: Span, *, xp: Any, like: None = None, dtype: Any = None) -> Array: ...
 @overload
 def relative_attention(
     q: A,

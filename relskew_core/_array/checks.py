@@ -184,6 +184,8 @@ ELSEWHERE = {
 """The names of arguments in torch, JAX, flash-attention and transformers, and their names here."""
 
 MORE = {
+    "attention_mask": ", True where a query may attend: of tokens, mask=attention_mask[:, None, None, :] == 1, or in a "
+    "module key_padding_mask=attention_mask == 0",
     "alibi_slopes": ", and `alibi_bias` makes it of slopes",
     "attn_mask": ", and a boolean one is True where a query may attend",
     "key_padding_mask": ", and a boolean one is True where a query may attend: ~padding[..., None, None, :]",
@@ -197,6 +199,17 @@ MORE = {
     "profile": ": `to_onnx` has it",
 }
 """Further hints for some of them."""
+
+NEEDED = {
+    "bidirectional": ", True in an encoder and False in a decoder",
+    "right": ": Span.causal(n), Span.full(n) and Span.clipped(k) take one number",
+    "span": ", such as Span.causal(256), Span.full(256) or Span.clipped(8)",
+    "weights": ", such as those of a module: module.spec, module.state_dict()",
+}
+"""Hints for arguments that are missing."""
+
+SLOPES = {"rel_bias": "; ALiBi's slopes become a bias by `relskew_core.alibi_bias`"}
+"""A hint for numbers that do not fit as a bias."""
 
 
 def refuse_unknown(function: str, name: str, known: Collection[str], hint: str = "") -> NoReturn:
@@ -225,14 +238,19 @@ def wraps(function: Callable[..., Any]) -> Callable[[F], F]:
 @overload
 def explains(function: F) -> F: ...
 @overload
-def explains(*, hint: str) -> Callable[[F], F]: ...
-def explains(function: Any = None, *, hint: str = "") -> Any:
-    """Let a function explain unknown arguments, traced constants and, if there is a ``hint``, positional arguments."""
+def explains(*, hint: str, no_none: str = "") -> Callable[[F], F]: ...
+def explains(function: Any = None, *, hint: str = "", no_none: str = "") -> Any:
+    """Let a function explain unknown and missing arguments, traced constants and, with a ``hint``, positional ones.
+
+    ``no_none``: a cache, which decides what is returned: it is left out and never ``None``.
+    """
     if function is None:
-        return functools.partial(explains, hint=hint)
+        return functools.partial(explains, hint=hint, no_none=no_none)
     wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     known = frozenset(wanted)
     constants = [each for each, one in wanted.items() if not re.search("Array|Tensor|Any", str(one.annotation))]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each, one in wanted.items() if one.default is one.empty and one.kind not in variadic]
     most = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in wanted.values())
     name = function.__qualname__.removesuffix(".__init__")
     hint = f": {hint}" if hint else ""
@@ -244,11 +262,25 @@ def explains(function: Any = None, *, hint: str = "") -> Any:
         for keyword in kwargs:
             if keyword not in known:
                 refuse_unknown(name, keyword, known, hint)
+        if no_none in kwargs and kwargs[no_none] is None:
+            raise TypeError(f"`{no_none}` must be a cache, such as `empty_cache` makes, or be left out, got None")
         try:
             return function(*args, **kwargs)
         except TypeError:
             given = {**dict(zip(wanted, args, strict=False)), **kwargs}
             check_static({each: given[each] for each in constants if each in given})
+            for each in needed:
+                if each not in given:
+                    raise TypeError(f"{name}() needs `{each}`{NEEDED.get(each, hint)}") from None
             raise
 
     return call
+
+
+C = TypeVar("C")
+
+
+def explained(cls: type[C]) -> type[C]:
+    """Let a dataclass explain the arguments it is made of."""
+    cls.__init__ = explains(cls.__init__)  # type: ignore[method-assign]  # it is the dataclass's own
+    return cls

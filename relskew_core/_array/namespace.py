@@ -165,7 +165,8 @@ def _namespace(name: str, array: Array) -> Namespace:
     try:
         namespace = _conforming(array)
     except TypeError:
-        raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None
+        hint = ", such as its `weight`" if hasattr(array, "weight") else ""
+        raise TypeError(f"`{name}` must be an array{hint}, got {describe(array)}") from None
     if namespace.__name__ != "numpy" and any(size is None or isinstance(size, float) for size in array.shape):
         raise ValueError(
             f"`{name}` must have known sizes, as `compute_chunk_sizes()` of dask gives; `relskew_core.export` "

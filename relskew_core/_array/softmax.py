@@ -137,10 +137,8 @@ def warn_of_ones(mask: Array) -> None:
 
     Of a large mask, the beginnings of its first and its last row are read.
     """
-    if not on_cpu(mask) or _is_recorded(mask) or mask.ndim == 0 or 0 in mask.shape:
+    if mask.ndim == 0 or (mask := _readable(mask)) is None:
         return
-    if hasattr(mask, "aval"):  # JAX would compile a program for a part
-        mask = sys.modules["numpy"].asarray(mask)
     for end in (0, -1):
         part = mask
         while part.ndim > 1 and math.prod(part.shape) > READ:
@@ -154,6 +152,24 @@ def warn_of_ones(mask: Array) -> None:
                 "mask, which is True where a query may attend, as `mask == 1`"
             )
             return
+
+
+def warn_of_hidden(padding: Array) -> Array:
+    """Return padding, and warn if it hides all keys of an item and its values can be read at no cost."""
+    readable = _readable(padding)
+    if readable is not None and known_values(readable.all(-1).any()):
+        warn_caller(
+            "`key_padding_mask` hides every key of an item, whose queries then attend to nothing: True is padding, so "
+            "pass ~mask if it is True for tokens"
+        )
+    return padding
+
+
+def _readable(mask: Array) -> Array | None:
+    """Return a mask whose values can be read at no cost, ``None`` for others and for one without values."""
+    if not on_cpu(mask) or _is_recorded(mask) or 0 in mask.shape:
+        return None
+    return sys.modules["numpy"].asarray(mask) if hasattr(mask, "aval") else mask  # JAX would compile a program
 
 
 def _flat(values: Any) -> list[float]:

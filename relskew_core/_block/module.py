@@ -102,7 +102,7 @@ def called(own: str = "", *, mask: str = "mask", others: str = "") -> Callable[[
         more = inspect.cleandoc(own)
         function.__doc__ = CALL.format(own=f"\n{more}" if more else "", mask=mask)
         hint = f"a module is called as module(x), and module(x, memory) where `spec.cross`{others}"
-        return explains(hint=hint)(_written_out(function))
+        return explains(hint=hint, no_none="past")(_written_out(function))
 
     return decorate
 

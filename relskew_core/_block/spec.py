@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
 
-from relskew_core._array.checks import check_bool, check_int, check_window, describe, explains
+from relskew_core._array.checks import check_bool, check_int, check_window, describe, explained
 from relskew_core._array.namespace import check_plain
 from relskew_core._functions.buckets import check_endless, t5_buckets
 from relskew_core._positions.span import Span, check_span_given
@@ -73,6 +73,7 @@ ATTENDED = (*TABLES, "sinks")
 """The weights that attention itself uses, by the names of its arguments."""
 
 
+@explained
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSpec:
     """An attention block with relative positions: projections, heads, visibility and tables.
@@ -337,9 +338,6 @@ class BlockSpec:
         return cls(**{**kwargs, "span": Span(**kwargs["span"])})
 
 
-BlockSpec.__init__ = explains(BlockSpec.__init__)  # type: ignore[method-assign]  # it is the dataclass's own
-
-
 @lru_cache(maxsize=64)
 def _buckets(span: Span, bidirectional: bool, **sizes: int) -> tuple[int, ...]:
     return t5_buckets(span, bidirectional=bidirectional, **sizes)
@@ -358,4 +356,5 @@ class CallSpec(BlockSpec):
 
 def check_spec(spec: Any) -> None:
     if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+        own = ", such as its `spec`" if hasattr(spec, "spec") else ""
+        raise TypeError(f"`spec` must be a BlockSpec{own}, got {describe(spec)}")

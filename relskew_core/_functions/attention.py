@@ -27,9 +27,9 @@ class _Forward(Arguments):
 def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows linearly with the length.
 
-    Arrays are ``(..., heads, length, width)``: transpose those of JAX's and flash-attention's layout, ``(..., length,
-    heads, width)``, with ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
-    query ``i``::
+    Arrays are ``(..., heads, length, width)``: of three axes, the first is the heads, not the batch. Transpose those of
+    JAX's and flash-attention's layout, ``(..., length, heads, width)``, with ``q.swapaxes(-2, -3)``. With
+    ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
 
         logits[i, j] = scale     · q[i] · k[j]
                      + rel_scale · rel_q[i] · rel_k[r]

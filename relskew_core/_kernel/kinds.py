@@ -87,10 +87,14 @@ class TableKind(Kind):
         """Refuse an array of the wrong axes or heads; return the number of its rows."""
         heads, numbers = q.shape[-3] if q.ndim > 2 else 1, self is BIAS
         if x.ndim not in (len(self.axes) - 1, len(self.axes)):
-            expected = "(R,) or (H, R)" if numbers else "(R, D) or (H, R, D)"
+            expected = (
+                "(R,) or (H, R), or, by query and key, be an additive `mask=`" if numbers else "(R, D) or (H, R, D)"
+            )
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(x)}")
         if x.ndim == len(self.axes) and x.shape[0] != heads and not (numbers and x.shape[0] == 1):
             hint = layout_hint(x.shape[0] == q.shape[-2])
+            if numbers and x.shape[1] == heads:
+                hint = "; conventions.T5(…).load reads a table of buckets, (buckets, H)"
             raise ValueError(f"`{name}` must have H = {heads} heads on its first axis{hint}, got {describe(x)}")
         rows: int = x.shape[self.row_axis]
         if not holds(rows > 0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from relskew_core._array import checks
 from relskew_core._array.checks import LAYOUT, check_bool, check_int, check_offset, check_window, describe, layout_hint
 from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.precision import bits_of, integer
@@ -29,8 +30,8 @@ def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span
         return Span.full((rows + 1) // 2)
     raise ValueError(
         f"`{span_name}` must be given for `{name}`: {rows} rows are not a full span of 2n - 1; Span.full, "
-        "Span.clipped or "
-        f"Span(left, right) gives the relative positions of its rows (causal=True takes Span.causal({rows}))"
+        "Span.clipped or Span(left, right) gives the relative positions of its rows (causal=True takes "
+        f"Span.causal({rows})){checks.SLOPES.get(name, '')}"
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from relskew_core._array.checks import check_choice, check_int, describe
+from relskew_core._array.checks import check_choice, check_int, describe, explained
 
 Beyond = Literal["error", "clip", "zero"]
 BEYOND = get_args(Beyond)  # at import: torch 2.6 does not compile `get_args`
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Span:
     """The relative positions ``-left … right`` of a table's rows, ascending.

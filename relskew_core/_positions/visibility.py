@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import reduce
 
+from relskew_core._array.checks import SLOPES
 from relskew_core._array.known import holds
 from relskew_core._array.precision import blocks, integers, shifted
 from relskew_core._array.softmax import same_rank
@@ -142,7 +143,7 @@ class Visibility:
             raise ValueError(
                 f"`{name}` reaches the relative positions {-span.left} … {span.right}, but queries see "
                 f"{low} … {high}: give a longer table, or a `{span_name}` with beyond='clip' or beyond='zero'"
-                + (", or pass causal=True if no query may see its future" if ahead else "")
+                + (", or pass causal=True if no query may see its future" if ahead else SLOPES.get(name, ""))
             )
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:

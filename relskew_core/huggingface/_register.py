@@ -100,6 +100,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     """
     if isinstance(rel_bias, str):
         check_choice("rel_bias", rel_bias, ("alibi",))
+        if name in ("t5", "deberta", "shaw", "learned", "sinks", "rope", "rotary", "none"):
+            raise ValueError(f"`rel_bias` must be given where `name` is not ALiBi's, whose bias it is, got {name!r}")
     if span is not None and (rel_bias is None or isinstance(rel_bias, str)):
         raise ValueError(f"`span` must be None with ALiBi, which has no end, and without a bias, got {describe(span)}")
     if rel_bias is not None and not isinstance(rel_bias, (str, Tensor)) and not callable(rel_bias):

@@ -19,6 +19,7 @@ from relskew_core import (
     Span,
     attention_block,
     attention_weights,
+    conventions,
     init_weights,
     relative_attention,
     relative_attention_2d,
@@ -393,3 +394,86 @@ def test_a_subclass_is_a_span(impl: Any) -> None:
     x, table = rng.standard_normal((6, 4)), rng.standard_normal((11, 4))
     expected = relative_attention(x, x, x, table, Span.full(6), impl=impl)
     np.testing.assert_array_equal(relative_attention(x, x, x, table, Named(5, 5), impl=impl), expected)
+
+
+BIAS = "`rel_bias` must have"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: BlockSpec(64, 4), r"^BlockSpec\(\) needs `span`, such as Span\.causal\(256\)"),  # type: ignore[call-arg]
+        (lambda: Span(256), r"^Span\(\) needs `right`: Span\.causal\(n\), Span\.full\(n\) and"),  # type: ignore[call-arg]
+        (lambda: conventions.T5(), r"^T5\(\) needs `bidirectional`, True in an encoder"),  # type: ignore[call-arg]
+        (lambda: toeplitz(TABLE[:, 0]), r"^toeplitz\(\) needs `n_queries`$"),  # type: ignore[call-arg]
+        (lambda: relative_attention(Q, K, V, rel_bias=np.zeros((32, H))), rf"{BIAS} H = 4 .* conventions\.T5\("),
+        (lambda: relative_attention(Q, K, V, rel_bias=np.zeros(H)), r"a bias by `relskew_core\.alibi_bias`"),
+        (lambda: relative_attention(Q, K, V, rel_bias=np.zeros(H), causal=True), r"by `relskew_core\.alibi_bias`"),
+        (lambda: relative_attention(Q, K, V, rel_bias=np.zeros((H, N, N))), rf"{BIAS} shape .* an additive `mask=`"),
+        (lambda: relative_attention(Q, K, V, attention_mask=1), r"`mask` here, .* attention_mask == 0$"),  # type: ignore[call-overload]
+    ],
+    ids=["spec", "Span", "T5", "bias", "T5's table", "slopes", "causal slopes", "bias by pair", "mask of tokens"],
+)  # fmt: skip
+def test_what_is_missing_or_of_another_form_is_answered_with_what_to_write(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def test_parts_of_torch_are_answered_with_what_is_read_of_them() -> None:
+    torch = pytest.importorskip("torch")
+    layers = pytest.importorskip("relskew_core.layers.torch")
+    export = pytest.importorskip("relskew_core.export")
+    q, block = torch.zeros(1, H, N, D), layers.RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(3)))
+    with pytest.raises(TypeError, match=r"^`rel_k` must be an array, such as its `weight`, got Embedding"):
+        relative_attention(q, q, q, torch.nn.Embedding(11, D))
+    with pytest.raises(TypeError, match=r"^to_onnx\(\) needs `weights`, .* module\.spec, module\.state_dict\(\)$"):
+        export.to_onnx(block)
+    with pytest.raises(TypeError, match=r"^`spec` must be a BlockSpec, such as its `spec`, got Relative"):
+        export.to_onnx(block, block.state_dict())
+    with pytest.raises(TypeError, match=r"^MultiheadAttention\(\) needs `span`, such as"):
+        layers.MultiheadAttention(16, 4)
+    with pytest.raises(ValueError, match=r"^`rel_bias` must be given where `name` is not ALiBi's, .*, got 't5'$"):
+        relskew_core.huggingface.register_attention("t5")
+    state = torch.nn.Sequential(torch.nn.MultiheadAttention(16, 4)).state_dict()
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"read by `from_multihead`$"):
+            torch.nn.Sequential(block).load_state_dict(state, strict=strict)
+
+
+@pytest.mark.parametrize("name", ["torch", "equinox", "flax", "mlx"])
+def test_no_cache_is_left_out_of_a_call_so_that_none_unpacks_a_batch(name: str) -> None:
+    layers = pytest.importorskip(f"relskew_core.layers.{name}")
+    spec = BlockSpec(8, 2, Span.causal(N), causal=True)
+    weights = init_weights(spec, seed=0)
+    module = layers.RelativeMultiheadAttention
+    made: Any = module(spec) if name == "torch" else module.from_weights(weights, spec)
+    x = made.xp.ones((2, 3, 8), dtype=made.xp.float32)
+    assert made(x).shape == (2, 3, 8)
+    with pytest.raises(
+        TypeError, match=r"^`past` must be a cache, such as `empty_cache` makes, or be left out, got None$"
+    ):
+        made(x, past=None)
+
+
+@pytest.mark.parametrize("name", ["torch", "equinox", "flax", "mlx"])
+def test_padding_that_hides_all_keys_of_an_item_warns(name: str) -> None:
+    layers = pytest.importorskip(f"relskew_core.layers.{name}")
+    spec = BlockSpec(8, 2, Span.clipped(2))
+    module = layers.RelativeMultiheadAttention
+    made: Any = module(spec) if name == "torch" else module.from_weights(init_weights(spec, seed=0), spec)
+    x = made.xp.ones((2, 3, 8), dtype=made.xp.float32)
+    tokens = made.xp.asarray([[True, True, True], [True, True, False]])
+    with pytest.warns(UserWarning, match=r"^`key_padding_mask` hides every key of an item, .* pass ~mask") as caught:
+        made(x, key_padding_mask=tokens)
+    assert caught[0].filename == __file__
+    made(x, key_padding_mask=~tokens if name != "mlx" else tokens == False)  # noqa: E712  # warnings are errors
+
+
+def test_torchs_own_padding_that_hides_all_keys_warns() -> None:
+    torch = pytest.importorskip("torch")
+    layers = pytest.importorskip("relskew_core.layers.torch")
+    made, x = layers.MultiheadAttention(8, 2, Span.clipped(2), batch_first=True), torch.ones(2, 3, 8)
+    hidden = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.warns(UserWarning, match=r"^`key_padding_mask` hides every key of an item"):
+        made(x, x, x, key_padding_mask=hidden)
+    made(x, x, x, key_padding_mask=~hidden)

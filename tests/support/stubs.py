@@ -105,6 +105,17 @@ class Stub:
                 (parameters | {"past": past.replace(annotation="None")}, alone),
                 (parameters | {"past": given}, f"tuple{both}"),
             ]
+        elif "like" in parameters:  # an array of the library of another one
+            like, xp = parameters["like"], parameters["xp"]
+            self.use("typing", "TypeVar")
+            forms = [
+                (
+                    parameters
+                    | {"xp": xp.replace(annotation="None"), "like": like.replace(annotation="A", default=like.empty)},
+                    "A",
+                ),
+                (parameters | {"xp": xp.replace(default=xp.empty), "like": like.replace(annotation="None")}, result),
+            ]
         if len(forms) > 1:
             self.use("typing", "overload")
         for each, result in forms:

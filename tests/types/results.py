@@ -35,6 +35,8 @@ def functions(q: Tensor, x: jax.Array, a: NDArray[np.float32], asked: bool) -> N
     assert_type(relskew_core.relative_values(a, a), NDArray[np.float32])
     assert_type(relskew_core.resize_table(x, 3, method="cubic"), jax.Array)
     assert_type(relskew_core.skew(relskew_core.unskew(q)), Tensor)
+    assert_type(relskew_core.alibi_bias(4, span, like=q), Tensor)
+    assert_type(relskew_core.proximal_bias(span, xp=np), Any)
     assert_type(relskew_core.toeplitz(q, span, n_queries=2, n_keys=2), Tensor | Any)
     assert_type(relskew_core.t5_buckets(span, num_buckets=8, max_distance=9, bidirectional=False), tuple[int, ...])
     assert_type(huang_attention(q, q, q, q), Tensor)

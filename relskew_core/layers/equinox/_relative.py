@@ -113,9 +113,7 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         return filled
 
     @overload
-    def __call__(
-        self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[SeenByEquinox]
-    ) -> X: ...
+    def __call__(self, x: X, memory: Array | None = None, **options: Unpack[SeenByEquinox]) -> X: ...
     @overload
     def __call__(
         self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[SeenByEquinox]

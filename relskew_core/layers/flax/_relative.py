@@ -149,7 +149,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
             self.deterministic = deterministic
 
     @overload
-    def __call__(self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[SeenByFlax]) -> X: ...
+    def __call__(self, x: X, memory: Array | None = None, **options: Unpack[SeenByFlax]) -> X: ...
     @overload
     def __call__(
         self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[SeenByFlax]

@@ -124,6 +124,8 @@ class TableAttention(Attends, Whole):
         for key, x in state_dict.items():
             if key.startswith(prefix) and type(x).__module__ == "numpy":
                 state_dict[key] = torch.from_numpy(x.copy())  # of negative strides, too
+        if f"{prefix}in_proj_weight" in state_dict and not hasattr(self, "in_proj_weight"):
+            options[-1].append("weights of torch.nn.MultiheadAttention are read by `from_multihead`")
         super()._load_from_state_dict(state_dict, prefix, *options, **more)
 
     def extra_repr(self) -> str:
@@ -209,6 +211,15 @@ def fill(module: nn.Module, name: str, draw: Callable[[Tensor], Any]) -> None:
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or not is_floating(x, xp=xp):
         raise TypeError(f"`{name}` must be a tensor of a real floating dtype, got {describe(x)}")
+
+
+def check_multihead(attention: Any, expected: str, *refused: str) -> None:
+    if not isinstance(attention, nn.MultiheadAttention):
+        raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
+    unlike = {name: getattr(attention, name) != attention.embed_dim for name in ("kdim", "vdim")}
+    unlike |= {"add_bias_kv": attention.bias_k is not None, "add_zero_attn": attention.add_zero_attn}
+    if found := ", ".join(name for name in refused if unlike[name]):
+        raise ValueError(f"`attention` must have {expected}, got one made with {found}")
 
 
 def _check_placed(device: Any, dtype: Any) -> None:

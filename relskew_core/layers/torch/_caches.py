@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import describe, has_shape
+from relskew_core._array.softmax import warn_of_hidden
 from relskew_core._block.cache import PAST, Growing, check_cached, check_fixed
 from relskew_core._block.spec import BlockSpec
 from relskew_core.backends._torch.transformations import is_ordinary
@@ -165,7 +166,10 @@ def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
 
 def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
     """Return torch's ``key_padding_mask``, (N, S), in our convention."""
-    return _turned("key_padding_mask", mask, q, ((*k.shape[:-3], k.shape[-2]),))[..., None, None, :]
+    seen = _turned("key_padding_mask", mask, q, ((*k.shape[:-3], k.shape[-2]),))[..., None, None, :]
+    if not mask.is_floating_point():
+        warn_of_hidden(mask)
+    return seen
 
 
 def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:

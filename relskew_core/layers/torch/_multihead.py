@@ -16,7 +16,7 @@ from relskew_core._array.typing import Impl
 from relskew_core._block.block import weights_alone
 from relskew_core._block.spec import TABLES, CallSpec
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
+from relskew_core.layers.torch._attention import TableAttention, check_multihead, check_tensor, fill
 from relskew_core.layers.torch._caches import attention_mask, by_item, padding_mask
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -177,12 +177,7 @@ class MultiheadAttention(TableAttention):
         >>> torch.allclose(encoder(x), before, atol=1e-5)
         True
         """
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
-        extra = {"add_bias_kv": attention.bias_k is not None, "add_zero_attn": attention.add_zero_attn}
-        if any(extra.values()):
-            found = ", ".join(name for name, here in extra.items() if here)
-            raise ValueError(f"`attention` must have no keys without a position, got one made with {found}")
+        check_multihead(attention, "no keys without a position", "add_bias_kv", "add_zero_attn")
         weight = attention.out_proj.weight
         module = cls(
             attention.embed_dim, attention.num_heads, span, dropout=attention.dropout, bias=attention.in_proj_bias is

@@ -9,7 +9,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.checks import describe, explains
+from relskew_core._array.checks import explains
 from relskew_core._array.precision import autocast
 from relskew_core._array.typing import Impl
 from relskew_core._block.block import Past, Seen, apply_block, check_inputs
@@ -18,7 +18,7 @@ from relskew_core._block.module import CalledBlock, called
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import TableAttention, check_tensor, fill
+from relskew_core.layers.torch._attention import TableAttention, check_multihead, check_tensor, fill
 from relskew_core.layers.torch._caches import Appended, FixedCache, by_item
 
 Cache = Growing | FixedCache | SlidingCache
@@ -95,9 +95,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     if TYPE_CHECKING:  # torch declares that calls return Any
 
         @overload
-        def __call__(
-            self, x: Tensor, memory: Tensor | None = None, *, past: None = None, **options: Unpack[Seen]
-        ) -> Tensor: ...
+        def __call__(self, x: Tensor, memory: Tensor | None = None, **options: Unpack[Seen]) -> Tensor: ...
         @overload
         def __call__(
             self, x: Tensor, memory: Tensor | None = None, *, past: Past, **options: Unpack[Seen]
@@ -152,17 +150,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
         >>> torch.allclose(new(x), old(x, x, x)[0], atol=1e-6)
         True
         """
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
-        unlike = {
-            "kdim": attention.kdim != attention.embed_dim,
-            "vdim": attention.vdim != attention.embed_dim,
-            "add_bias_kv": attention.bias_k is not None,
-            "add_zero_attn": attention.add_zero_attn,
-        }
-        if any(unlike.values()):
-            found = ", ".join(name for name, here in unlike.items() if here)
-            raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
+        check_multihead(attention, "one width and no extra keys", "kdim", "vdim", "add_bias_kv", "add_zero_attn")
         if options.get("sinks"):
             raise ValueError(
                 "`sinks` must be False: no finite sinks leave the outputs of `attention` unchanged, got True"
