@@ -25,7 +25,8 @@ ELSEWHERE = {
 
 def rows() -> list[list[str]]:
     lines = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    return [[cell.strip("| ") for cell in cells] for cells in lines if cells[1] != "what you write"]
+    lines = [cells for cells in lines if len(cells) == 3 and cells[1] != "what you write"]  # other tables have two
+    return [[cell.strip("| ") for cell in cells] for cells in lines]
 
 
 ROWS = rows()
