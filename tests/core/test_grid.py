@@ -95,19 +95,6 @@ def test_each_axis_must_reach_as_far_as_its_queries_see() -> None:
                 call(**{axis: short})
 
 
-@given(*[st.integers(1, 3)] * 4, st.integers(-3, 3), st.integers(-3, 3), st.booleans())
-def test_logits_of_any_grid(qh: int, qw: int, kh: int, kw: int, down: int, right: int, heads: bool) -> None:
-    rng = np.random.default_rng(qh)
-    q = rng.standard_normal((2, qh * qw, 3) if heads else (qh * qw, 3))
-    tables = (rng.standard_normal((4, 3)), rng.standard_normal((2, 3, 3) if heads else (1, 3, 3)))
-    spans = (Span(2, 1, "clip"), Span(0, 2, "zero"))
-    got = relative_logits_2d(
-        q, *tables, q_grid=(qh, qw), k_grid=(kh, kw), span_h=spans[0], span_w=spans[1], offset=(down, right)
-    )
-    want = logits_2d(q, tables, spans, (qh, qw), (kh, kw), (down, right))
-    np.testing.assert_allclose(got, want, atol=1e-12)
-
-
 @given(*[st.integers(1, 3)] * 4, *[st.integers(1, 3)] * 4, st.integers(-3, 3))
 def test_logits_of_grids_of_other_scales(
     qh: int, qw: int, kh: int, kw: int, qa: int, qb: int, ka: int, kb: int, down: int

@@ -41,6 +41,8 @@ def drawn(rng: np.random.Generator, how: str) -> tuple[dict[str, Any], dict[str,
     options.setdefault("offset", 0)
     if one_of(True, False):
         arrays["mask"] = rng.standard_normal((ITEMS, 1, n, m))
+    if how == "offsets":
+        options["block_size"] = one_of(None, 2, 3)
     return arrays, options
 
 
@@ -48,13 +50,14 @@ def seen(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, set[int]
     """Return which pairs see each other, masks aside, and which rows of tables belong to some pair."""
     n, m, offset = arrays["q"].shape[-2], arrays["k"].shape[-2], options["offset"]
     visible, rows = np.zeros((ITEMS, n, m), bool), set()
+    pattern = {name: options.get(name) for name in ("causal", "window", "block_size")}
     for item in range(ITEMS):
         first = offset if isinstance(offset, int) else offset[item]
         queries, keys = oracles.of_item(arrays.get("positions"), (item, 0), n, m)
         of_queries, of_keys = oracles.of_item(arrays.get("segments"), (item, 0), n, m)
         for i, j in np.ndindex(n, m):
             position, key = (queries[i], keys[j]) if "positions" in arrays else (i + first, j)
-            if oracles.sees(position, key, causal=options["causal"], window=options["window"]):
+            if oracles.sees(position, key, **pattern):
                 rows.add(oracles.row_of(key - position, options["span"]))
                 visible[item, i, j] = of_queries[i] == of_keys[j]
     return visible, {row for row in rows if row is not None}

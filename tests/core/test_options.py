@@ -45,17 +45,6 @@ def test_weights_are_those_of_attention(case: dense.Case) -> None:
 # Segments
 
 
-@pytest.mark.parametrize(("dtype", "gate"), [("float32", 1e-6), ("float64", 1e-13)])
-def test_values_of_other_segments_change_nothing(dtype: str, gate: float) -> None:
-    segments = np.repeat([0, 1], 20)
-    q, k, v, table = (x.astype(dtype) for x in (Q, K, V, TABLE))
-    expected = relative_attention(q, k, v, table, segments=segments)
-    v[:, :, 20:] = np.nan
-    for impl in ("portable", "auto"):
-        found = relative_attention(q, k, v, table, segments=segments, chunk_size=20, impl=impl)
-        np.testing.assert_allclose(found[:, :, :20], expected[:, :, :20], rtol=0, atol=gate)
-
-
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: torch.dtype, impl: Any) -> None:
@@ -135,9 +124,6 @@ def test_gradients_of_sinks_take_the_forwards_results() -> None:
         np.testing.assert_allclose(getattr(alone, name), getattr(helped, name), rtol=0, atol=1e-12)
     gradient: Any = alone.sinks
     assert gradient.shape == (4,)
-
-
-# Blocks of a stream
 
 
 # Positions

@@ -13,7 +13,7 @@ import oracles
 import relskew_core as relskew
 from libraries import LIBRARIES
 from relskew_core import Span
-from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
+from strategies import WAYS, Call, Way, calls, close, offsets, seeds, sizes, spans
 
 leads = st.sampled_from([(), (3,), (2, 1), (0,)])
 property_test = settings(deadline=None, max_examples=60)
@@ -53,14 +53,6 @@ def test_unskew_is_the_adjoint_of_skew(lead: tuple[int, ...], n: int, m: int, se
     assert np.sum(relskew.skew(x) * s) == np.sum(x * relskew.unskew(s))
 
 
-@property_test
-@given(leads, sizes, sizes, seeds)
-def test_skew_undoes_unskew(lead: tuple[int, ...], n: int, m: int, seed: int) -> None:
-    s = random(seed, *lead, n, m)
-    assert np.array_equal(relskew.skew(relskew.unskew(s)), s)
-    assert np.count_nonzero(relskew.unskew(s)) == np.count_nonzero(s)
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("m", [1, 2, 7])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
@@ -91,18 +83,6 @@ def test_logits_and_values_equal_the_loops(
 
 
 @property_test
-@given(st.data(), sizes, sizes, offsets, st.integers(1, 9), st.booleans(), seeds)
-def test_logits_depend_on_relative_positions_only(
-    data: st.DataObject, n: int, m: int, offset: int, shift: int, causal: bool, seed: int
-) -> None:
-    span = data.draw(spans([], beyond=data.draw(st.sampled_from(["clip", "zero"]))))
-    q, table = random(seed, n, 2), random(seed + 1, span.rows, 2)
-    here = relskew.relative_logits(q, table, span, n_keys=m, offset=offset, causal=causal)
-    there = relskew.relative_logits(q, table, span, n_keys=m + shift, offset=offset + shift, causal=causal)
-    assert np.allclose(here, there[:, shift:], rtol=0, atol=1e-13)
-
-
-@property_test
 @given(st.data(), sizes, sizes, offsets, seeds)
 def test_causal_building_blocks_read_nothing_of_the_future(
     data: st.DataObject, n: int, m: int, offset: int, seed: int
@@ -126,9 +106,6 @@ def test_causal_building_blocks_read_nothing_of_the_future(
         assert np.array_equal(np.delete(after, i, axis=0), np.delete(before, i, axis=0))
 
 
-# Attention against the loops ------------------------------------------------------------------------------------------
-
-
 @every_way
 @given(call=calls(beyond="clip"), left=st.integers(0, 12), right=st.integers(0, 12))
 def test_a_table_is_too_short_exactly_if_some_query_sees_beyond_it(way: Way, call: Call, left: int, right: int) -> None:
@@ -141,95 +118,6 @@ def test_a_table_is_too_short_exactly_if_some_query_sees_beyond_it(way: Way, cal
             call.on(way)
     else:
         assert close(call.on(way), expected)
-
-
-@every_way
-@given(call=calls(), chunk_size=st.integers(1, 12))
-def test_chunks_do_not_matter(way: Way, call: Call, chunk_size: int) -> None:
-    assert close(call.but(chunk_size=chunk_size).on(way), call.but(chunk_size=None).on(way))
-
-
-@every_way
-@given(call=calls())
-def test_a_group_of_queries_shares_its_keys(way: Way, call: Call) -> None:
-    q, k, v = (call.arrays[name] for name in "qkv")
-    if q.ndim == 2:
-        return
-    group = q.shape[-3] // k.shape[-3]
-    repeated = call.but(k=np.repeat(k, group, axis=-3), v=np.repeat(v, group, axis=-3))
-    assert close(call.on(way), repeated.on(way))
-
-
-# Positions ------------------------------------------------------------------------------------------------------------
-
-
-@every_way
-@given(call=calls(), data=st.data())
-def test_queries_may_come_in_pieces(way: Way, call: Call, data: st.DataObject) -> None:
-    parts = [queries(call, start, stop).on(way) for start, stop in pieces(data.draw, call.n)]
-    assert close(joined(parts), call.on(way))
-
-
-@every_way
-@given(call=calls(beyond="zero") | calls(beyond="clip"), data=st.data())
-def test_decoding_with_a_cache_equals_the_whole(way: Way, call: Call, data: st.DataObject) -> None:
-    """A causal query needs no key after itself: step by step or in pieces, with only the keys so far."""
-    if "mask" in call.arrays:
-        call = call.but(mask=np.broadcast_to(call.arrays["mask"], (*call.arrays["q"].shape[:-1], call.m)))
-    call = call.but(causal=True, offset=max(call.m - call.n, 0))
-    parts = []
-    for start, stop in pieces(data.draw, call.n):
-        part = queries(call, start, stop)
-        end = min(stop + call.offset, call.m)
-        part = part.but(k=part.arrays["k"][..., :end, :], v=part.arrays["v"][..., :end, :])
-        if "mask" in part.arrays:
-            part = part.but(mask=part.arrays["mask"][..., :end])
-        parts.append(part.on(way))
-    assert close(joined(parts), call.on(way))
-
-
-@every_way
-@given(call=calls(beyond="zero") | calls(beyond="clip"), shift=st.integers(1, 6), seed=seeds)
-def test_only_relative_positions_matter(way: Way, call: Call, shift: int, seed: int) -> None:
-    """Hidden keys before all others only shift the positions."""
-    shift *= call.options["block_size"] or 1
-    shape = (*call.arrays["q"].shape[:-1], call.m)
-    hidden = np.concatenate(
-        [np.zeros((*shape[:-1], shift), dtype=bool), np.broadcast_to(call.visible(), shape)], axis=-1
-    )
-    mask = call.arrays.get("mask")
-    if mask is not None and mask.dtype != np.bool_:
-        before = np.zeros((*shape[:-1], shift))
-        hidden = np.where(hidden, np.concatenate([before, np.broadcast_to(mask, shape)], axis=-1), -np.inf)
-    junk = {
-        name: np.concatenate([random(seed, *x.shape[:-2], shift, x.shape[-1]), x], axis=-2)
-        for name, x in call.arrays.items()
-        if name in ("k", "v")
-    }
-    assert close(call.but(**junk, mask=hidden, offset=call.offset + shift).on(way), call.on(way))
-
-
-@every_way
-@given(call=calls(), data=st.data())
-def test_runs_of_keys_merge_into_the_whole(way: Way, call: Call, data: st.DataObject) -> None:
-    """Every part sees its keys from 0 on, so that its offset is the distance to them, negative ones included."""
-    parts = []
-    for start, stop in pieces(data.draw, call.m, call.options["block_size"] or 1):
-        part = call.but(k=call.arrays["k"][..., start:stop, :], v=call.arrays["v"][..., start:stop, :],
-                        offset=call.offset - start)  # fmt: skip
-        mask = call.arrays.get("mask")
-        if mask is not None and mask.shape[-1] > 1:
-            part = part.but(mask=mask[..., start:stop])
-        parts.append(part.on(way))
-    assert close(oracles.Attention(*relskew.merge_attention(*transposed(parts))), call.on(way))
-
-
-@every_way
-@given(call=calls(masked=False), parts=st.integers(1, 4), seed=seeds)
-def test_any_sets_of_keys_merge_into_the_whole(way: Way, call: Call, parts: int, seed: int) -> None:
-    whose = np.random.default_rng(seed).integers(0, parts, (call.n, call.m))
-    found = [call.but(mask=whose == part).on(way) for part in range(parts)]
-    assert close(oracles.Attention(*relskew.merge_attention(*transposed(found))), call.on(way))
 
 
 # What a query may not see ---------------------------------------------------------------------------------------------
@@ -253,29 +141,6 @@ def test_keys_that_a_query_may_not_see_do_not_reach_it(way: Way, call: Call, poi
 
 
 @every_way
-@given(call=calls(all_tables=True), poison=POISONS)
-def test_keys_and_values_that_no_query_sees_change_nothing(way: Way, call: Call, poison: float) -> None:
-    unseen = ~call.pattern().any(axis=0)
-    k, v = call.arrays["k"].copy(), call.arrays["v"].copy()
-    k[..., unseen, :] = v[..., unseen, :] = poison
-    assert close(call.but(k=k, v=v).on(way), call.on(way), 0)
-
-
-@every_way
-@given(call=calls(all_tables=True), poison=POISONS)
-def test_table_rows_that_no_query_sees_change_nothing(way: Way, call: Call, poison: float) -> None:
-    unseen = [row for row in range(call.options["span"].rows) if row not in call.seen_rows()]
-    spoilt = {name: call.arrays[name].copy() for name in ("rel_k", "rel_v", "rel_bias") if name in call.arrays}
-    for name, table in spoilt.items():
-        if name == "rel_bias":
-            table[..., unseen] = poison
-        else:
-            table[..., unseen, :] = poison
-    with np.errstate(all="ignore"):
-        assert close(call.but(**spoilt).on(way), call.on(way), 0)
-
-
-@every_way
 @given(call=calls(all_tables=True) | calls(all_tables=True, masked=False))
 def test_a_query_of_nan_changes_no_other_query(way: Way, call: Call) -> None:
     """Where one query's row ends in a skewed view, its neighbour's begins: neither may read the other."""
@@ -288,53 +153,6 @@ def test_a_query_of_nan_changes_no_other_query(way: Way, call: Call) -> None:
             found = call.but(**spoilt).on(way)
         assert np.array_equal(np.delete(found.out, i, axis=-2), np.delete(clean.out, i, axis=-2))
         assert np.array_equal(np.delete(found.lse, i, axis=-1), np.delete(clean.lse, i, axis=-1))
-
-
-@every_way
-@given(call=calls(), seed=seeds)
-def test_what_a_query_may_not_see_changes_nothing(way: Way, call: Call, seed: int) -> None:
-    """Query by query: other keys, other values and other numbers in the mask's hidden places make no difference."""
-    clean, visible = call.on(way), call.visible()
-    everyone: NDArray[np.bool_] = np.any(visible.reshape(-1, call.n, call.m), axis=0)
-    for i in range(call.n):
-        hidden = ~everyone[i]
-        k, v = call.arrays["k"].copy(), call.arrays["v"].copy()
-        k[..., hidden, :] = random(seed, *k[..., hidden, :].shape)
-        v[..., hidden, :] = random(seed + 1, *v[..., hidden, :].shape)
-        changed = call.but(k=k, v=v).on(way)
-        assert np.array_equal(changed.out[..., i, :], clean.out[..., i, :])
-        assert np.array_equal(changed.lse[..., i], clean.lse[..., i])
-
-
-@every_way
-@given(call=calls())
-def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
-    out, lse = call.on(way)
-    dead = ~call.visible().any(axis=-1)
-    assert np.all(out[dead] == 0)
-    assert np.array_equal(lse == -np.inf, dead)
-    assert not np.isnan(out).any()
-    assert not np.isnan(lse).any()
-
-
-def queries(call: Call, start: int, stop: int) -> Call:
-    """Return the call of some of its queries, at the same positions."""
-    some: dict[str, Any] = {
-        name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays
-    }
-    mask = call.arrays.get("mask")
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
-        some["mask"] = mask[..., start:stop, :]
-    return call.but(**some, offset=call.offset + start)
-
-
-def joined(parts: list[oracles.Attention]) -> oracles.Attention:
-    outs, lses = transposed(parts)
-    return oracles.Attention(np.concatenate(outs, axis=-2), np.concatenate(lses, axis=-1))
-
-
-def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
-    return [part.out for part in parts], [part.lse for part in parts]
 
 
 @pytest.mark.parametrize("function", [

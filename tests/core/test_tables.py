@@ -73,7 +73,7 @@ def test_linear_resizing_is_interpolation(library: Library, old: int, new: int, 
 
 @pytest.mark.parametrize("method", ["linear", "cubic"])
 @pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize(("old", "new"), [(5, 9), (9, 5), (7, 7), (13, 4), (1, 3)])
+@pytest.mark.parametrize(("old", "new"), [(5, 9), (9, 5), (7, 7), (13, 4), (1, 3), (2, 7)])
 def test_resizing_is_torchs(method: Any, old: int, new: int, align_corners: bool) -> None:
     torch = pytest.importorskip("torch")
     table = torch.randn(2, old, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -86,28 +86,6 @@ def test_resizing_is_torchs(method: Any, old: int, new: int, align_corners: bool
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 7), (7, 7), (9, 4), (5, 11)])
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_cubic_resizing_is_a_convolution(old: int, new: int, align_corners: bool) -> None:
-    """With the kernel of Keys 1981, equation 4; the edge rows are repeated beyond them."""
-
-    def kernel(x: float, a: float = -0.75) -> float:
-        if x <= 1:
-            return (a + 2) * x**3 - (a + 3) * x**2 + 1
-        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
-
-    table = np.random.default_rng(1).standard_normal((old, 3))
-    expected = np.zeros((new, 3))
-    for row in range(new):
-        place = row * (old - 1) / (new - 1) if align_corners else (row + 0.5) * old / new - 0.5
-        for index in range(-3, old + 3):
-            expected[row] += kernel(abs(place - index)) * table[min(max(index, 0), old - 1)]
-    found = resize_table(table, new, method="cubic", align_corners=align_corners)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
-    numbers = resize_table(table[:, 0], new, method="cubic", align_corners=align_corners, axis=0)
-    np.testing.assert_allclose(numbers, found[:, 0], rtol=0, atol=1e-14)
-
-
 def test_resizing_any_axis_and_its_gradient() -> None:
     torch = pytest.importorskip("torch")
     bias = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -115,4 +93,6 @@ def test_resizing_any_axis_and_its_gradient() -> None:
     got = resize_table(resize_table(bias, 9), 3, axis=-1)
     torch.testing.assert_close(got, want)
     assert torch.autograd.gradcheck(lambda x: resize_table(x, 9, axis=1), [bias])
+    column = resize_table(bias[0, :, 0].detach(), 9, method="cubic", axis=0)
+    torch.testing.assert_close(column, resize_table(bias[0].detach(), 9, method="cubic")[:, 0])
     assert resize_table(np.arange(3.0), 5, axis=0, align_corners=True).tolist() == [0, 0.5, 1, 1.5, 2]

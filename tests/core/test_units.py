@@ -64,7 +64,6 @@ SPEC = BlockSpec(8, 2, Span.causal(8), causal=True)
 WEIGHTS = init_weights(SPEC, seed=0)
 X = RNG.standard_normal((1, 5, 8)).astype("float32")
 CACHE = {"past[0]": np.zeros((1, 2, 3, 4), "float32"), "past[1]": np.zeros((1, 2, 3, 4), "float32")}
-MUSIC = {"q.weight": np.ones((8, 8)), "Er": np.ones((5, 4))}
 
 
 def module(framework: str) -> Any:

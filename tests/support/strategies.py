@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -313,10 +311,3 @@ def _close(actual: Floats, expected: Floats, tolerance: float) -> bool:
         return False
     size = max(1.0, float(np.max(np.abs(expected[finite]), initial=0.0)))
     return bool(np.all(np.abs(actual[finite] - expected[finite]) <= tolerance * size))
-
-
-def pieces(draw: Callable[..., Any], length: int, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut ``range(length)`` at random multiples of ``step``."""
-    cuts = draw(st.sets(st.integers(1, max(1, (length - 1) // step)).map(lambda cut: cut * step)))
-    edges = [0, *sorted(cut for cut in cuts if cut < length), length]
-    return pairwise(edges)
