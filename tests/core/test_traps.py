@@ -410,7 +410,7 @@ BIAS = "`rel_bias` must have"
         (lambda: relative_attention(Q, K, V, rel_bias=np.zeros(H)), r"a bias by `relskew_core\.alibi_bias`"),
         (lambda: relative_attention(Q, K, V, rel_bias=np.zeros(H), causal=True), r"by `relskew_core\.alibi_bias`"),
         (lambda: relative_attention(Q, K, V, rel_bias=np.zeros((H, N, N))), rf"{BIAS} shape .* an additive `mask=`"),
-        (lambda: relative_attention(Q, K, V, attention_mask=1), r"`mask` here, .* attention_mask == 0$"),  # type: ignore[call-overload]
+        (lambda: relative_attention(Q, K, V, attention_mask=1), r"`mask` here, .*=attention_mask == 0$"),  # type: ignore[call-overload]
     ],
     ids=["spec", "Span", "T5", "bias", "T5's table", "slopes", "causal slopes", "bias by pair", "mask of tokens"],
 )  # fmt: skip
