@@ -55,11 +55,6 @@ class Shape:
             return {"block_size": self.block_size}
         return {"causal": self.causal, "window": None if self.window is None else (self.window - 1, 0)}
 
-    def flops(self, products: float) -> float:
-        """Return the operations of this many products of every query with every visible key."""
-        pairs = self.length * (self.length + 1) / 2 if self.causal else self.length**2
-        return 2 * products * self.batch * self.heads * pairs * self.dim
-
 
 class Inputs(NamedTuple):
     """The arrays of one problem, in one library."""
@@ -231,11 +226,6 @@ class Contender:
     library: str = "torch"
     floats: Callable[[Shape], float] = lambda _: 0.0  # roughly how many numbers it holds at once, if many
     missing: str | None = None  # the reason why it cannot run here
-
-    @property
-    def products(self) -> tuple[float, float]:
-        """Return the products of every query with every key, including the relative terms of a full table."""
-        return (3, 8) if self.kind == "full" else (2, 5)
 
     def skip(self, shape: Shape, *, backward: bool = False) -> str | None:
         needed = 4 * self.floats(shape) * (1.6 if backward else 1)

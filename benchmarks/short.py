@@ -115,7 +115,7 @@ def draw(batch: int, heads: int, queries: int, length: int, dim: int) -> list[np
 class Short(Benchmark):
     """Shapes of several uses: causal, float32, with a shared table. JAX is compiled."""
 
-    page = "short.md"
+    page = "development/short-calls.md"
     tolerance = 1e-4  # the size of rounding errors, including JAX's products
     seconds = 1.0
     threads = None

@@ -40,9 +40,10 @@ copybutton_selector = '[class*="highlight-"]:not([class*="columns-"], .cell_outp
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs
 
-# Reference: signatures stay short, the types are in the docstrings; public names in them are links.
+# Reference: signatures have types, each argument on a line if they are long; public names in them are links.
 add_module_names = False
-autodoc_typehints = "none"
+autodoc_type_aliases = {name: name for name in ("Array", "Impl", "Namespace", "Cache")}
+python_maximum_signature_line_length = 88
 autosummary_generate = False
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True

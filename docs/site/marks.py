@@ -155,12 +155,17 @@ class Titles(SphinxTransform):
 
 def in_groups(app: Sphinx, domain: str, kind: str, content: Any) -> None:
     """Put a line with the name of its group above the first argument of each, where all of a call's are listed."""
-    for row in content.findall(nodes.definition_list_item):
+    for row in list(content.findall(nodes.definition_list_item)):
         name = row.children[0].astext().partition(":")[0].partition(",")[0].strip()
         listed = [item.children[0].astext().partition(":")[0].strip() for item in row.parent.children]
         if name in GROUPS and "rel_k" in listed and "block_size" in listed:
-            term = nodes.emphasis("", f"{GROUPS[name].capitalize()}: ", classes=["group"])
-            row.children[0].insert(0, term)
+            term = nodes.term("", GROUPS[name].capitalize(), classes=["group"])
+            row.parent.insert(row.parent.index(row), nodes.definition_list_item("", term, nodes.definition()))
+
+
+def without_wrappers(app: Sphinx, *given: Any) -> tuple[str | None, ...]:
+    """Return a signature and what it returns with the bare names of types such as ``Array``."""
+    return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in given[-2:])
 
 
 def code_of(app: Sphinx, module: str, name: str) -> str | None:
@@ -176,10 +181,14 @@ def without_builtins(app: Sphinx, env: Any) -> None:
 
 
 def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
-    """Resolve a name that a docstring says without its module."""
+    """Resolve a name that a docstring says without its module, and leave the types of signatures that have no page."""
     target = full_name(node.get("reftarget", "").rpartition(".")[2])
-    if node.get("refdomain") != "py" or not target:
+    if node.get("refdomain") != "py":
         return None
+    if not target:
+        while node is not None and not isinstance(node, addnodes.desc_signature):
+            node = node.parent
+        return content if node else None
     return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
 
 
@@ -189,6 +198,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Themes)
     app.add_transform(Titles)
     app.connect("object-description-transform", in_groups)
+    app.connect("autodoc-process-signature", without_wrappers)
     app.connect("viewcode-follow-imported", code_of)
     app.connect("env-check-consistency", without_builtins)
     app.connect("missing-reference", by_its_last_part)

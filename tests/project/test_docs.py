@@ -171,6 +171,19 @@ def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+FOR_USERS = [page for page in PAGES if page.parent.name == "docs"]
+
+
+def test_one_page_says_what_was_run_on_gpus() -> None:
+    """A paragraph or a row elsewhere that says that something was not run there links to its table."""
+    lacking = re.compile(r"\b(?:not|nothing|none)\b[^.]*\b(?:run|tried|tested|verified)\b", re.IGNORECASE)
+    for page in FOR_USERS:
+        for part in re.split(r"\n\n|\n(?=[|-])", page.read_text() if page.name != "gpu.md" else ""):
+            said = [x for x in re.split(r"(?<=\.)\s+", part) if lacking.search(" ".join(x.split()))]
+            if any(re.search(r"\b(?:GPUs?|CUDA|TensorRT|ROCm|Metal)\b", x) for x in said):
+                assert "gpu.md#what-has-run-on-a-gpu" in part, f"{page.name}: {part}"
+
+
 COLUMNS = 88
 """Of code on a page of the site; `docs/ruff.toml` has the same, and `pyproject.toml` for docstrings."""
 
