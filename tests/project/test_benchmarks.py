@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.cli._libraries import resident_peak
 from relskew_core.export._files.library import found_library
+from tracked import IN_GIT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [name for name in cli.NAMES if (name != "gpu_registers" or find_spec("triton")) and cli.load(name).page]
@@ -172,6 +174,37 @@ def test_a_record_says_where_it_is_from() -> None:
     assert "1 thread of " in record.where
     assert "load 0.7 at the start" in record.where
     assert record.path("short").name.startswith(f"short-a-processor-{about['cores']}-cores_20")
+
+
+@pytest.mark.parametrize(
+    ("about", "why"), [({"commit": "abc+changes"}, "commit your changes"), ({"load_average": 1.6}, "quiet machine")]
+)
+def test_pages_get_records_of_commits_on_a_quiet_machine(
+    about: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"commit": "abc", "load_average": 0.1, "cores": 2} | about
+    monkeypatch.setattr(cli, "machine", lambda device: found)
+    with pytest.raises(SystemExit, match=why):
+        cli.main(["short", "--docs"])
+
+
+NOT_IN_THE_HISTORY = {"715d3380df2a", "92d4b8b9de65", "d26c6b4e118f", "db4940f84a17+changes", "e6f52144ccdc+changes"}
+"""What the tables of quantisation, families, options, speech and first calls are of, until they are measured again."""
+
+
+@pytest.mark.skipif(not IN_GIT, reason="the history is in git")
+def test_pages_name_commits_of_the_history() -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("only the last commits are here")
+    shown = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"\bcommit ([0-9a-f]{7,}(?:\+changes)?)", shown))
+    history = git("rev-list", "HEAD")
+    missing = {name for name in named if f"\n{name}" not in f"\n{history}"}
+    assert len(named) > 8
+    assert missing == NOT_IN_THE_HISTORY
 
 
 class Counting(Benchmark):
