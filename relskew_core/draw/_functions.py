@@ -140,7 +140,8 @@ def draw_call(
     if sinks:
         cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["s", *columns]
     what = "the relative position" if span is None else f"the row of the table {_in_words(span)}"
-    notes = [f"Cells show {what}. Empty: not seen.", *(["s: the sink, which has no key."] if sinks else [])]
+    hidden = "" if seen.all() else " Hidden keys have none."
+    notes = [f"Cells show {what}.{hidden}", *(["s: the sink, which has no key."] if sinks else [])]
     panel = Panel("", cells, [str(int(i)) for i in queries], columns)
     return Picture(_title(n, m, arguments, sinks=sinks), [panel], notes=notes)
 

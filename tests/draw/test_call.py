@@ -39,6 +39,11 @@ def test_cells_are_seen_as_the_call_sees(n: int, m: int | None, arguments: dict[
     assert picture.panels[0].rows == [str(i) for i in queries]
 
 
+def test_a_picture_speaks_of_hidden_keys_where_there_are_some() -> None:
+    assert "hidden" not in draw_call(3).notes[0].lower()
+    assert "Hidden keys have none." in draw_call(3, causal=True).notes[0]
+
+
 def test_positions_name_rows_and_columns() -> None:
     positions = np.asarray([3, 1]), np.asarray([0, 2, 3])
     picture = draw_call(2, 3, causal=True, positions=positions)
