@@ -265,6 +265,14 @@ def fused_attributes(g: Emitter, plan: GraphPlan, scale: float = 1.0) -> dict[st
     return attributes | ({"softmax_precision": TensorProto.FLOAT} if g.dtype.itemsize == 2 else {})
 
 
+def sees_some(g: Emitter, condition: Value) -> Value:
+    """Return where a query sees a key, with one number for all keys."""
+    seen = g.cast(condition, FLOAT32, "attention/seen")
+    shape = (*condition.shape[:-1], 1)
+    most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)
+    return g.cast(most, BOOL, "attention/alive")
+
+
 def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Value | None) -> Value:
     """Return zeros for queries that see no key; runtimes return zeros, NaN or the mean of all values.
 
@@ -272,11 +280,7 @@ def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Valu
     """
     if condition is None or not plan.dead_rows:
         return heads
-    seen = g.cast(condition, FLOAT32, "attention/seen")
-    shape = (*condition.shape[:-1], 1)
-    most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)
-    alive = g.cast(most, BOOL, "attention/alive")
-    zero = g.constant(0.0, g.dtype)
+    alive, zero = sees_some(g, condition), g.constant(0.0, g.dtype)
     if len(heads.shape) == 4:
         return g.compute("Where", [alive, heads, zero], "attention/dead_rows", heads.shape)
     batch, length, width = heads.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -34,6 +35,12 @@ class TracedCall:
         self.out_shape: Shape = (*self.q.shape[:3], self.v.shape[3])
         self.lengths = self._lengths(offset)
         self.mask, self.additive = self._masks(operands.mask)
+
+    def of(self, lengths: Lengths) -> TracedCall:
+        """Return the call for other lengths."""
+        other = copy(self)
+        other.lengths, other.aligned, other.square = lengths, False, False
+        return other
 
     def result(self, x: Value, name: str) -> Any:
         """Return an array of the heads, ``(batch, …)``, with the leading axes of the caller's queries."""

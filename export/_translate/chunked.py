@@ -6,19 +6,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from relskew_core._kernel.call import LABELS, TABLES, Operands, Options
 from relskew_core.export._form.plan import AUTO_CHUNK, PROFILES
+from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.attend import even_chunks, joined
 from relskew_core.export._nodes.emitter import BOOL, INT64, Dim, Value
+from relskew_core.export._nodes.window import Lengths
 from relskew_core.export._translate.call import TracedCall, shape_of
 from relskew_core.export._translate.emitter import InnerEmitter, TracedEmitter
 
-Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
-"""Translates a call, and returns its output and its log-sum-exp."""
+
+class Translate(NamedTuple):
+    """How a call is translated: whole, or its relative logits alone, where they are no products of the queries."""
+
+    call: Callable[..., tuple[Any, Any]]  # of an emitter, operands, options, and logits where they exist already
+    relative_logits: Callable[[TracedEmitter, TracedCall, Operands, Options], Value]
 
 
 AUTO_ROWS = 512
 """Rows of logits that a chunk of ``"auto"`` has in all heads together: its memory depends on no number of heads."""
+
+HIDDEN = -1e30  # what is added to the logits of hidden keys
 
 LEAST = 16  # the least number of queries of such a chunk
 
@@ -69,7 +79,7 @@ def attend_by_length(
     out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
     return g.either(
         few, "attention_by_length", out,
-        short=lambda body: translate(body, operands, options)[0],
+        short=lambda body: translate.call(body, operands, options)[0],
         long=lambda body: _in_chunks(body, operands, options, sizes.size, translate),
     )  # fmt: skip
 
@@ -82,36 +92,88 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
     """
     pattern = options.visibility
     call = TracedCall(g, operands._replace(mask=None), pattern.offset)
-    lengths = call.lengths
+    lengths, q, k, condition = call.lengths, call.q, call.k, None
     n = g.dim(lengths.queries)
     count, step, last = even_chunks(g, n, size)
+    bias_alone = operands.rel_k is None and operands.rel_bias is not None
+    shared = None
+    if bias_alone and operands.key_table is None and not pattern.by_value and pattern.left is None:
+        # The bias of a pair depends on its distance alone, so the last chunk's, for keys before the first one too, has
+        # the biases of every chunk.
+        past = g.plus(lengths.past, last, "chunks/past_of_last")
+        keys = g.plus(lengths.keys, last, "chunks/shared_keys")
+        offset = g.tensor(g.scalar(g.dim(past), "chunks/offset"))
+        rows = call.of(Lengths(step, keys, past, "chunk", "shared_keys"))
+        seen = replace(options, visibility=replace(pattern, offset=offset))
+        shared = translate.relative_logits(g, rows, operands._replace(mask=None), seen)
+        if _hides_keys_alone(operands, options):
+            condition = g.adopt(operands.mask, "keys/shown", shape_of(operands.mask, "mask"), BOOL)
+            q, k = _with_hidden_keys(g, call, condition)
+            operands = operands._replace(mask=None)
 
     def chunk(body: InnerEmitter, iteration: Value) -> Value:
         start = body.index("Min", [body.index("Mul", [step, iteration], "step"), last], "start")
         end = body.index("Add", [start, step], "end")
-        first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, call, options, start, end)
+        first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, lengths, options, start, end)
         cut = _Cut(body, (start, end), (first, stop), whole=first == 0 and stop is lengths.keys)
         given = {name: cut(getattr(operands, name), name) for name in ("mask", *LABELS)}
-        given |= {name: cut.sequence(x, name) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
+        given |= {name: cut.sequence(x, name) for name, x in zip("qkv", (q, k, call.v), strict=True)}
         if call.rel_q is not None:
             given["rel_q"] = cut.sequence(call.rel_q, "rel_q")
         offset = pattern.offset
         if not pattern.by_value:
             before = body.minus(body.plus(lengths.past, start, "position"), first, "offset")
             offset = body.tensor(body.scalar(before, "offset_scalar"))
+        logits = None
+        if shared is not None:
+            begin = body.index("Sub", [last, start], "shared_first")
+            ends = begin, body.plus(begin, stop, "shared_stop")
+            logits = body.cut(shared, 3, *ends, "chunk_keys", "relative_of_chunk")
         seen = replace(options, visibility=replace(pattern, offset=offset))
-        out, _ = translate(body, operands._replace(**given), seen)
+        out, _ = translate.call(body, operands._replace(**given), seen, logits)
         return body.adopt(out, "chunk", (*call.out_shape[:2], "chunk", call.out_shape[3]))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     leading = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
     sizes = leading, g.length(call.v, 3, "chunks/width")
-    return call.result(joined(g, turns, (step, count), n, sizes, call.out_shape), "out")
+    out = joined(g, turns, (step, count), n, sizes, call.out_shape)
+    if condition is not None:
+        some, zero = parts.sees_some(g, condition), g.constant(0.0, g.dtype)
+        out = g.compute("Where", [some, out, zero], "chunks/dead_rows", out.shape)
+    return call.result(out, "out")
 
 
-def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:
+def _hides_keys_alone(operands: Operands, options: Options) -> bool:
+    """Return whether a mask alone hides keys, the same ones from all queries and heads, in a call in float32."""
+    mask, pattern = operands.mask, options.visibility
+    if mask is None or options.softcap is not None or pattern.right is not None or operands.q_segments is not None:
+        return False
+    of_keys = len(mask.shape) == len(operands.q.shape) == 4 and tuple(mask.shape[1:3]) == (1, 1)
+    return of_keys and mask.dtype.numpy() == BOOL and operands.q.dtype.numpy() == parts.FLOAT32
+
+
+def _with_hidden_keys(g: TracedEmitter, call: TracedCall, shown: Value) -> tuple[Value, Value]:
+    """Return queries and keys with one more number, whose product lowers the logits of hidden keys.
+
+    The product of a chunk then needs no mask, which would be applied to each of its logits.
+    """
+    added = g.compute(
+        "Where", [shown, g.constant(0.0, g.dtype), g.constant(HIDDEN, g.dtype)], "keys/added", shown.shape
+    )
+    column = g.transpose(added, "keys/column")
+    one = g.constant(np.ones((1, 1, 1, 1)), g.dtype)
+    whole = []
+    for x, number, name in ((call.q, one, "q"), (call.k, column, "k")):
+        sizes = g.dims(f"{name}/column_shape", g.index("Shape", [x], f"{name}/sizes", (3,), start=0, end=3), 1)
+        wide = g.compute("Expand", [number, sizes], f"{name}/column", (*x.shape[:3], 1))
+        shape = (*x.shape[:3], int(x.shape[3]) + 1)
+        whole.append(g.compute("Concat", [x, wide], f"{name}/with_column", shape, axis=3))
+    return whole[0], whole[1]
+
+
+def _keys_of(g: TracedEmitter, lengths: Lengths, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:
     """Return the first key that a query of the chunk may see, and the end after the last; at least one key."""
-    pattern, lengths = options.visibility, call.lengths
+    pattern = options.visibility
     first: Dim = 0
     stop: Dim = lengths.keys
     if pattern.right is not None:

@@ -35,7 +35,11 @@ class Skewed:
             lengths = guarded(g, plan, lengths)
         self._g, self._plan, self._call, self._lengths = g, plan, call, lengths
         self._operands, self._options, self._reach = operands, options, reach
-        self._window = window_of(g, plan, tables_of(g, operands, plan if reach is None else None), lengths, reach)
+
+    @cached_property
+    def _window(self) -> TableWindow:
+        tables = tables_of(self._g, self._operands, self._plan if self._reach is None else None)
+        return window_of(self._g, self._plan, tables, self._lengths, self._reach)
 
     def logits(self) -> Value:
         g, call = self._g, self._call

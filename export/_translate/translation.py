@@ -22,7 +22,7 @@ from relskew_core.export._nodes.local import attend_blocks
 from relskew_core.export._nodes.operator_nodes import read_side_by_side
 from relskew_core.export._nodes.visible import broadcast
 from relskew_core.export._translate.call import Ends, Reach, TracedCall, dims_of, ends_of, with_one_leading_axis
-from relskew_core.export._translate.chunked import attend_by_length, chunk_sizes
+from relskew_core.export._translate.chunked import Translate, attend_by_length, chunk_sizes
 from relskew_core.export._translate.emitter import TracedEmitter
 from relskew_core.export._translate.node import Functions, add_functions, is_served, write_node
 from relskew_core.export._translate.positions import LookedUp, Skewed, tables_of
@@ -134,14 +134,19 @@ def torch_translation_table(
             return write_node(op, operands, options, ends, opset, functions, _attention)
         operands = with_one_leading_axis(g, operands)
 
-        def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
-            return _attention(g, opset, operands, options, ends)
+        def translated(
+            g: TracedEmitter, operands: Operands, options: Options, logits: Value | None = None
+        ) -> tuple[Any, Any]:
+            return _attention(g, opset, operands, options, ends, logits)
+
+        def relative_logits(g: TracedEmitter, call: TracedCall, operands: Operands, options: Options) -> Value:
+            return _related(g, opset, call, operands, options, ends)[1].logits()
 
         sizes = chunk_sizes(operands, options, chunk_size, opset)
         if sizes is not None:
-            out = attend_by_length(g, operands, options, sizes, translate)
+            out = attend_by_length(g, operands, options, sizes, Translate(translated, relative_logits))
             return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
-        return translate(g, operands, options)
+        return translated(g, operands, options)
 
     def attention(*args: Any) -> tuple[Any, Any]:
         out, lse = results(*args)
@@ -155,40 +160,17 @@ def torch_translation_table(
 
 
 def _attention(
-    g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: Ends | None
+    g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: Ends | None, logits: Value | None = None
 ) -> tuple[Any, Any]:
-    """Translate one call; ``chunk_size`` does not change the result and is ignored."""
-    pattern = options.visibility
-    dims = None if ends is None else dims_of(g, ends)
-    call = TracedCall(g, operands, pattern.offset)
-    g.aligned = call.aligned
-    # Graphs have no window of a table before all keys, or before all queries (for a table of the keys), and no blocks
-    # there.
-    before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
-    before_queries = operands.key_table is not None and pattern.offset != 0
-    if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
-        options = replace(options, visibility=replace(pattern, by_value=True))
-    reach = None
-    if dims is not None:
-        if options.visibility.by_value or pattern.block_size is not None:
-            raise ValueError(
-                "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` "
-                "allow queries at any position: give a table of a fixed number of rows and its Span, such as "
-                "Span.full(1000)"
-            )
-        reach = Reach(*dims, options.span.beyond, (pattern.left, pattern.right))
-    plan = _plan(g, opset, call, operands, options, fitted=reach is not None)
+    """Translate one call, with its relative ``logits`` if they exist; ``chunk_size`` is ignored."""
+    call = TracedCall(g, operands, options.visibility.offset)
+    plan, related = _related(g, opset, call, operands, options, ends)
     nothing = g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
     if plan.local:
         projected = parts.Projected(parts.scaled(g, call.q, options.scale, "attention/scaled"), call.k, call.v)
         inputs = parts.AttentionInputs(projected, tables_of(g, operands, plan), call.lengths)
         return call.result(attend_blocks(g, plan, inputs), "out"), nothing
-    related: LookedUp | Skewed
-    if options.visibility.by_value:
-        related = LookedUp(g, plan, call, operands, options)
-    else:
-        related = Skewed(g, plan, call, operands, options, reach)
-    logits, condition = related.logits(), related.condition()
+    logits, condition = logits or related.logits(), related.condition()
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
@@ -206,6 +188,34 @@ def _attention(
     total = softmax.log_sum(g, lowest=None if condition is None else plan.masked_value)
     lse = g.compute("Squeeze", [total, g.constant([3])], "attention/log_sum_row", total.shape[:3], total.dtype)
     return call.result(out, "out"), call.result(lse, "lse")
+
+
+def _related(
+    g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, options: Options, ends: Ends | None
+) -> tuple[GraphPlan, LookedUp | Skewed]:
+    """Return the form of a call, and what relative positions contribute to it."""
+    pattern = options.visibility
+    dims = None if ends is None else dims_of(g, ends)
+    g.aligned = call.aligned
+    # Graphs have no window of a table before all keys, or before all queries (for a table of the keys), and no blocks
+    # there.
+    before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
+    before_queries = operands.key_table is not None and pattern.offset != 0
+    if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
+        options = replace(options, visibility=replace(pattern, by_value=True))
+    reach = None
+    if dims is not None:
+        if options.visibility.by_value or pattern.block_size is not None:
+            raise ValueError(
+                "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` "
+                "allow queries at any position: give a table of a fixed number of rows and its Span, such as "
+                "Span.full(1000)"
+            )
+        reach = Reach(*dims, options.span.beyond, (pattern.left, pattern.right))
+    plan = _plan(g, opset, call, operands, options, fitted=reach is not None)
+    if options.visibility.by_value:
+        return plan, LookedUp(g, plan, call, operands, options)
+    return plan, Skewed(g, plan, call, operands, options, reach)
 
 
 def _plan(

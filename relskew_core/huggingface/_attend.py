@@ -49,6 +49,9 @@ def register_masks() -> None:
                 mask_function=mask_function, attention_mask=attention_mask, **options
             )
             return mask
+        traced = torch.compiler.is_compiling() or masking.is_tracing(attention_mask)
+        if attention_mask is None or (not traced and bool(attention_mask.all())):
+            return None
         return keys_of_blocks(attention_mask=attention_mask)
 
     def keys_of_blocks(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
@@ -168,7 +171,7 @@ class DropIn(Whole):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if self.window is not None or self.key_masks:  # pickle must find transformers in another process
+        if self.masks or self.key_masks:  # pickle must find transformers in another process
             register_masks()
 
     if TYPE_CHECKING:  # attributes of the original

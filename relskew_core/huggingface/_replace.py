@@ -19,12 +19,14 @@ from relskew_core.huggingface import (  # noqa: F401  # their classes enter them
 )
 from relskew_core.huggingface._attend import (
     CAUSAL_NAME,
+    MASK_NAME,
+    OWN_MASKS,
     DropIn,
     check_forward,
     kind_of,
     mask_keys_alone,
     refuse_weights,
-)
+)  # fmt: skip
 
 
 def checked_window(window: Any) -> tuple[int, int] | None:
@@ -161,12 +163,16 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         check_local(present)
     for part, new in made:
         new.take_the_place_of(part)
-    deciding = {name for _, new in made for name in new.key_masks}
+    deciding = {name: CAUSAL_NAME for _, new in made for name in new.key_masks}
+    deciding |= {name: MASK_NAME for _, new in made for name in new.masks}
     for part in parts.values():
         config: Any = getattr(part, "config", None)
-        # Without a name of an implementation, as in a part made alone, transformers makes no mask.
-        if kind_of(part).__name__ in deciding and getattr(config, "_attn_implementation", "") is not None:
-            mask_keys_alone(part, CAUSAL_NAME)
+        name = deciding.get(kind_of(part).__name__)
+        # Without a name of an implementation, as in a part made alone, transformers makes no mask. Encoders that make
+        # masks themselves hide keys from queries that are padding, too, which only a window changes.
+        own = name == MASK_NAME and any(hasattr(part, method) for method in OWN_MASKS)
+        if name is not None and not own and getattr(config, "_attn_implementation", "") is not None:
+            mask_keys_alone(part, name)
     if sides is not None:
         make_local(model, sides)
     if not isinstance(model, DropIn) and _without_weights not in model._forward_pre_hooks.values():

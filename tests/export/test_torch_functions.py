@@ -221,6 +221,46 @@ def test_chunks_agree_at_any_length(opset: int) -> None:
         assert_same(run(*masked(*shape)), model, *masked(*shape), gate=1e-5)
 
 
+@pytest.mark.no_cover
+@pytest.mark.parametrize("opset", [18, 23])
+def test_chunks_share_the_logits_of_a_bias_and_hide_keys_in_their_products(opset: int) -> None:
+    """Items without any visible key, bounds on one side, other lengths of keys, values with a table, key heads."""
+
+    def forward(self: Any, x: Any, mask: Any) -> tuple[Any, ...]:
+        given: dict[str, Any] = {"rel_bias": self.bias, "span": FAR}
+        shown = mask & (torch.arange(len(x), device=x.device) > 0)[:, None, None, None]
+        keys, few = x[..., :5, :], shown[..., :5]
+        return (
+            relative_attention(x, x, x, **given, mask=shown),
+            relative_attention(x, x, x, **given, mask=shown, causal=True),
+            relative_attention(x, x[:, :1], x[:, :1], **given, mask=shown, scale=0.3),
+            relative_attention(x, keys, keys, **given, mask=few, offset=2),
+            relative_attention(x, x, x, **given, mask=shown, rel_v=self.table),
+            relative_attention(x, x, x, **given, window=(None, 2)),
+            relative_attention(x[0], x[0], x[0], **given, mask=shown[-1]),
+            relative_attention(x, x, x, **given, mask=shown, softcap=2.0),
+        )
+
+    model = of(forward, table=random(2, 13, 4, seed=1), bias=random(2, 13, seed=3)).eval()
+    table = torch_translation_table(opset, chunk_size=4)
+    vary = ({0: VARY, 2: VARY}, {0: VARY, 3: VARY})
+    run = session(export(model, masked(2, 9), vary, opset, custom_translation_table=table))  # type: ignore[arg-type]
+    for shape in [(3, 5), (1, 8), (2, 21), (2, 6)]:
+        assert_same(run(*masked(*shape)), model, *masked(*shape), gate=1e-5)
+
+
+def test_nothing_but_products_and_a_part_of_a_bias_is_in_chunks_of_an_encoder() -> None:
+    def forward(self: Any, x: Any, m: Any) -> Any:
+        return relative_attention(x, x, x, rel_bias=self.bias, span=FAR, mask=m)
+
+    model = of(forward, bias=random(2, 13, seed=3)).eval()
+    made = torch_to_onnx(model, dict(zip("xm", masked(2, 9), strict=True)), chunk_size=4)
+    graph = next(node for node in made.graph.node if node.op_type == "If").attribute
+    loop = next(node for branch in graph for node in branch.g.node if node.op_type == "Loop")
+    names = {node.op_type for node in loop.attribute[0].g.node}
+    assert names == {"Identity", "Mul", "Min", "Add", "Sub", "Slice", "Attention"}
+
+
 def test_chunks_past_a_table_fail(tmp_path: Any) -> None:
     table = random(16, 4, seed=2)
     model = of(lambda self, x: relative_attention(x, x, x, self.table, REACH, causal=True), table=table).eval()
