@@ -114,7 +114,7 @@ test-lowest: .venv-lowest/stamp
 # Made anew each time: what is newest changes without a change here.
 test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --editable '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --editable '.[ci]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS)
 
 test-aarch64: .venv/dev.stamp
@@ -171,7 +171,7 @@ mutants: .venv-mutants/stamp .venv-peers/stamp
 # `make --jobs=2 check` runs the two type checkers at the same time.
 check: check-style check-mypy check-pyright
 
-check-style: .venv/dev.stamp
+check-style: .venv/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror backends/_compiled/source/*.?pp
@@ -225,8 +225,12 @@ $(BIN)/python:
 	$(INSTALL) --editable '.[numpy,torch-onnx,onnxruntime,cli,plot]' mido
 	@touch $@
 
-.venv/dev.stamp: $(BIN)/python $(INPUTS)
-	$(INSTALL) --editable '.[dev]'
+.venv/lint.stamp: $(BIN)/python requirements/pins.txt
+	$(PIP) clang-format ruff
+	@touch $@
+
+.venv/dev.stamp: $(BIN)/python $(INPUTS) | .venv/lint.stamp
+	$(INSTALL) --editable '.[ci]'
 	@touch $@
 
 # Both next to .venv, so that the environment of the other tests does not change.

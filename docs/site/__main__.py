@@ -21,7 +21,15 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent
 ROOT = DOCS.parent
 
-AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")
+AT_THE_ROOT = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "RELEASING.md",
+    "SECURITY.md",
+    "GOVERNANCE.md",
+    "CODE_OF_CONDUCT.md",
+)
 """README.md is no page of the site; its home includes parts of it."""
 
 NOT_SEARCHED = "---\nnosearch: true\n---\n\n"

@@ -51,6 +51,23 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert all(bias.grad is not None for bias in names["biases"])
 
 
+@pytest.mark.slow
+def test_the_answers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that need transformers, with tiny models."""
+    for name in ("T5EncoderModel", "T5ForConditionalGeneration"):
+        made = FAMILIES["T5"].make() if name == "T5ForConditionalGeneration" else FAMILIES["T5"].make().encoder
+        monkeypatch.setattr(peer(f"transformers.{name}"), "from_pretrained", lambda name, made=made, **options: made)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for block in blocks if "from transformers" in block]
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 2
+    assert "T5RelativeAttention" in {type(part).__name__ for part in names["model"].modules()}
+    assert (tmp_path / "t5" / "decoder_model.onnx").exists()
+
+
 SLOW_EXPORTS = [pytest.param(each, marks=pytest.mark.slow) for each in (encoder_decoder_to_onnx, register_exporters)]
 
 

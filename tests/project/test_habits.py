@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +13,9 @@ import yaml
 
 from tracked import ROOT, tracked
 
-WORKFLOWS = [ROOT / ".github/workflows/ci.yml", ROOT / ".forgejo/workflows/ci.yml"]
-GUIDES = ["CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PARTS = re.findall(r"^(\w+)\(\) ", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+GUIDES = ["CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md"]
 
 
 def read(path: Path) -> dict[Any, Any]:
@@ -26,11 +28,47 @@ def supported_pythons() -> list[str]:
     return [match[1] for line in project["classifiers"] if (match := re.fullmatch(r".* :: (3\.\d+)", line))]
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.parts[-3])
-def test_a_workflow_runs_everything_on_the_oldest_and_the_newest_python(path: Path) -> None:
-    workflow = read(path)
+def runs(workflow: dict[Any, Any]) -> list[str]:
+    """Return the commands of all jobs, once for each entry of a matrix."""
+    found = []
+    for job in workflow["jobs"].values():
+        lines = [step["run"] for step in job["steps"] if "run" in step]
+        for name, values in job.get("strategy", {}).get("matrix", {}).items():
+            lines = [line.replace(f"${{{{ matrix.{name} }}}}", value) for line in lines for value in values]
+        found += lines
+    return found
+
+
+def test_every_change_is_tested_in_jobs_of_their_own_on_every_python() -> None:
+    workflow = read(ROOT / ".github/workflows/ci.yml")
     assert {"push", "pull_request"} <= set(workflow[True])  # `on` is a boolean in YAML 1.1
-    (job,) = workflow["jobs"].values()
+    assert {f".ci/run {part}" for part in ("lint", "types", "tests", "peers")} <= set(runs(workflow))
+    pythons = workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    assert pythons[0] == supported_pythons()[0]
+    assert set(supported_pythons()) <= set(pythons)
+
+
+def test_workflows_together_run_every_part() -> None:
+    lines = [line for path in WORKFLOWS for line in runs(read(path))]
+    parts = {part for line in lines if line.startswith(".ci/run") for part in line.split()[1:]}
+    assert parts == set(PARTS) - {"clang_runtime", "sanitize", "rest"}
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {word for line in lines for word in re.findall(r"make ([\w-]+)", line)} <= set(targets)
+
+
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, ROOT / ".forgejo/workflows/ci.yml"], ids=lambda path: f"{path.parts[-3]}-{path.stem}"
+)
+def test_actions_are_pinned_by_commit_and_may_only_read(path: Path) -> None:
+    workflow = read(path)
+    used = re.findall(r"uses: (\S+) ?(.*)", path.read_text())
+    assert used
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) and "# v" in version for action, version in used)
+    assert path.parts[-3] == ".forgejo" or workflow["permissions"] == {"contents": "read"}
+
+
+def test_forgejo_runs_everything_on_the_oldest_and_the_newest_python() -> None:
+    (job,) = read(ROOT / ".forgejo/workflows/ci.yml")["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step][-1] == ".ci/run"
     assert job["strategy"]["matrix"]["python"] == [supported_pythons()[0], supported_pythons()[-1]]
 
@@ -82,6 +120,12 @@ def test_forges_get_the_same_request_template() -> None:
 
 MADE = ("build/objects", "dist/", "site/html", ".emulated/")
 """Folders that make writes."""
+
+
+def test_an_unknown_part_is_refused_before_anything_runs() -> None:
+    ended = subprocess.run([ROOT / ".ci/run", "lint", "all"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("all is none of lint, types, tests, peers, ")
 
 
 @pytest.mark.parametrize("guide", GUIDES)
