@@ -167,12 +167,12 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     deciding |= {name: MASK_NAME for _, new in made for name in new.masks}
     for part in parts.values():
         config: Any = getattr(part, "config", None)
-        name = deciding.get(kind_of(part).__name__)
+        kind = deciding.get(kind_of(part).__name__)
         # Without a name of an implementation, as in a part made alone, transformers makes no mask. Encoders that make
         # masks themselves hide keys from queries that are padding, too, which only a window changes.
-        own = name == MASK_NAME and any(hasattr(part, method) for method in OWN_MASKS)
-        if name is not None and not own and getattr(config, "_attn_implementation", "") is not None:
-            mask_keys_alone(part, name)
+        own = kind == MASK_NAME and any(hasattr(part, method) for method in OWN_MASKS)
+        if kind is not None and not own and getattr(config, "_attn_implementation", "") is not None:
+            mask_keys_alone(part, kind)
     if sides is not None:
         make_local(model, sides)
     if not isinstance(model, DropIn) and _without_weights not in model._forward_pre_hooks.values():

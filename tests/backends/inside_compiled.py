@@ -1,6 +1,7 @@
 """The compiled kernels: they equal the portable code in NumPy and torch, for every kind of processor they know."""
 
 import gc
+import heapq
 import importlib
 import os
 import platform
@@ -878,3 +879,41 @@ def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> N
     assert names == "the compiled kernels do not take `mask` and `softcap`"
     monkeypatch.setattr(_compiled, "kernels", None)
     assert _compiled.refusal(x, options) == "no kernels were compiled at installation"
+
+
+def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
+    """Return the pairs in each task of a head, in a causal call; with few queries, of up to 8 heads."""
+    q, k = (np.empty((1, heads, n, 64), np.float32) for n in (queries, keys))
+    table, sums = np.empty((keys, 64), np.float32), np.empty((*q.shape[:-1], 2), np.float32)
+    given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
+    x = given.operands()
+    arguments = [*_compiled.Call.of(x, given.options)[:3], *_compiled._arrays(x), *_compiled.NO_HASHES]
+    if not backward:
+        return tuple(kernels.attend(*arguments, np.empty(q.shape, np.float32), None, None, 0, 0))
+    of_names = (getattr(x, name) for name in _compiled.GRADIENTS)
+    gradients = [None if own is None else np.empty(own.shape, np.float32) for own in of_names]
+    return tuple(kernels.pull_back(*arguments, q, q, sums, None, *gradients, 0, 0))
+
+
+def longest_share(tasks: tuple[int, ...], processors: int) -> int:
+    """Return the pairs of the processor that has most, where each takes the next task when it is idle."""
+    busy = [0] * processors
+    for task in tasks:
+        heapq.heapreplace(busy, busy[0] + task)
+    return max(busy)
+
+
+def test_the_tasks_of_a_call_are_enough_and_even() -> None:
+    """For 16, 64 and 128 processors: the last to be busy is busy for little longer than all are."""
+    for heads, queries, keys, backward, processors in (
+        (1, 4096, 4096, False, 128), (1, 4096, 4096, True, 64), (1, 16384, 16384, True, 128),
+        (32, 4096, 4096, False, 128), (32, 4096, 4096, True, 128), (8, 2048, 2048, True, 64),
+        (1, 1, 100_000, False, 16), (32, 1, 16384, False, 64),
+    ):  # fmt: skip
+        tasks = cut(heads, queries, keys, backward=backward)
+        runs = heads if queries > 4 else -(-heads // 8)
+        pairs = (keys - queries) * queries + queries * (queries + 1) // 2
+        assert pairs <= sum(tasks) <= 1.1 * pairs
+        assert runs * len(tasks) >= processors
+        assert max(tasks) <= 1.15 * sum(tasks) / len(tasks)
+        assert longest_share(tasks * runs, processors) < 2 * sum(tasks) * runs / processors

@@ -14,7 +14,6 @@ import pytest
 
 import dense
 import kernels_built
-from benchmarks.compiled import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
 from libraries import needs_kernels
 from relskew_core import Span, relative_attention, relative_attention_vjp
@@ -119,23 +118,6 @@ def test_results_are_the_same_to_the_bit_on_any_number_of_threads_of_any_library
             np.testing.assert_array_equal(np.asarray(x), np.asarray(other[name]), name)
     for name, x in expected.items():
         close(np.asarray(found[0][name]), x, name)
-
-
-def test_the_tasks_of_a_call_are_enough_and_even() -> None:
-    """For 16, 64 and 128 processors: the last to be busy is busy for little longer than all are."""
-    for heads, queries, keys, backward, processors in (
-        (1, 4096, 4096, False, 128), (1, 4096, 4096, True, 64), (1, 16384, 16384, True, 128),
-        (32, 4096, 4096, False, 128), (32, 4096, 4096, True, 128), (8, 2048, 2048, True, 64),
-        (1, 1, 100_000, False, 16), (32, 1, 16384, False, 64),
-    ):  # fmt: skip
-        tasks = cut(heads, queries, keys, backward=backward)
-        runs = heads if queries > 4 else -(-heads // 8)
-        pairs = (keys - queries) * queries + queries * (queries + 1) // 2
-        assert pairs <= sum(tasks) <= 1.1 * pairs
-        assert runs * len(tasks) >= processors
-        assert max(tasks) <= 1.15 * sum(tasks) / len(tasks)
-        assert speed_up(tasks * runs, processors) > processors / 2
-        assert speed_up(tasks * runs, 1) == 1
 
 
 def test_after_the_end_of_the_main_thread_calls_still_work() -> None:

@@ -50,7 +50,7 @@ def seen(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, set[int]
     """Return which pairs see each other, masks aside, and which rows of tables belong to some pair."""
     n, m, offset = arrays["q"].shape[-2], arrays["k"].shape[-2], options["offset"]
     visible, rows = np.zeros((ITEMS, n, m), bool), set()
-    pattern = {name: options.get(name) for name in ("causal", "window", "block_size")}
+    pattern: dict[str, Any] = {name: options.get(name) for name in ("causal", "window", "block_size")}
     for item in range(ITEMS):
         first = offset if isinstance(offset, int) else offset[item]
         queries, keys = oracles.of_item(arrays.get("positions"), (item, 0), n, m)
