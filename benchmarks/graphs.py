@@ -235,7 +235,7 @@ def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case
 class Export(Benchmark):
     """Forms of a block at several lengths, and one token after pasts of several lengths."""
 
-    page = "export.md"
+    page = "graphs.md"
     tolerance = 1e-4
     seconds = 2.0
     pairs = True

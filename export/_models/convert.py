@@ -21,7 +21,7 @@ from relskew_core._array.checks import describe
 from relskew_core.backends._torch.decomposed import operators_kept
 from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, checked_opset
 from relskew_core.export._form.weights import check_dtype
-from relskew_core.export._models.exported import ExportOptions
+from relskew_core.export._models.exported import ExportOptions, announce
 from relskew_core.export._models.names import name_lengths, name_nodes
 from relskew_core.export._models.rewrites import compute_in_float32, expand_rotary, store_once
 from relskew_core.export._translate.translation import REACH, torch_translation_table
@@ -78,6 +78,7 @@ def convert(
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
+    announce(f"exporting {', '.join(output_names[:2])} …")
     opset = checked_opset(PROFILES["ort"].opset if options.opset is None else options.opset)
     exported = min(opset, EXPORTER_OPSET)
     table = torch_translation_table(exported, chunk_size=chunk_size, operator=options.operator)

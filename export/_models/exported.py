@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -206,6 +207,12 @@ def exports(function: Callable[..., Result]) -> Callable[..., Result]:
     return explains(call)
 
 
+def announce(step: str) -> None:
+    """Print what begins, if someone watches: an export takes seconds to minutes."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"relskew: {step}", file=sys.stderr)
+
+
 Compare = Callable[[Sequence[Path], bool, float | None, list[Check]], None]
 """Compares files with a model, perhaps with the operator library, within a tolerance or that of the model's dtype.
 
@@ -227,6 +234,7 @@ def publish(
     def save(targets: Sequence[Path], tolerance: float | None, texts: Mapping[str, str] | None = None) -> None:
         def check(files: Sequence[Path]) -> None:
             for library in (False, True)[: 1 + options.operator]:
+                announce(f"comparing with torch{' with the operator library' * library} …")
                 compare(files, library, tolerance, checks)
 
         write(

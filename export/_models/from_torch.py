@@ -95,16 +95,6 @@ def torch_to_onnx(
     >>> graph = torch_to_onnx(encoder, given, vary={"x": [0]}, check=False).graph
     >>> [x.name for x in graph.input]
     ['x', 'mask']
-
-    Into a file, with attention over all queries at once for longer inputs too:
-
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "encoder.onnx"
-    ...     model = torch_to_onnx(encoder, torch.randn(2, 5, 8), path, chunk_size=None)
-    ...     path.exists()
-    True
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -123,8 +113,14 @@ def torch_to_onnx(
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
     with convert.evaluating(flat), torch.no_grad():
-        if not flat(*leaves):  # which also records the names of the results
-            raise ValueError("`model` must return a tensor for `inputs`, got none")
+        try:
+            given = flat(*leaves)  # which also records the names of the results
+        except Exception as error:
+            if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+                error.add_note("To generate tokens with `model`, use encoder_decoder_to_onnx(model, folder).")
+            raise
+    if not given:
+        raise ValueError("`model` must return a tensor for `inputs`, got none")
     names = _names("input_names", input_names, flat.input_names)
     results = _names("output_names", output_names, flat.output_names, names)
     varies = convert.varying(flat) if vary is None else convert.Varying(_axes(leaves, names, vary), frozenset(), {})

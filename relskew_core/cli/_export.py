@@ -121,7 +121,7 @@ def _signature(value: Any) -> str:
 
 
 def chunk_of(device: str | None) -> Literal["auto"] | None:
-    """Return the chunk size of a graph for a device: the fastest one in docs/export.md."""
+    """Return the chunk size of a graph for a device: the fastest one in docs/graphs.md."""
     if device not in (None, *DEVICES):
         raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
     return None if device == "cuda" else "auto"

@@ -71,7 +71,7 @@ def test_an_empty_batch_is_refused_by_quantised_products(kind: Any, blocks: dict
 @pytest.mark.no_cover
 @case
 def test_an_empty_batch_gives_empty_results_or_the_refusals_of_the_page(form: str, options: dict[str, Any]) -> None:
-    """Supported by the standard; `docs/export.md` describes what onnxruntime rejects."""
+    """Supported by the standard; `docs/graphs.md` describes what onnxruntime rejects."""
     model, plan = planned(form, options)
     trials = [trial for trial, _ in make_trials(plan, None, (1,), 0) if trial.fits and trial.queries < 20]
     trial = replace(max(trials, key=lambda trial: (trial.queries, trial.past)), batch=0)

@@ -1,6 +1,7 @@
 """Encoder–decoders as graphs, with a stand-in for transformers: names, files that appear together, tokens."""
 
 import importlib
+import io
 import itertools
 import os
 import shutil
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from onnx_sessions import shapes
 from operator_runs import needs_library
 from relskew_core import Span, relative_attention
-from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate, open_model
+from relskew_core.export import ExportReport, encoder_decoder_to_onnx, generate, open_model, torch_to_onnx
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
 FILES = ("encoder_model.onnx", "memory_model.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
@@ -185,10 +186,18 @@ def test_calls_as_nodes_give_the_same_tokens(made: tuple[Model, Path], tmp_path:
     assert np.array_equal(generate(folder, source.numpy(), 40, mask=mask.numpy()), want)
 
 
-def test_a_model_of_features_takes_vectors(tmp_path: Path) -> None:
+def test_a_model_of_features_takes_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Sounds(wide=False).eval()
     reports: list[ExportReport] = []
-    folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # an existing directory
+    terminal = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(terminal, "isatty", lambda: True)
+        patch.setattr(sys, "stderr", terminal)
+        folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # an existing directory
+    steps = terminal.getvalue().splitlines()
+    outputs = ("last_hidden_state", "present.0.encoder.key, ", "logits, ", "logits, ")
+    assert all(step.startswith(f"relskew: exporting {name}") for step, name in zip(steps, outputs, strict=False))
+    assert steps[4:] == ["relskew: comparing with torch …"]
     assert [graph.file for graph in reports[0].graphs] == list(FILES)
     assert dict(reports[0].graphs[2].inputs[2].fixed) == {1: "the heads of the layer", 3: "the width of a head"}
     assert {check.name for check in reports[0].checks} >= {"last_hidden_state", "logits", "present.0.encoder.key"}
@@ -245,6 +254,9 @@ def test_existing_files_are_not_replaced(made: tuple[Model, Path]) -> None:
 def test_models_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`model` must be an encoder–decoder of transformers"):
         encoder_decoder_to_onnx(nn.Linear(2, 2), tmp_path / "made")
+    with pytest.raises(TypeError) as raised:
+        torch_to_onnx(Model(), torch.zeros(2, 5, dtype=torch.int64))
+    assert any("encoder_decoder_to_onnx(model, folder)" in note for note in raised.value.__notes__)
     model = Model()
     model.config.is_encoder_decoder = False  # as an encoder that is made of the same config sets it
     with pytest.raises(TypeError, match=r"got Model with config\.is_encoder_decoder=False$"):

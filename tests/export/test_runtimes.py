@@ -128,7 +128,7 @@ def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> No
     (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),
 ], ids=["a table by head", "Attention"])  # fmt: skip
 def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
-    """As in `docs/export.md`: if it supports one some day, our graphs can, too."""
+    """As in `docs/graphs.md`: if it supports one some day, our graphs can, too."""
     sizes = {"x": [0, 2, 3, 4], **shapes}
     given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
     graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])

@@ -104,18 +104,18 @@ def run_command(command: str, folder: Path) -> None:
         assert run.returncode == 0, f"{command}: {run.stdout}{run.stderr}"
 
 
-def run_c(block: Block, folder: Path) -> None:
-    """Compile a program of C with the library beside the kernels, and run it."""
+def run_c(block: Block, folder: Path, page: Path) -> None:
+    """Compile a program of C in the folder of the library, and run it, by the lines that its page shows."""
     library = custom_ops_library()  # for the page that does not run without it
-    compiler = shutil.which("cc")
-    if compiler is None:
+    if shutil.which("cc") is None:
         pytest.skip("no compiler of C is here")
     (folder / "host.c").write_text(block.code)
-    where = [f"-I{library.parent / 'include'}", str(library), "-lm"]
-    command = [compiler, "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "host.c", *where, "-o", "host"]
-    for each in (command, ["./host"]):
-        run = subprocess.run(each, cwd=folder, capture_output=True, text=True)
-        assert run.returncode == 0, f"{shlex.join(each)}: {run.stdout}{run.stderr}"
+    (folder / library.name).symlink_to(library)
+    (folder / "include").symlink_to(library.parent / "include")
+    compiled, ran = re.findall(r"^\$ (.*)$", page.read_text(), re.MULTILINE)
+    for line in (f"{compiled} -std=c99 -Wall -Wextra -Werror -pedantic", ran):
+        run = subprocess.run(shlex.split(line), cwd=folder, capture_output=True, text=True)
+        assert run.returncode == 0, f"{line}: {run.stdout}{run.stderr}"
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -131,7 +131,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             if "from transformers" not in block.code:  # tests/peers/test_families_page.py runs it
                 run_python(block, page, names)
         elif block.language == "c":
-            run_c(block, tmp_path)
+            run_c(block, tmp_path, page)
         elif block.language == "console":
             commands = re.findall(r"^\$ (.*)$", re.sub(r"\\\n\s+", "", block.code), re.MULTILINE)
             assert commands, f"{page.name}:{block.line}: a console block shows commands after `$ `"
