@@ -1,4 +1,4 @@
-"""The tutorial on T5: the tokens of its programs in C++ and JavaScript are those of Python."""
+"""The tutorials that need transformers run; the tokens of T5 in C++ and JavaScript are those of Python."""
 
 import os
 import re
@@ -11,14 +11,23 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorials" / "t5.md").read_text()
+TUTORIALS = ROOT / "docs" / "tutorials"
+PAGE = (TUTORIALS / "t5.md").read_text()
 WEB = ROOT / ".venv-web" / "node_modules"
 HEADERS = [Path(os.environ.get("ONNXRUNTIME_INCLUDE", "/usr/include/onnxruntime")), Path(__file__).parent]
 """Where C++ finds onnxruntime's headers; the second has declarations alone, with which a program is only parsed."""
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def test_models_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    for block in blocks("python", (TUTORIALS / "accelerate.md").read_text()):
+        exec(block, found)
+    assert "T5RelativeAttention" in {type(part).__name__ for part in found["trained"].modules()}
 
 
 @pytest.fixture(scope="module")

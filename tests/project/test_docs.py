@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 OF_PEERS = {
+    "accelerate.md": "tests/peers/test_tutorials.py",
     "huggingface.md": "tests/peers/test_families_page.py",
     "keras.md": "tests/peers/test_keras.py",
     "piper.md": "tests/peers/trained_weights.py",
