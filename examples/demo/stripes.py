@@ -104,7 +104,7 @@ def picture(found: Shown) -> Picture:
             [_cell(tone, (i, c + i - first if first else c) in marked) for c, tone in enumerate(row)]
             for i, row in enumerate(tones)
         ]
-        return Panel(title, cells, notes, columns, "note i", axis, weights=True)
+        return Panel(title, cells, notes, columns, f"note i ↓, {axis} →", weights=True)
 
     notes = [str(i + 1) for i in range(n)]
     positions = [str(c - n + 1).replace("-", "−") for c in range(n)]

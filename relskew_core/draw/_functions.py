@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,6 @@ BEYOND = {
     "clip": "clip: the rows at the ends serve what is past them.",
     "zero": "zero: nothing is added past the ends.",
 }
-
-ARRAYS = ("mask", "segments", "positions")
-"""Arguments whose values are too long for a title."""
 
 
 def draw_span(*spans: Span, longest: int = 11) -> Picture:
@@ -53,8 +51,7 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
     if not spans:
         raise ValueError("`spans` must name at least one Span, got none")
     notes = [BEYOND[beyond] for beyond in dict.fromkeys(span.beyond for span in spans)]
-    panels = [_row_panel(span, longest) for span in spans]
-    return Picture("Rows of a table", panels, notes=["Cells show the row.", *notes])
+    return Picture("Rows of a table", [_row_panel(span, longest) for span in spans], 1, ["Cells show the row.", *notes])
 
 
 def _row_panel(span: Span, longest: int) -> Panel:
@@ -62,14 +59,10 @@ def _row_panel(span: Span, longest: int) -> Panel:
     if span.rows > longest:
         near = {r for end in (-span.left, 0, span.right) for r in range(end - 1, end + 2)}
         shown = sorted({shown[0], shown[-1], *near})
-    columns, cells = list[str](), list[Cell]()
-    for last, r in zip((shown[0] - 1, *shown), shown, strict=False):
-        if r != last + 1:
-            columns.append("")
-            cells.append(Cell(text="…"))
-        columns.append(_signed(r))
-        cells.append(_row_cell(r, span))
-    return Panel(_in_words(span), [cells], [""], columns, "", "r = key − query")
+    cells = list[tuple[str, Cell]]()
+    for last, r in pairwise((shown[0] - 1, *shown)):
+        cells += [("", Cell(text="…"))] * (r != last + 1) + [(_signed(r), _cell(r, span))]
+    return Panel(_in_words(span), [[cell for _, cell in cells]], [""], [r for r, _ in cells], "r = key − query →")
 
 
 def _signed(number: int) -> str:
@@ -80,8 +73,10 @@ def _in_words(span: Span) -> str:
     return f"{_signed(-span.left)} … {_signed(span.right)}, beyond: {span.beyond}"
 
 
-def _row_cell(r: int, span: Span) -> Cell:
+def _cell(r: int, span: Span | None, reach: int = 1) -> Cell:
     """Return the cell of a relative position: the row that it uses, in the colour of the position of that row."""
+    if span is None:
+        return Cell(r / reach, _signed(r))
     nearest = min(max(r, -span.left), span.right)
     if nearest != r and span.beyond != "clip":
         return Cell(text="✕" if span.beyond == "error" else "–")
@@ -129,13 +124,8 @@ def draw_call(
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     reach = max(1, int(np.max(np.abs(distances), where=seen, initial=0)))
-
-    def cell(r: int, seen: bool) -> Cell:
-        if not seen:
-            return Cell()
-        return Cell(r / reach, _signed(r)) if span is None else _row_cell(r, span)
-
-    cells = [list(map(cell, *pair)) for pair in zip(distances.tolist(), seen.tolist(), strict=True)]
+    shown: Any = np.where(seen, distances, None)
+    cells = [[Cell() if r is None else _cell(r, span, reach) for r in row] for row in shown.tolist()]
     columns = [str(j) for j in keys]
     if sinks:
         cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["s", *columns]
@@ -150,10 +140,9 @@ def _title(n: int, m: int, arguments: dict[str, Any], *, sinks: bool) -> str:
     queries, keys = f"{n} quer{'y' if n == 1 else 'ies'}", f"{m} key{'s' * (m != 1)}"
     words = [f"{queries}, {keys}" if n != m or n == 1 else f"{n} queries and keys"]
     for name, value in arguments.items():
-        if isinstance(value, bool) or name in ARRAYS:
-            words += [name] if value is not None and value is not False else []
-        elif value is not None and (name, value) != ("offset", 0):
-            words.append(f"{name}={value}")
+        if value is not None and value is not False and (name, value) != ("offset", 0):
+            bare = value is True or name in ("mask", "segments", "positions")  # values that are too long
+            words.append(name if bare else f"{name}={value}")
     return ", ".join([*words, *(["sinks"] if sinks else [])])
 
 
@@ -187,9 +176,8 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     values = np.asarray(weights.tolist() if hasattr(weights, "tolist") else weights, dtype=np.float64)
     values = values[None] if values.ndim == 2 else values
     if values.ndim != 3 or not values.size:
-        raise ValueError(
-            f"`weights` must have shape (H, Lq, Lk) or (Lq, Lk), with no axis of length 0, got {describe(weights)}"
-        )
+        shape = "(H, Lq, Lk) or (Lq, Lk), with no axis of length 0"
+        raise ValueError(f"`weights` must have shape {shape}, got {describe(weights)}")
     if not np.all(values >= 0):
         raise ValueError("`weights` must all be >= 0, got a negative number or NaN")
     count, n, m = values.shape
@@ -201,20 +189,12 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     first = check_int("first_query", first_query)
     rows, columns = [str(first + i) for i in range(n)], list(map(str, range(m)))
     full = float(values[list(chosen)].max()) or 1.0
-    # In proportion to the weight itself, all but the few largest would look alike.
-    panels = [
-        Panel(
-            f"head {head}",
-            [[Cell((x / full) ** 0.5 or None, _short(x)) for x in row] for row in values[head].tolist()],
-            rows,
-            columns,
-            weights=True,
-        )
-        for head in chosen
-    ]
+    drawn = ([[_weight(x, full) for x in row] for row in values[head].tolist()] for head in chosen)
+    panels = [Panel(f"head {head}", x, rows, columns, weights=True) for head, x in zip(chosen, drawn, strict=True)]
     note = f"Colour: the root of the weight; full colour is {full:.2g}."
     return Picture("Weights of attention", panels, min(2, len(panels)), [note])
 
 
-def _short(value: float) -> str:
-    return "" if value == 0 else "1" if value > 0.995 else f"{value:.2f}".removeprefix("0")
+def _weight(x: float, full: float) -> Cell:
+    text = "" if x == 0 else "1" if x > 0.995 else f"{x:.2f}".removeprefix("0")
+    return Cell((x / full) ** 0.5 or None, text)  # in proportion to the weight, all but the largest would look alike

@@ -63,7 +63,7 @@ def test_an_svg_has_its_title_and_its_numbers_as_text(tmp_path: Path) -> None:
 def test_nothing_reaches_beyond_the_edge_or_into_other_text(picture: Picture) -> None:
     """As matplotlib measures the text that it draws."""
     figure: Any = picture._figure(LIGHT)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     width, height = figure.canvas.get_width_height()
     texts = [x for x in figure.findobj(match=lambda x: hasattr(x, "get_text")) if x.get_text() and x.get_visible()]
     boxes = [x.get_window_extent() for x in texts]
