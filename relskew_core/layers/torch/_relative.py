@@ -49,7 +49,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     Notes
     -----
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", and Huang et al. 2018, "Music
-    Transformer". :meth:`reset_parameters` draws projections as Glorot and Bengio 2010, equation 16, and tables with
+    Transformer". ``reset_parameters`` draws projections as Glorot and Bengio 2010, equation 16, and tables with
     rows of unit expected length.
 
     Examples
