@@ -7,7 +7,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import resource
 import signal
 import sys
 from collections import Counter
@@ -68,7 +67,9 @@ def pytest_runtest_protocol() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             sys.modules["torch"].compiler.reset()
         gc.collect()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what has been freed
+        if sys.platform != "win32" and hasattr(
+            libc := ctypes.CDLL(None), "malloc_trim"
+        ):  # glibc keeps what has been freed
             libc.malloc_trim(0)
         _after_emptying[0] = process.memory_info().rss
     return result
@@ -78,6 +79,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let a worker say how much memory it took, and fail the run if that was too much for a laptop."""
     unit = 1 if sys.platform == "darwin" else 1024
     if hasattr(session.config, "workeroutput"):
+        import resource  # not on Windows, where the tests run in one process
+
         session.config.workeroutput["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     elif any(peak > MOST for peak in session.config.stash.get(_peaks, {}).values()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -39,7 +39,7 @@ def runs(workflow: dict[Any, Any]) -> list[str]:
     return found
 
 
-def test_every_change_is_tested_in_jobs_of_their_own_on_every_python() -> None:
+def test_every_change_is_tested_in_separate_jobs_on_every_python() -> None:
     workflow = read(ROOT / ".github/workflows/ci.yml")
     assert {"push", "pull_request"} <= set(workflow[True])  # `on` is a boolean in YAML 1.1
     assert {f".ci/run {part}" for part in ("lint", "types", "tests", "peers")} <= set(runs(workflow))
