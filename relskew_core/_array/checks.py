@@ -246,6 +246,10 @@ def explains(function: Any = None, *, hint: str = "", no_none: str = "") -> Any:
     """
     if function is None:
         return functools.partial(explains, hint=hint, no_none=no_none)
+    if isinstance(function, type):
+        cls: Any = function  # of data, whose fields are its arguments
+        cls.__init__ = explains(cls.__init__)
+        return cls
     wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     known = frozenset(wanted)
     constants = [each for each, one in wanted.items() if not re.search("Array|Tensor|Any", str(one.annotation))]
@@ -269,18 +273,8 @@ def explains(function: Any = None, *, hint: str = "", no_none: str = "") -> Any:
         except TypeError:
             given = {**dict(zip(wanted, args, strict=False)), **kwargs}
             check_static({each: given[each] for each in constants if each in given})
-            for each in needed:
-                if each not in given:
-                    raise TypeError(f"{name}() needs `{each}`{NEEDED.get(each, hint)}") from None
+            if each := next((each for each in needed if each not in given), ""):
+                raise TypeError(f"{name}() needs `{each}`{NEEDED.get(each, hint)}") from None
             raise
 
     return call
-
-
-C = TypeVar("C")
-
-
-def explained(cls: type[C]) -> type[C]:
-    """Let a dataclass explain the arguments it is made of."""
-    cls.__init__ = explains(cls.__init__)  # type: ignore[method-assign]  # it is the dataclass's own
-    return cls

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
 
-from relskew_core._array.checks import check_bool, check_int, check_window, describe, explained
+from relskew_core._array.checks import check_bool, check_int, check_window, describe, explains
 from relskew_core._array.namespace import check_plain
 from relskew_core._functions.buckets import check_endless, t5_buckets
 from relskew_core._positions.span import Span, check_span_given
@@ -73,7 +73,7 @@ ATTENDED = (*TABLES, "sinks")
 """The weights that attention itself uses, by the names of its arguments."""
 
 
-@explained
+@explains
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSpec:
     """An attention block with relative positions: projections, heads, visibility and tables.

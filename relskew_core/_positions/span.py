@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from relskew_core._array.checks import check_choice, check_int, describe, explained
+from relskew_core._array.checks import check_choice, check_int, describe, explains
 
 Beyond = Literal["error", "clip", "zero"]
 BEYOND = get_args(Beyond)  # at import: torch 2.6 does not compile `get_args`
 
 
-@explained
+@explains
 @dataclass(frozen=True, slots=True)
 class Span:
     """The relative positions ``-left … right`` of a table's rows, ascending.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relskew_core._array.checks import check_bool, check_int, describe, explained
+from relskew_core._array.checks import check_bool, check_int, describe, explains
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import integer
 from relskew_core._array.typing import Array
@@ -13,7 +13,7 @@ from relskew_core._positions.span import Span, check_span_given
 from relskew_core.conventions._convention import check_rows
 
 
-@explained
+@explains
 @dataclass(frozen=True, kw_only=True)
 class T5:
     """T5's table of buckets: a bias by relative position, for every length.
@@ -107,7 +107,7 @@ class T5:
         )
 
 
-@explained
+@explains
 @dataclass(frozen=True, kw_only=True)
 class DeBERTa:
     """DeBERTa's relative embeddings, projected and split into heads: rows by relative position.

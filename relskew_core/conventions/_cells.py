@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from relskew_core._array.checks import describe, explained
+from relskew_core._array.checks import describe, explains
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions.grid_layout import check_sides
 from relskew_core._positions.span import Span
 
 
-@explained
+@explains
 @dataclass(frozen=True, kw_only=True)
 class Swin:
     """Swin's table of a window's relative cells: a bias by relative height and width, and depth in Video Swin.
@@ -96,7 +96,7 @@ class Swin:
         return xp.matrix_transpose(xp.reshape(flipped, (rel_bias.shape[0], math.prod(rows))))
 
 
-@explained
+@explains
 @dataclass(frozen=True, kw_only=True)
 class BEiT:
     """BEiT's table: Swin's cells, and three rows for the class token.
