@@ -19,6 +19,9 @@ EVERY = COMMON | {
 }  # fmt: skip
 """All arrays and options by name, so that a path that supports them refuses those that are added later."""
 
+FUSED = COMMON | {"q_segments", "k_segments", "seed", "softcap", "blocks_before", "dropout"}
+"""The arrays and options that the fused kernels support."""
+
 
 @dataclass(frozen=True)
 class Path:

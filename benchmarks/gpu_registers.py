@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -24,12 +25,13 @@ from benchmarks.runner import Benchmark, Call, Case, Record, Row, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Limits, TiledCall, block, tiles, widest
+from relskew_core.backends._torch.triton.call import TILES, Limits, TiledCall, block, rows_of, tiles, widest
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 TERMS = {
     "plain": (None, False),
     "full": (Span.causal(1024), False),
@@ -40,7 +42,14 @@ TERMS = {
 """The terms of the compiled calls: tables for keys, and for values; or all terms."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}  # of a program, by compute capability
+SHARED_BYTES = {
+    80: 163 * 2**10,
+    86: 99 * 2**10,
+    89: 99 * 2**10,
+    90: 227 * 2**10,
+    100: 227 * 2**10,
+    120: 99 * 2**10,
+}  # of a program, by compute capability
 
 
 def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:
@@ -65,42 +74,54 @@ def tiled(arguments: Arguments, capability: int) -> TiledCall:
 def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Return the names of a call's kernels with their arguments."""
     x, numbers = call.operands, torch.empty(1)
-    yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "row_sums": numbers}
+    yield "forward", forward_kernels.forward_kernel, {
+        **call.arguments(call.forward), "out": x.q, "row_sums": numbers, "keys_of_program": 1024,
+    }  # fmt: skip
     given = {**call.arguments(call.backward), "d_out": x.q, "row_sums": numbers, "delta": numbers}
-    yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages}
+    yield "keys", key_kernels.key_gradient_kernel, {
+        **given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages, "d_mask": numbers if call.of_keys else None,
+    }  # fmt: skip
     logits = None if x.rel_k is None and x.rel_bias is None else x.q
-    weights = None if x.rel_v is None else x.q
     yield "queries", query_kernels.query_gradient_kernel, {
-        **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,
-        "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048, "d_rel_q": x.rel_q,
-        "d_mask": x.mask, "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None,
-        "KEEP_MASK": x.mask is not None, "APART": call.apart,
+        **given, "d_q": x.q, "d_logits": logits, "weights": None if x.rel_v is None else x.q, "far_logits": numbers,
+        "far_weights": numbers, "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
+        "d_rel_q": x.rel_q, "d_mask": None if call.of_keys else x.mask, "APART": call.apart,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
         yield "tables", key_kernels.table_gradient_kernel, {
-            "x": x.q, "y": x.q, "sums": numbers, "y_b": 2048 * width, "y_h": 1024 * width, "y_i": width, "heads": 2,
-            "chunk_start": 0, "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048,
-            "slab_rows": 2048, "D": width, "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision,
+            "x": x.q, "rows": rows_of(x.q), "sums": numbers, "batch": 2, "chunk_start": 0, "chunk_stop": 1024,
+            "width": 2048, "first_column": 0, "all_columns": 2048, "slab_rows": 2048, "D": width,
+            "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision,
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
     """Compile a kernel like a launch with these arguments, and return what Triton makes of it."""
-    signature, constants, attributes = {}, {}, {}
-    fixed = set(kernel.do_not_specialize or ())
-    for index, parameter in enumerate(kernel.params):
-        value = arguments.get(parameter.name)
-        free = isinstance(value, int) and parameter.name not in fixed
-        if parameter.is_constexpr or value is None or (free and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-            continue
-        if isinstance(value, torch.Tensor) or (free and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+    constants, attributes = {}, {}
+
+    def signed(value: Any, place: tuple[int, ...], free: bool) -> Any:
+        """Return the type of an argument, or of each of a tuple; constants and what is known of others are noted."""
+        if isinstance(value, tuple):
+            return type(value)(*(signed(each, (*place, index), free) for index, each in enumerate(value)))
+        value, constant = (value.value, True) if isinstance(value, tl.constexpr) else (value, False)
+        if constant or value is None or (free and isinstance(value, int) and value == 1):
+            constants[place] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor) or (free and isinstance(value, int) and value % 16 == 0):
+            attributes[place] = [["tt.divisibility", 16]]
         kind = "fp32" if isinstance(value, float) else "i32"
-        signature[parameter.name] = f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else kind
+        return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else kind
+
+    fixed = set(kernel.do_not_specialize or ())
+    signature = {
+        parameter.name: signed(
+            tl.constexpr(value) if parameter.is_constexpr else value, (index,), parameter.name not in fixed
+        )
+        for index, parameter in enumerate(kernel.params)
+        for value in (arguments.get(parameter.name),)
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -13,7 +13,8 @@ from typing import Any
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.problem import Problem
-from relskew_core.backends._path import COMMON, Path
+from relskew_core.backends import _path
+from relskew_core.backends._path import Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -55,7 +56,7 @@ def _fused_vjp(  # pragma: gpu only
         return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
 
 
-FUSED = Path(_fused, _fused_vjp, supports=COMMON | {"softcap"}, half=True)
+FUSED = Path(_fused, _fused_vjp, supports=_path.FUSED, half=True)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from relskew_core._array.known import compiled_for_any, varies
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _compiled, _ragged
-from relskew_core.backends._path import COMMON, PORTABLE, Path
+from relskew_core.backends._path import FUSED, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import eager, operator
 from relskew_core.backends._torch.cpu import prepared as prepared
@@ -38,7 +37,7 @@ def serve(function: str, call: Problem) -> Path | str:
         from relskew_core.backends._torch.triton import choice
 
         reason = choice.refusal(call.operands(half=True), call.options)
-        return reason or _fused()
+        return reason or _fused(call)
     return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
 
 
@@ -56,10 +55,15 @@ def _on_cpus(call: Problem) -> Path | str:
         reason = reason or _compiled.refusal(x, options, supports)
     if reason is not None:
         return reason
-    if not is_ragged:
-        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), supports=supports, half=half)
-    attend_runs: Callable[..., Any] = partial(_ragged.attention, attend=attend, split=torch.split)
-    pull_back_runs = partial(_ragged.attention_vjp, pull_back=eager.attention_vjp, split=torch.split)
+    if is_ragged:
+        return _by_run(attend, eager.attention_vjp, supports, half=half)
+    return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), supports=supports, half=half)
+
+
+def _by_run(attend: Any, pull_back: Any, supports: frozenset[str], *, half: bool) -> Path:
+    """Return kernels for a batch with offsets by item: a call for each run of equal ones."""
+    attend_runs = partial(_ragged.attention, attend=attend, split=torch.split)
+    pull_back_runs = partial(_ragged.attention_vjp, pull_back=pull_back, split=torch.split)
     return Path(attend_runs, pulled_back(pull_back_runs, None), supports=supports, half=half)
 
 
@@ -90,8 +94,13 @@ def instead(call: Problem) -> Path:
     return Path(recomputed.attention, recomputed.attention_vjp)
 
 
-def _fused() -> Path:  # pragma: gpu only
+def _fused(call: Problem) -> Path | str:
+    """Return the fused kernels; no operator supports offsets by item, which are one call for each run."""
     from relskew_core.backends._torch.triton import operator as fused
 
+    if isinstance(call.options.visibility, RaggedVisibility):
+        supports = FUSED | {"offset_by_item"}
+        reason = _ragged.refusal(call.options)
+        return reason or _by_run(fused.attention, fused.attention_vjp, supports, half=True)
     pull_back = pulled_back(fused.attention_vjp, fused.OPERATOR)
-    return Path(fused.attention, pull_back, supports=COMMON | {"softcap"}, half=True)
+    return Path(fused.attention, pull_back, supports=FUSED, half=True)

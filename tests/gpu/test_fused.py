@@ -1,6 +1,10 @@
-"""The fused kernels on a CUDA device: compiled, against the dense formula in float64; ``pytest -m gpu``."""
+"""The fused kernels on a CUDA device: compiled, against the dense formula in float64; ``pytest -m gpu``.
+
+With ``TRITON_INTERPRET=1``, they run in Triton's interpreter on tensors on CPUs, dispatched as on a device.
+"""
 
 import math
+import os
 from operator import methodcaller
 from typing import Any
 
@@ -16,11 +20,23 @@ import relskew_core
 from dense import Case
 from relskew_core import Span
 from relskew_core.backends import _torch
-from relskew_core.backends._path import COMMON
+from relskew_core.backends._path import FUSED
 from relskew_core.backends._torch.triton import choice
 from served import served
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _dispatched_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(_torch, "_on_cpus", _torch._fused)
+
 
 FEW = [
     Case("large, full range", n=190, m=190, d=64, tables="rel_k rel_v rel_bias"),
@@ -35,19 +51,33 @@ FEW = [
     Case("large, key padding", n=100, m=130, d=64, mask="boolean", mask_shape=(2, 1, 1, 130)),
     Case("large, additive mask", n=100, m=130, d=64, mask="additive with holes", options={"softcap": 5.0}),
     Case("large, decoding", n=1, m=500, d=64, span=Span.causal(500), options={"causal": True, "offset": 499}),
+    Case("large, packed documents", n=300, m=300, d=64, span=Span.causal(300), tables="rel_k rel_v",
+         labels={"segments": [0] * 70 + [1] * 130 + [2] * 100}, options={"causal": True, "dropout": 0.2, "seed": 3}),
+    Case("large, blocks of a stream", n=260, m=260, d=64, span=Span.clipped(30),
+         options={"block_size": 48, "blocks_before": 2}),
+    Case("large, additive mask of keys", n=100, m=330, d=64, heads=4, kv_heads=2, mask="additive",
+         mask_shape=(2, 1, 1, 330)),
+    Case("a cache, keys divided among programs", n=1, m=3000, d=64, heads=4, kv_heads=2, span=Span.causal(3000),
+         tables="rel_k rel_v", options={"causal": True, "offset": 2999}),
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]  # fmt: skip
 
-CASES = served(COMMON | {"softcap"})
+CASES = served(FUSED)
 OTHERS = [case for case in dense.CASES if case not in CASES]
 
 attend: Any = relskew_core.relative_attention  # arrays and options are passed as keywords from dictionaries
 attend_vjp: Any = relskew_core.relative_attention_vjp
 
 
-def on_device(case: Case, dtype: str) -> dict[str, Tensor]:
-    arrays = {name: torch.tensor(x, device="cuda") for name, x in case.arrays().items()}
-    return {name: x.to(getattr(torch, dtype)) if x.is_floating_point() else x for name, x in arrays.items()}
+def on_device(case: Case, dtype: str) -> dict[str, Any]:
+    def tensor(x: Any) -> Tensor:
+        return torch.tensor(x, device=DEVICE, dtype=getattr(torch, dtype) if x.dtype.kind == "f" else None)
+
+    return {name: dense.each(tensor, x) for name, x in case.arrays().items()}
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.double().cpu() if x.is_floating_point() else x.cpu()
 
 
 def assert_close(actual: Any, expected: Any, gate: float) -> None:
@@ -62,16 +92,32 @@ def assert_close(actual: Any, expected: Any, gate: float) -> None:
 @pytest.mark.parametrize("case", [*FEW, *CASES], ids=str)
 def test_output_and_gradients(case: Case, dtype: str) -> None:
     arrays = on_device(case, dtype)
-    wide: dict[str, Any] = {name: x.double().cpu() if x.is_floating_point() else x.cpu() for name, x in arrays.items()}
+    wide: dict[str, Any] = {name: dense.each(widened, x) for name, x in arrays.items()}
     expected = oracles.attention(**wide, **case.call())
     out, lse = attend(**arrays, **case.call(), return_lse=True, impl="native")
     assert_close(out, expected.out, libraries.GATES[dtype])
     assert_close(lse, expected.lse, libraries.GATES[dtype])
-    d_out = torch.tensor(case.d_out(), device="cuda").to(out.dtype)
+    d_out = torch.tensor(case.d_out(), device=DEVICE).to(out.dtype)
     gradients = attend_vjp(d_out, **arrays, **case.call(), impl="native")
-    wanted = dense.vjp(d_out.double().cpu().numpy(), {name: x.numpy() for name, x in wide.items()}, case.call())
+    numbers = {name: dense.each(Tensor.numpy, x) for name, x in wide.items()}
+    wanted = dense.vjp(d_out.double().cpu().numpy(), numbers, case.call())
     for name, x in wanted.items():
         assert_close(getattr(gradients, name), x, 5 * libraries.GATES[dtype])
+
+
+def test_offsets_by_item_are_separate_calls() -> None:
+    case = Case("offsets by item", n=5, m=40, d=64, lead=(3,), span=Span.causal(40), tables="rel_k rel_bias",
+                options={"causal": True})  # fmt: skip
+    arrays, offsets = on_device(case, "float32"), [35, 20, 20]
+    given: dict[str, Any] = {name: x.requires_grad_() for name, x in arrays.items()}
+    out = attend(**given, offset=offsets, span=case.span, causal=True, impl="native")
+    found = torch.autograd.grad(out.sin().sum(), list(given.values()))
+    wide = {name: x.detach().double().cpu().requires_grad_() for name, x in given.items()}
+    outs = [oracles.attention(**{name: x[index] if x.ndim > 3 else x for name, x in wide.items()}, span=case.span,
+                              causal=True, offset=offset).out for index, offset in enumerate(offsets)]  # fmt: skip
+    expected = torch.autograd.grad(torch.stack(outs).sin().sum(), list(wide.values()))
+    for actual, wanted in zip((out, *found), (torch.stack(outs), *expected), strict=True):
+        assert_close(actual.detach(), wanted.detach(), libraries.GATES["float32"] * 5)
 
 
 @pytest.mark.parametrize("keeps", [0, 2**40], ids=["computed anew", "kept"])
@@ -141,15 +187,20 @@ def test_tf32_only_where_torch_may(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e-6 < float((exact - rounded).norm() / exact.norm()) < 1e-2
 
 
-def test_long_training_step_fits_in_little_memory() -> None:
-    length, shape = 32768, (1, 8, 32768, 64)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+@pytest.mark.skipif(INTERPRETED, reason="for the memory of a device")
+@pytest.mark.parametrize(("batch", "length", "above"), [(8, 4096, 2**28), (1, 32768, 2**29)])
+def test_training_takes_little_memory(batch: int, length: int, above: int) -> None:
+    q, k, v = (
+        torch.randn((batch, 8, length, 64), device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     table = torch.randn((8, length, 64), device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attend(q, k, v, table, causal=True, impl="native").sum().backward()
+    out = attend(q, k, v, table, causal=True, impl="native")
+    out.sum().backward()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 2 * 2**30
     assert table.grad is not None
+    results = 5 * q.nbytes + table.nbytes  # the output, its gradient, and the others
+    assert torch.cuda.max_memory_allocated() - before - results < above
     assert math.isfinite(float(table.grad.float().norm()))

@@ -69,6 +69,20 @@ CASES = [
          options={"causal": True, "offset": -9}),
     Case("decoding", n=1, m=40, d=W, lead=(1,), heads=1, span=Span.causal(40), options={"causal": True, "offset": 39}),
     Case("one query, one key", n=1, m=1, d=W, span=Span.full(1)),
+    Case("packed documents", n=50, m=50, d=W, heads=1, span=Span.causal(50), tables="rel_k rel_v rel_bias",
+         labels={"segments": [[0] * 7 + [1] * 28 + [2] * 15, [0] * 34 + [1] * 16]}, options={"causal": True}),
+    Case("documents in any order, some of keys alone", n=34, m=20, d=W, heads=1, span=Span.clipped(2),
+         labels={"segments": ([[3, 1] * 17, [0] * 16 + [7] * 18], [1, 5, 3, 3] * 5)}),
+    Case("blocks of a stream", n=34, m=40, d=W, lead=(1,), heads=1, span=Span(38, 12), tables="rel_k rel_v",
+         options={"block_size": 13, "blocks_before": 2, "offset": 4}),
+    Case("some before the blocks", n=35, m=20, d=W, lead=(1,), heads=1, span=Span.clipped(1),
+         options={"block_size": 5, "blocks_before": 1, "offset": -18}),
+    Case("dropout", n=20, m=34, d=W, tables="rel_k rel_v rel_bias", span=Span.clipped(3),
+         options={"dropout": 0.3, "seed": 5}),
+    Case("additive mask of keys", n=20, m=34, d=W, heads=4, kv_heads=2, mask="additive with holes",
+         mask_shape=(2, 1, 1, 34), own_tables=False),
+    Case("a query of many keys", n=1, m=300, d=W, heads=4, kv_heads=1, span=Span.clipped(70), tables="rel_k rel_v",
+         mask="boolean", mask_shape=(2, 1, 1, 300), options={"causal": True, "offset": 299}),
     Case("no heads axis", n=18, m=18, d=W, lead=(), heads=None, tables="rel_k rel_v rel_bias"),
 ]  # fmt: skip
 
@@ -92,8 +106,10 @@ def _bfloat16_products() -> Iterator[None]:
 
 def checked(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Problem, dict[str, Any]]:
     """Return a case as the kernels get it, and its arrays."""
-    arrays: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
-    arrays = {name: x.to(dtype) if x.is_floating_point() else x for name, x in arrays.items()}
+    arrays: dict[str, Any] = {
+        name: dense.each(lambda x: torch.tensor(x, dtype=dtype if x.dtype.kind == "f" else None), x)
+        for name, x in case.arrays().items()
+    }
     return problem(Arguments(**arrays, **case.call(), **options)), arrays
 
 
@@ -124,7 +140,9 @@ def assert_close(actual: Tensor | None, expected: Any, gate: float) -> None:
 
 def assert_as_dense(case: Case, call: Problem, arrays: dict[str, Any], gate: float, of_gradients: float) -> None:
     """Hold the results to a gate, and the gradients to a multiple of it."""
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in arrays.items()}
+    wide: dict[str, Any] = {
+        name: dense.each(lambda x: x.double() if x.is_floating_point() else x, x) for name, x in arrays.items()
+    }
     expected = oracles.attention(**wide, **case.call())
     out, sums = forward(call)
     assert out.dtype == call.dtype
@@ -132,7 +150,7 @@ def assert_as_dense(case: Case, call: Problem, arrays: dict[str, Any], gate: flo
     assert_close(call.result(out), expected.out, gate)
     assert_close(call.result(sums.sum(-1), dtype=sums.dtype), expected.lse, gate)
     d_out = torch.tensor(case.d_out()).to(call.dtype).double().numpy()
-    want = dense.vjp(d_out, {name: x.numpy() for name, x in wide.items()}, case.call())
+    want = dense.vjp(d_out, {name: dense.each(Tensor.numpy, x) for name, x in wide.items()}, case.call())
     own = call.gradients(backward(case, call, (out, sums)), Arguments(**arrays))
     for name, x in own._asdict().items():
         if name in want:

@@ -11,11 +11,11 @@ from torch import Tensor
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._positions.table import Extension
 from relskew_core.backends._ragged import by_batch
-from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of
+from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of, rows_of
 from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
 from relskew_core.backends._torch.triton.kernels.queries import delta_kernel, query_gradient_kernel
 
-BUFFER_BYTES = 2**30
+BUFFER_BYTES = 2**27
 """The budget of a chunk's buffers: long chunks fill the device, short ones save its memory."""
 
 DELTA_ROWS = 64
@@ -67,8 +67,9 @@ def _attention_vjp(
 
     if x.q.numel() and options.visibility.positions() is not None:
         grid = (-(-options.visibility.n_keys // call.backward.size), call.batch * x.k.shape[1])
-        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, **{**given, "num_stages": call.key_stages})
-        kept = [part for part in (logits, weights, mask) if part is not None and part.wanted]
+        summed = mask.buffer if mask is not None and call.of_keys else None
+        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, d_mask=summed, **{**given, "num_stages": call.key_stages})
+        kept = [part for part in (logits, weights, None if call.of_keys else mask) if part is not None and part.wanted]
         for start, stop in _chunks(call, sum(part.row_bytes for part in kept)):
             for part in kept:
                 part.begin(start, stop)
@@ -76,12 +77,14 @@ def _attention_vjp(
             grid = (-(-(stop - start) // call.backward.size), call.batch * call.heads)
             query_gradient_kernel[grid](
                 d_q=d_q, d_rel_q=d_rel_q, chunk_start=start, chunk_stop=stop, first_position=columns.first,
-                width=columns.width, **_kept("d_logits", "far_logits", "KEEP_LOGITS", logits),
-                **_kept("weights", "far_weights", "KEEP_WEIGHTS", weights),
-                d_mask=None if mask is None else mask.buffer, KEEP_MASK=mask is not None, APART=call.apart, **given,
+                width=columns.width, **_kept("d_logits", "far_logits", logits),
+                **_kept("weights", "far_weights", weights), d_mask=mask.buffer if mask in kept else None,
+                APART=call.apart, **given,
             )  # fmt: skip
             for part in kept:
                 part.end(start, stop)
+        if summed is not None:
+            mask.end(0, 1)
 
     found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
     shaped = {name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in found.items()}
@@ -112,10 +115,10 @@ def _chunks(call: TiledCall, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
-def _kept(buffer: str, far: str, flag: str, relative: _Relative | None) -> dict[str, Any]:
+def _kept(buffer: str, far: str, relative: _Relative | None) -> dict[str, Any]:
     if relative is None or not relative.wanted:
-        return {buffer: None, far: None, flag: False}
-    return {buffer: relative.buffer, far: relative.far, flag: True}
+        return {buffer: None, far: None}
+    return {buffer: relative.buffer, far: relative.far}
 
 
 class _Memory:
@@ -144,7 +147,7 @@ class _Relative:
         programs = call.batch * call.heads
         self.row_bytes = programs * self.all.width * rows.element_size()
         self.sums: Tensor | None = None
-        self.bias_sums = torch.zeros((programs, self.all.width), dtype=torch.float32, device=rows.device)
+        self.bias_sums = torch.zeros((call.heads, self.all.width), dtype=torch.float32, device=rows.device)
         self.far = torch.zeros((2, programs, rows.shape[-2]), dtype=torch.float32, device=rows.device)
         self.memory = _Memory(rows)
 
@@ -156,20 +159,20 @@ class _Relative:
 
     def end(self, start: int, stop: int) -> None:
         """Add the kernel's results of a chunk."""
-        here, programs = self.call.columns(start, stop), self.call.batch * self.call.heads
+        here = self.call.columns(start, stop)
         column = here.first - self.all.first
         if self.bias is not None:
-            self.bias_sums[:, column : column + here.width] += self.buffer.sum(1, dtype=torch.float32)
+            of_heads = self.buffer.unflatten(0, (self.call.batch, self.call.heads))
+            self.bias_sums[:, column : column + here.width] += of_heads.sum((0, 2), dtype=torch.float32)
         if self.table is None:
             return
         width, tile = self.table.shape[-1], self.call.backward
         slabs = -(-(stop - start) // SLAB_ROWS)
         if self.sums is None:
-            shape = (slabs, programs, self.all.width, width)
+            shape = (slabs, self.call.heads, self.all.width, width)
             self.sums = torch.zeros(shape, dtype=torch.float32, device=self.rows.device)
-        strides = dict(zip(("y_b", "y_h", "y_i"), self.rows.stride(), strict=False))
-        table_gradient_kernel[here.width // tile.size, programs, slabs](
-            self.buffer, self.rows, self.sums, **strides, heads=self.call.heads, chunk_start=start, chunk_stop=stop,
+        table_gradient_kernel[here.width // tile.size, self.call.heads, slabs](
+            self.buffer, rows_of(self.rows), self.sums, batch=self.call.batch, chunk_start=start, chunk_stop=stop,
             width=here.width, first_column=column, all_columns=self.all.width, slab_rows=SLAB_ROWS,
             D=width, BLOCK_D=block(width), B=tile.size, PRECISION=self.call.precision,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -177,23 +180,25 @@ class _Relative:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the table and of the bias, if present, in float32."""
-        result = {}
+        result, self.memory = {}, _Memory(self.rows)  # without the chunks' buffer
+        self.buffer = self.rows
         scale = self.call.options.rel_scale if self.names[0] == "rel_k" else 1.0
         if self.table is not None:
             width = self.table.shape[-1]
             sums = self.bias_sums.new_zeros((1, *self.bias_sums.shape, width)) if self.sums is None else self.sums
-            result[self.names[0]] = self._fold(sums.sum(0), self.rows, self.table.ndim == 2) * scale
+            sums = sums[0] if len(sums) == 1 else sums.sum(0)
+            result[self.names[0]] = self._fold(sums, self.rows, self.table.ndim == 2).mul_(scale)
         if self.bias is not None and self.names[1] is not None:
             bias = self._fold(self.bias_sums[..., None], None, self.bias.shape[0] == 1)
             result[self.names[1]] = bias.reshape(self.bias.shape)
         return result
 
     def _fold(self, sums: Tensor, rows: Tensor | None, shared: bool) -> Tensor:
-        """Fold (batch · heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
+        """Fold (heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
         span, heads = self.call.options.span, (self.call.batch, self.call.heads)
-        axes = (0, 1) if shared else (0,)
+        axes = (0, 1) if shared else (0,)  # of items and heads
         extension = Extension.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
-        core = extension.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
+        core = extension.fold((sums.sum(0) if shared else sums).mT, xp=torch)
         table = torch.nn.functional.pad(core, (extension.start, span.rows - extension.stop)).mT.contiguous()
         if span.beyond == "clip":  # sums over the tiles that are entirely past the edges
             for row, far in ((0, self.far[0]), (-1, self.far[1])):
@@ -213,6 +218,9 @@ class _Mask:
         self.row_bytes = call.batch * call.heads * call.options.visibility.n_keys * mask.element_size()
         self.sums = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         self.memory = _Memory(mask)
+        if call.of_keys:
+            shape = (call.batch, call.heads, 1, call.options.visibility.n_keys)
+            self.buffer = torch.zeros(shape, dtype=torch.float32, device=mask.device)
 
     @classmethod
     def of(cls, call: TiledCall) -> _Mask | None:
@@ -227,7 +235,7 @@ class _Mask:
 
     def end(self, start: int, stop: int) -> None:
         """Add the kernel's results of a chunk."""
-        target = self.sums if self.like.shape[2] == 1 else self.sums[:, :, start:stop]
+        target = self.sums[:, :, start:stop] if self.like.shape[2] > 1 else self.sums
         axes = [axis for axis, size in enumerate(target.shape) if size == 1]
         target += self.buffer.sum(axes, keepdim=True, dtype=torch.float32) if axes else self.buffer
 

@@ -6,11 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, Operands, Options
-from relskew_core._kernel.kinds import MASK, MaskKind, RowsKind
+from relskew_core._kernel.call import KINDS, LABELS, Operands, Options
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.dropout import hashes, threshold
+from relskew_core._kernel.kinds import MASK, LabelKind, MaskKind, RowsKind
 from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 
@@ -52,6 +55,7 @@ class Limits(NamedTuple):
     major: int  # of the compute capability
     shared_bytes: int  # of a program
     compiles: bool = True  # not Triton's interpreter, which has no threads
+    processors: int = 132  # those that run programs
 
 
 def tiles(dtype: torch.dtype, width: int, device: Limits) -> tuple[Tile, Tile] | None:
@@ -71,21 +75,9 @@ def limits(device: torch.device) -> Limits:
     """Return the limits of a device."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
-        return Limits(properties.major, properties.shared_memory_per_block_optin)
+        shared, processors = properties.shared_memory_per_block_optin, properties.multi_processor_count
+        return Limits(properties.major, shared, processors=processors)
     return Limits(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
-
-
-AXES = {
-    "q": "bhi",
-    "k": "bhj",
-    "v": "bhj",
-    "rel_q": "bhi",
-    "mask": "bhij",
-    "rel_k": "hr",
-    "rel_v": "hr",
-    "rel_bias": "h",
-}
-"""The arrays of the kernels, and the axes whose strides they get."""
 
 
 class ColumnRange(NamedTuple):
@@ -105,6 +97,7 @@ class TiledCall:
     batch: int
     forward: Tile
     backward: Tile
+    drawn: tuple[Tensor | None, Tensor | None]  # the hashes of dropout, of queries and of keys
 
     @classmethod
     def of(cls, operands: Operands, options: Options) -> TiledCall:
@@ -112,7 +105,7 @@ class TiledCall:
         flat = {}
         for name, x in operands._asdict().items():
             kind = KINDS[name]
-            if x is not None and isinstance(kind, RowsKind | MaskKind):
+            if x is not None and isinstance(kind, RowsKind | MaskKind | LabelKind):
                 x = kind.flat(x, tuple(operands.q.shape[:-3]), xp=torch)
             if kind is MASK:  # of any strides
                 flat[name] = x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
@@ -122,8 +115,12 @@ class TiledCall:
         options = replace(options, visibility=options.visibility.bounded())
         found = tiles(tiled.q.dtype, widest(operands), limits(tiled.q.device))
         assert found is not None  # as choice.WIDEST says
-        batch, heads = tiled.q.shape[:2]
-        return cls(tiled, options, heads, batch, *found)
+        batch, heads, queries = tiled.q.shape[:3]
+        drawn: Any = (None, None)
+        if options.dropout:
+            drawn = hashes(operands, options, Chunk(0, queries, 0, tiled.k.shape[2], 0, 0, 0), xp=xp)
+            drawn = drawn[0].expand(*operands.q.shape[:-1], 1).contiguous(), drawn[1].contiguous()
+        return cls(tiled, options, heads, batch, *found, drawn)
 
     def columns(self, start: int, stop: int) -> ColumnRange:
         """Return the windows in which a chunk of queries stores gradients, in whole tiles."""
@@ -171,38 +168,63 @@ class TiledCall:
         tf32 = flags.fp32_precision == "tf32" if hasattr(flags, "fp32_precision") else flags.allow_tf32
         return "tf32" if tf32 else "ieee"
 
+    @property
+    def of_keys(self) -> bool:
+        """Whether the mask is the same for all queries, so that its gradient is summed with those of the keys."""
+        mask = self.operands.mask
+        return mask is not None and mask.shape[2] == 1
+
     def arguments(self, tile: Tile) -> dict[str, Any]:
         """Return the arguments that all kernels share, as keywords."""
+        # not imported with this module: it imports Triton, which need not be there
+        import triton.language as tl
+
+        from relskew_core.backends._torch.triton.kernels.tiles import Call, Numbers
+
         x, options = self.operands, self.options
-        pattern, span = options.visibility, options.span
+        pattern, span, size = options.visibility, options.span, tile.size
         low, high = options.positions()
-        first_part, last_part, band_low, band_high = self.parts(tile.size)
+        first_part, last_part, band_low, band_high = self.parts(size)
         clip = span.beyond == "clip"
-        rel_width = x.q.shape[-1] if x.rel_q is None else x.rel_q.shape[-1]
-        widths = {"D": x.q.shape[-1], "DV": x.v.shape[-1], "DR": rel_width}
-        strides: dict[str, int] = {}
-        for name, axes in AXES.items():
-            strides |= _strides(name, getattr(x, name), axes)
-        return {
-            **{name: getattr(x, name) for name in AXES}, **strides,
-            "heads": self.heads, "group": self.heads // x.k.shape[1],
-            "n_queries": pattern.n_queries, "n_keys": pattern.n_keys, "offset": pattern.offset,
-            "before": pattern.left or 0, "after": pattern.right or 0, "block_size": pattern.block_size or 1,
-            "span_left": span.left, "table_rows": span.rows,
-            "lowest": low if clip else max(low, -span.left), "highest": high if clip else min(high, span.right),
-            "band_low": band_low, "band_high": band_high,
-            "scale": options.scale, "rel_scale": options.rel_scale, "softcap": options.softcap or 1.0,
-            **widths, **{f"BLOCK_{name}": block(width) for name, width in widths.items()},
-            "B": tile.size,
+        widths = {"D": x.q.shape[-1], "DV": x.v.shape[-1], "DR": (x.q if x.rel_q is None else x.rel_q).shape[-1]}
+        block_size = min(pattern.block_size or 1, self.furthest)
+        met_by_queries = met_by_keys = None
+        if x.q_segments is not None and x.k_segments is not None:
+            met_by_queries, met_by_keys = (met(x.q_segments, x.k_segments, size), met(x.k_segments, x.q_segments, size))
+        constants = {
+            **widths, **{f"BLOCK_{name}": block(width) for name, width in widths.items()}, "B": size,
             "BEFORE": pattern.left is not None, "AFTER": pattern.right is not None,
             "LOCAL": pattern.block_size is not None,
-            "MASK": 0 if x.mask is None else 1 if x.mask.dtype == torch.uint8 else 2,
-            "SOFTCAP": options.softcap is not None,
-            **{name.upper(): getattr(x, name) is not None for name in AXES if name.startswith("rel_")},
-            "FIRST_PART": first_part, "LAST_PART": last_part,
+            "MASK": 0 if x.mask is None else 1 if x.mask.dtype == torch.uint8 else 2, "KEY_MASK": self.of_keys,
+            "SOFTCAP": options.softcap is not None, "FIRST_PART": first_part, "LAST_PART": last_part,
             "EDGES": clip, "PRECISION": self.precision, "SHUFFLES": tile.shuffles,
-            "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
+        call = Call(
+            **{name: rows_of(getattr(x, name)) for name in ("q", "k", "v", "rel_q", "rel_k", "rel_v", "mask")},
+            rel_bias=None if x.rel_bias is None else rows_of(x.rel_bias[..., None]),
+            **{name: None if (labels := getattr(x, name)) is None else rows_of(labels[:, None, :, None])
+               for name in LABELS[:2]},
+            met_by_queries=met_by_queries, met_by_keys=met_by_keys,
+            q_hashes=self.drawn[0], k_hashes=self.drawn[1],
+            heads=self.heads, group=self.heads // x.k.shape[1],
+            before=pattern.left or 0, after=pattern.right or 0, block_size=block_size,
+            behind=min(pattern.whole_blocks_before, self.furthest // block_size + 1) * block_size,
+            span_left=span.left, table_rows=span.rows, scale=options.scale, rel_scale=options.rel_scale,
+            softcap=options.softcap or 1.0, kept=1 / (1 - options.dropout),
+            **{name: tl.constexpr(constant) for name, constant in constants.items()},
+        )  # fmt: skip
+        numbers = Numbers(
+            pattern.n_queries, pattern.n_keys, pattern.offset,
+            low if clip else max(low, -span.left), high if clip else min(high, span.right), band_low, band_high,
+            threshold(options.dropout),
+        )  # fmt: skip
+        return {"x": call, "n": numbers, "num_warps": tile.warps, "num_stages": tile.stages}
+
+    @property
+    def furthest(self) -> int:
+        """Return a distance that no position of a query or a key reaches; longer blocks are as good as this."""
+        pattern = self.options.visibility
+        return pattern.n_queries + pattern.n_keys + abs(pattern.offset)
 
 
 def widest(operands: Operands) -> int:
@@ -226,10 +248,30 @@ def _rows(x: Any) -> Any:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(name: str, x: Tensor | None, axes: str) -> dict[str, int]:
-    """Return the strides as keywords, zero along axes that broadcast."""
+def rows_of(x: Tensor | None) -> Any:
+    """Return an array of up to four axes as the kernels get it, with strides of zero along axes that broadcast."""
+    from relskew_core.backends._torch.triton.kernels.tiles import Rows
+
     if x is None:
-        return {f"{name}_{axis}": 0 for axis in axes}
+        return None
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
-    strides = [0] * (3 - x.ndim) + strides if axes == "hr" else strides
-    return dict(zip((f"{name}_{axis}" for axis in axes), strides, strict=False))
+    *lead, rows, columns = strides
+    return Rows(x, *[0] * (2 - len(lead)), *lead, rows, columns)
+
+
+def met(own: Tensor, others: Tensor, size: int) -> Any:
+    """Return for each tile the first and the end of the tiles of others that may have one of its labels.
+
+    Labels are (items or 1, length); where they ascend, as those of packed documents do, nothing else is visited.
+    """
+
+    def ends(x: Tensor) -> tuple[Tensor, Tensor]:
+        places = torch.arange(-(-x.shape[-1] // size) * size, device=x.device).clamp(max=x.shape[-1] - 1)
+        low, high = x[:, places].unflatten(-1, (-1, size)).aminmax(dim=-1)
+        return low, high
+
+    (low, high), (first, last) = ends(own), ends(others)
+    may = ((first[:, None] <= high[..., None]) & (low[..., None] <= last[:, None])).to(torch.int32)
+    some, count = may.amax(-1), may.shape[-1]
+    found = torch.stack([may.argmax(-1) * size, (count - may.flip(-1).argmax(-1)) * size * some], -1)
+    return rows_of(found.to(torch.int32).flatten(1)[:, None, None].contiguous())

@@ -16,7 +16,7 @@ from relskew_core.backends._torch.triton import backward, forward
 OPERATOR = Operator("fused_attention", forward.attention, backward.attention_vjp, keeps=True)
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if requested, the sums of weights."""
     return OPERATOR(operands, options)
 
@@ -28,7 +28,7 @@ def attention_vjp(
     *,
     out: Tensor | None,
     sums: Tensor | None,
-    xp: Any,
+    xp: Any = None,
     **more: Any,
 ) -> Gradients:
     """Return the gradients of every operand; missing results of the forward pass are computed again."""

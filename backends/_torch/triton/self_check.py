@@ -50,18 +50,13 @@ def features(operands: Operands, options: Options) -> Features:
     if operands.mask is not None and operands.mask.dtype == torch.bool:
         found.append("boolean")
     pattern = options.visibility
-    found += [name for name in ("left", "right", "block_size") if getattr(pattern, name) is not None]
+    found += [name for name in ("left", "right", "block_size", "blocks_before") if getattr(pattern, name) is not None]
     return (*found, options.span.beyond, *(["softcap"] if options.softcap is not None else []))
-
-
-def unverified(features: Features) -> bool:
-    """Return whether the kernels changed for such calls after they were verified: those with a bias alone."""
-    return "rel_bias" in features and "rel_k" not in features
 
 
 @cache
 def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int, int], grouped: bool) -> str | None:
-    if torch.device(device).type == "cuda" and not unverified(features):  # pragma: gpu only
+    if torch.device(device).type == "cuda":  # pragma: gpu only
         release = ".".join(version("triton").split(".")[:2])
         if (*torch.cuda.get_device_capability(device), release) in VERIFIED:
             return None
@@ -109,6 +104,11 @@ def trial(
         mask = random(1, 1, LENGTH, LENGTH)
         arrays["mask"] = mask > -1 if "boolean" in features else mask
     window = (40 if "left" in features else None, 0 if "right" in features else None)
+    if "q_segments" in features:
+        places = torch.arange(LENGTH, device=device)
+        arrays["segments"] = places // 90, places // 100
+    if "seed" in features:
+        arrays |= {"dropout": 0.25, "seed": 3}
     return Arguments(
         random(1, 2, LENGTH, width),
         random(1, 1 if grouped else 2, LENGTH, width),
@@ -117,6 +117,7 @@ def trial(
         **arrays,
         window=window,
         block_size=32 if "block_size" in features else None,
+        blocks_before=2 if "blocks_before" in features else None,
         softcap=2.0 if "softcap" in features else None,
     )
 

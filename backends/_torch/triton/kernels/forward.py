@@ -10,7 +10,7 @@ the tile before, and one gather (:func:`skew`) make the term; values with relati
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: N803, N806
+# ruff: noqa: N806
 
 from __future__ import annotations
 
@@ -19,128 +19,109 @@ import triton.language as tl
 
 from relskew_core.backends._torch.triton.kernels.tiles import (
     LOG2E,
+    hashes_of,
+    head_of,
     keys_of,
     load_row,
     load_rows,
     load_window,
     masked,
+    part_of,
     relative_edge,
     relative_window,
     skew,
     softcapped,
     store_rows,
+    thinned,
     unskew,
 )
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys", "offset", "lowest", "highest", "band_low", "band_high"])
-def forward_kernel(
-    q, k, v, rel_q, rel_k, rel_v, rel_bias, mask, out, row_sums,
-    q_b, q_h, q_i, k_b, k_h, k_j, v_b, v_h, v_j, rel_q_b, rel_q_h, rel_q_i,
-    rel_k_h, rel_k_r, rel_v_h, rel_v_r, rel_bias_h, mask_b, mask_h, mask_i, mask_j,
-    heads, group, n_queries, n_keys, offset, before, after, block_size,
-    span_left, table_rows, lowest, highest, band_low, band_high, scale, rel_scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr, B: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    REL_K: tl.constexpr, REL_Q: tl.constexpr, REL_V: tl.constexpr, REL_BIAS: tl.constexpr,
-    FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
-    SHUFFLES: tl.constexpr,
-):  # fmt: skip
-    """Attend for ``B`` queries of one head."""
-    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * B  # with a causal pattern, the longest rows come first
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    i = i0 + tl.arange(0, B)
-    here = i < n_queries
-    position = i0 + offset
-    q_tile = load_rows(q + b * q_b + h * q_h, i, q_i, here, D, BLOCK_D)
-    k += b * k_b + h // group * k_h
-    v += b * v_b + h // group * v_h
+@triton.jit(do_not_specialize=["n", "keys_of_program"])
+def forward_kernel(x, n, out, row_sums, keys_of_program):
+    """Attend for ``B`` queries of one head, to all keys or to a run of ``keys_of_program`` of them."""
+    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * x.B  # with a causal pattern, the longest rows come first
+    program = tl.program_id(1).to(tl.int64)
+    b, h = program // x.heads, program % x.heads
+    i = i0 + tl.arange(0, x.B)
+    here = i < n.n_queries
+    position = i0 + n.offset
+    q_tile = load_rows(head_of(x.q, b, h), i, x.q.row, here, x.D, x.BLOCK_D)
+    k, v = head_of(x.k, b, h // x.group), head_of(x.v, b, h // x.group)
     rel_q_tile = q_tile
-    if REL_Q:
-        rel_q_tile = load_rows(rel_q + b * rel_q_b + h * rel_q_h, i, rel_q_i, here, DR, BLOCK_DR)
-    if REL_K:
-        rel_k += h * rel_k_h
-    if REL_V:
-        rel_v += h * rel_v_h
-    if REL_BIAS:
-        rel_bias += h * rel_bias_h
-    if MASK:
-        mask += b * mask_b + h * mask_h
+    if x.rel_q is not None:
+        rel_q_tile = load_rows(head_of(x.rel_q, b, h), i, x.rel_q.row, here, x.DR, x.BLOCK_DR)
+    hashes = hashes_of(program, i, x, n)
 
-    key_low, key_high, start, band_start, band_stop, stop = keys_of(
-        i0, n_queries, n_keys, offset, before, after, block_size, band_low, band_high,
-        BEFORE, AFTER, LOCAL, FIRST_PART, LAST_PART, B)  # fmt: skip
-    largest = tl.full((B,), -float("inf"), tl.float32)
-    total = tl.zeros((B,), tl.float32)
-    sums = tl.zeros((B, BLOCK_DV), tl.float32)
-    if REL_V:
-        waiting = tl.zeros((B, B), tl.float32)  # weights of the later window, to which the next tile adds
-        far = tl.zeros((B,), tl.float32)  # weights beyond the edge of the part
-    for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
-        if PART == 0:
-            part_start, part_stop = start, band_start
-            relative = relative_edge(rel_q_tile, rel_k, rel_k_r, rel_bias, 0, rel_scale,
-                                     DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
-        elif PART == 1:
-            part_start, part_stop = band_start, band_stop
-            earlier = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, part_start - position - B, span_left,
-                                      table_rows, lowest, highest, rel_scale,
-                                      DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
+    key_low, key_high, first, band_start, band_stop, stop = keys_of(i0, b, x, n)
+    start = first + tl.program_id(2) * keys_of_program
+    end = start + keys_of_program
+    band_start = tl.minimum(tl.maximum(band_start, start), end)
+    band_stop = tl.minimum(tl.maximum(band_stop, start), end)
+    stop = tl.minimum(tl.maximum(stop, start), end)
+    largest = tl.full((x.B,), -float("inf"), tl.float32)
+    total = tl.zeros((x.B,), tl.float32)
+    sums = tl.zeros((x.B, x.BLOCK_DV), tl.float32)
+    if x.rel_v is not None:
+        waiting = tl.zeros((x.B, x.B), tl.float32)  # weights of the later window, to which the next tile adds
+        far = tl.zeros((x.B,), tl.float32)  # weights beyond the edge of the part
+    for PART in tl.static_range(x.FIRST_PART, x.LAST_PART + 1):
+        part_start, part_stop = part_of(PART, start, band_start, band_stop, stop)
+        if PART == 1:
+            earlier = relative_window(rel_q_tile, x.rel_k, x.rel_bias, h, part_start - position - x.B, x.rel_scale,
+                                      x, n, x.DR, x.BLOCK_DR)  # fmt: skip
         else:
-            part_start, part_stop = band_stop, stop
-            relative = relative_edge(rel_q_tile, rel_k, rel_k_r, rel_bias, table_rows - 1, rel_scale,
-                                     DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
-        for j0 in tl.range(part_start, part_stop, B):
-            j = j0 + tl.arange(0, B)
+            relative = relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART, x.DR, x.BLOCK_DR)[
+                :, None
+            ]
+        for j0 in tl.range(part_start, part_stop, x.B):
+            j = j0 + tl.arange(0, x.B)
             # Keys that no query of the tile sees are not loaded: a weight of zero does not hide NaN.
             seen = (j >= key_low) & (j < key_high)
-            k_tile = load_rows(k, j, k_j, seen, D, BLOCK_D)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            if REL_K or REL_BIAS:
+            k_tile = load_rows(k, j, x.k.row, seen, x.D, x.BLOCK_D)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=x.PRECISION) * x.scale
+            if x.rel_k is not None or x.rel_bias is not None:
                 if PART == 1:
-                    later = relative_window(rel_q_tile, rel_k, rel_k_r, rel_bias, j0 - position, span_left, table_rows,
-                                            lowest, highest, rel_scale,
-                                            DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                    s += skew(earlier, later, B, SHUFFLES, not REL_K)
+                    later = relative_window(rel_q_tile, x.rel_k, x.rel_bias, h, j0 - position, x.rel_scale,
+                                            x, n, x.DR, x.BLOCK_DR)  # fmt: skip
+                    s += skew(earlier, later, x.B, x.SHUFFLES, x.rel_k is None)
                     earlier = later
                 else:
                     s += relative
-            s = masked(softcapped(s, softcap, SOFTCAP), i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset,
-                       before, after, block_size, BEFORE, AFTER, LOCAL, MASK, B)  # fmt: skip
+            s = masked(softcapped(s, x.softcap, x.SOFTCAP), i0, j0, b, h, x, n)
 
             grown = tl.maximum(largest, tl.max(s, 1))
             shift = tl.where(grown == -float("inf"), 0.0, grown) * LOG2E
             p = tl.exp2(s * LOG2E - shift[:, None])
             shrink = tl.exp2(largest * LOG2E - shift)
             total = total * shrink + tl.sum(p, 1)
+            p = thinned(p, hashes, j0, x, n)
             largest = grown
-            v_tile = load_rows(v, j, v_j, seen, DV, BLOCK_DV)
+            v_tile = load_rows(v, j, x.v.row, seen, x.DV, x.BLOCK_DV)
             sums = sums * shrink[:, None]
-            sums = tl.dot(p.to(v_tile.dtype), v_tile, sums, input_precision=PRECISION)
-            if REL_V:
+            sums = tl.dot(p.to(v_tile.dtype), v_tile, sums, input_precision=x.PRECISION)
+            if x.rel_v is not None:
                 if PART == 1:
-                    p_earlier, p_later = unskew(p, B, SHUFFLES)
-                    window = load_window(rel_v, rel_v_r, j0 - position - B, span_left, table_rows, lowest, highest,
-                                         DV, BLOCK_DV, B)  # fmt: skip
+                    p_earlier, p_later = unskew(p, x.B, x.SHUFFLES)
+                    window = load_window(x.rel_v, h, j0 - position - x.B, x, n, x.DV, x.BLOCK_DV)
                     p_earlier += waiting * shrink[:, None]
-                    sums = tl.dot(p_earlier.to(window.dtype), window, sums, input_precision=PRECISION)
+                    sums = tl.dot(p_earlier.to(window.dtype), window, sums, input_precision=x.PRECISION)
                     waiting = p_later
-                elif EDGES:
+                elif x.EDGES:
                     far = far * shrink + tl.sum(p, 1)
-        if REL_V:
+        if x.rel_v is not None:
             if PART == 1:
-                ends = part_start + tl.maximum(part_stop - part_start - 1, 0) // B * B  # the last tile of the band
-                window = load_window(rel_v, rel_v_r, ends - position, span_left, table_rows, lowest, highest,
-                                     DV, BLOCK_DV, B)  # fmt: skip
-                sums = tl.dot(waiting.to(window.dtype), window, sums, input_precision=PRECISION)
-            elif EDGES:
-                edge = load_row(rel_v + (0 if PART == 0 else table_rows - 1) * rel_v_r, DV, BLOCK_DV)
+                ends = part_start + tl.maximum(part_stop - part_start - 1, 0) // x.B * x.B  # the last tile of the band
+                window = load_window(x.rel_v, h, ends - position, x, n, x.DV, x.BLOCK_DV)
+                sums = tl.dot(waiting.to(window.dtype), window, sums, input_precision=x.PRECISION)
+            elif x.EDGES:
+                row = 0 if PART == 0 else x.table_rows - 1
+                edge = load_row(x.rel_v.at + h * x.rel_v.h + row * x.rel_v.row, x.DV, x.BLOCK_DV)
                 sums += tl.where(far[:, None] > 0, far[:, None] * edge[None, :], 0.0)
-                far = tl.zeros((B,), tl.float32)
+                far = tl.zeros((x.B,), tl.float32)
 
     seen_some = tl.where(total == 0, 1.0, total)
-    row = tl.program_id(1).to(tl.int64) * n_queries
-    store_rows(out + row * DV, i, DV, here, sums / seen_some[:, None], DV, BLOCK_DV)
+    row = (tl.program_id(2) * tl.num_programs(1).to(tl.int64) + program) * n.n_queries
+    store_rows(out + row * x.DV, i, x.DV, here, sums / seen_some[:, None], x.DV, x.BLOCK_DV)
     tl.store(row_sums + 2 * (row + i), largest, mask=here)
     tl.store(row_sums + 2 * (row + i) + 1, tl.log(seen_some), mask=here)

@@ -12,9 +12,13 @@ tile of keys starts a window later, so its earlier window is this tile's later o
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
+from relskew_core._kernel import dropout
+from relskew_core._kernel.dropout import signed
 from relskew_core.backends._torch.triton.kernels import shuffles
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -22,6 +26,33 @@ BOOLEAN, ADDITIVE = tl.constexpr(1), tl.constexpr(2)
 SKEW, SKEW_REGISTERS = tl.constexpr(shuffles.ptx("skew")), tl.constexpr(shuffles.constraints("skew"))
 SKEW_AND_ROW = tl.constexpr(shuffles.constraints("skew", rows=True))
 UNSKEW, UNSKEW_REGISTERS = tl.constexpr(shuffles.ptx("unskew")), tl.constexpr(shuffles.constraints("unskew"))
+FIRST, SECOND = tl.constexpr(signed(dropout.FIRST)), tl.constexpr(signed(dropout.SECOND))
+
+
+Rows = namedtuple("Rows", "at b h row column", defaults=[1])
+"""An array and its strides: along items, heads, rows, and columns."""
+
+Call = namedtuple(
+    "Call",
+    # rows; `met_by_queries` has for each tile the first key and the end of those whose segments may be its own
+    "q k v rel_q rel_k rel_v rel_bias mask q_segments k_segments met_by_queries met_by_keys "
+    "q_hashes k_hashes "  # of dropout: (batch · heads · n_queries,), (n_keys,)
+    # `behind` is how far before its own block a query sees, `kept` the factor of weights that are not dropped
+    "heads group before after block_size behind span_left table_rows scale rel_scale softcap kept "
+    # the constants of a program; `KEY_MASK`: the mask is the same for all queries
+    "D DV DR BLOCK_D BLOCK_DV BLOCK_DR B BEFORE AFTER LOCAL MASK KEY_MASK SOFTCAP FIRST_PART LAST_PART EDGES "
+    "PRECISION SHUFFLES",
+)
+"""What all kernels of a call get: arrays, which may be ``None``, numbers and constants."""
+
+Numbers = namedtuple("Numbers", "n_queries n_keys offset lowest highest band_low band_high threshold")
+"""Numbers that change from call to call, for which nothing is compiled anew."""
+
+
+@triton.jit
+def head_of(rows, b, h):
+    """Return where the rows of a head begin."""
+    return rows.at + b * rows.b + h * rows.h
 
 
 @triton.jit
@@ -45,48 +76,60 @@ def store_rows(base, rows, stride, seen, x, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def load_window(
-    table, stride, first, span_left, table_rows, lowest, highest,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+def load_window(table, h, first, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load the table rows of the positions ``first … first + B - 1``: edges repeat, hidden rows are zero."""
-    r = first + tl.arange(0, B)
-    rows = tl.minimum(tl.maximum(r + span_left, 0), table_rows - 1)
-    return load_rows(table, rows, stride, (r >= lowest) & (r <= highest), WIDTH, BLOCK)
+    r = first + tl.arange(0, x.B)
+    rows = tl.minimum(tl.maximum(r + x.span_left, 0), x.table_rows - 1)
+    return load_rows(table.at + h * table.h, rows, table.row, (r >= n.lowest) & (r <= n.highest), WIDTH, BLOCK)
 
 
 @triton.jit
-def relative_window(
-    q, table, stride, bias, first, span_left, table_rows, lowest, highest, rel_scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
-    REL_K: tl.constexpr, REL_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the products of a tile's queries with the positions ``first … first + B - 1``, (B, B), relative layout."""
-    x = tl.zeros((B, B), tl.float32)
-    if REL_K:
-        rows = load_window(table, stride, first, span_left, table_rows, lowest, highest, WIDTH, BLOCK, B)
-        x = tl.dot(q, tl.trans(rows), input_precision=PRECISION) * rel_scale
-    if REL_BIAS:
-        r = first + tl.arange(0, B)
-        row = tl.minimum(tl.maximum(r + span_left, 0), table_rows - 1)
-        x += tl.load(bias + row, mask=(r >= lowest) & (r <= highest), other=0.0).to(tl.float32)[None, :]
-    return x
+def relative_window(rows, table, bias, h, first, scale, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the products of a tile's rows with the positions ``first … first + B - 1``, (B, B), relative layout."""
+    y = tl.zeros((x.B, x.B), tl.float32)
+    if table is not None:
+        window = load_window(table, h, first, x, n, WIDTH, BLOCK)
+        y = tl.dot(rows, tl.trans(window), input_precision=x.PRECISION) * scale
+    if bias is not None:
+        r = first + tl.arange(0, x.B)
+        row = tl.minimum(tl.maximum(r + x.span_left, 0), x.table_rows - 1)
+        seen = (r >= n.lowest) & (r <= n.highest)
+        y += tl.load(bias.at + h * bias.h + row, mask=seen, other=0.0).to(tl.float32)[None, :]
+    return y
 
 
 @triton.jit
-def relative_edge(
-    q, table, stride, bias, row, rel_scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
-    REL_K: tl.constexpr, REL_BIAS: tl.constexpr, EDGES: tl.constexpr,
+def relative_edge(rows, table, bias, h, scale, x, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the products of a tile's rows with every position past an edge of the span, (B,)."""
+    y = tl.zeros((x.B,), tl.float32)
+    if x.EDGES and PART != 1:
+        row = 0 if PART == 0 else x.table_rows - 1
+        if table is not None:
+            edge = load_row(table.at + h * table.h + row * table.row, WIDTH, BLOCK)
+            y = tl.sum(rows.to(tl.float32) * edge[None, :], 1) * scale
+        if bias is not None:
+            y += tl.load(bias.at + h * bias.h + row).to(tl.float32)
+    return y
+
+
+@triton.jit
+def product(
+    rows, columns, scale, rel_rows, table, bias, h, first, rel_scale, edge, x, n,
+    PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of a tile's queries with every position past an edge of the span, (B,)."""
-    x = tl.zeros((B,), tl.float32)
-    if EDGES:
-        if REL_K:
-            x = tl.sum(q.to(tl.float32) * load_row(table + row * stride, WIDTH, BLOCK)[None, :], 1) * rel_scale
-        if REL_BIAS:
-            x += tl.load(bias + row).to(tl.float32)
-    return x
+    """Return the products of a tile's rows with its columns and with their positions, the lowest of which is ``first``.
+
+    Those with positions are first, because registers are few.
+    """
+    y = tl.zeros((x.B, x.B), tl.float32)
+    if table is not None or bias is not None:
+        if PART == 1:
+            earlier = relative_window(rel_rows, table, bias, h, first - x.B, rel_scale, x, n, WIDTH, BLOCK)
+            later = relative_window(rel_rows, table, bias, h, first, rel_scale, x, n, WIDTH, BLOCK)
+            y = skew(earlier, later, x.B, x.SHUFFLES, table is None)
+        else:
+            y += edge[:, None]
+    return y + tl.dot(rows, tl.trans(columns), input_precision=x.PRECISION) * scale
 
 
 @triton.jit
@@ -141,92 +184,140 @@ def softcapped(s, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def masked(
-    s, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after, block_size,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+def floored(position, size):
+    """Return where the block of a position begins; Triton's division rounds towards zero."""
+    return tl.where(position < 0, -((size - 1 - position) // size) * size, position // size * size)
+
+
+@triton.jit
+def masked(s, i0, j0, b, h, x, n):
     """Put ``-inf`` where a query ``i0 …`` may not see a key ``j0 …``, and add an additive mask."""
-    i, j = i0 + tl.arange(0, B), j0 + tl.arange(0, B)
-    first, last = i0 + offset, i0 + offset + B - 1  # positions of the tile's queries
-    partly = (i0 + B > n_queries) | (j0 + B > n_keys)
-    if AFTER:
-        partly = partly | (j0 + B - 1 > first + after)
-    if BEFORE:
-        partly = partly | (j0 < last - before)
-    if LOCAL:
-        partly = partly | (j0 < (last // block_size - 1) * block_size)
+    i, j = i0 + tl.arange(0, x.B), j0 + tl.arange(0, x.B)
+    first, last = i0 + n.offset, i0 + n.offset + x.B - 1  # positions of the tile's queries
+    partly = (i0 + x.B > n.n_queries) | (j0 + x.B > n.n_keys)
+    if x.AFTER:
+        partly = partly | (j0 + x.B - 1 > first + x.after)
+    if x.BEFORE:
+        partly = partly | (j0 < last - x.before)
+    if x.LOCAL:
+        partly = partly | (j0 < floored(last, x.block_size) - x.behind)
+        partly = partly | (j0 + x.B > floored(first, x.block_size) + x.block_size)
     if partly:
-        seen = (i < n_queries)[:, None] & (j < n_keys)[None, :]
-        if AFTER:
-            seen = seen & (j[None, :] <= i[:, None] + (offset + after))
-        if BEFORE:
-            seen = seen & (j[None, :] >= i[:, None] + (offset - before))
-        if LOCAL:
-            seen = seen & (j[None, :] >= (((i + offset) // block_size - 1) * block_size)[:, None])
+        seen = (i < n.n_queries)[:, None] & (j < n.n_keys)[None, :]
+        if x.AFTER:
+            seen = seen & (j[None, :] <= i[:, None] + (n.offset + x.after))
+        if x.BEFORE:
+            seen = seen & (j[None, :] >= i[:, None] + (n.offset - x.before))
+        if x.LOCAL:
+            block = floored(i + n.offset, x.block_size)[:, None]
+            seen = seen & (j[None, :] >= block - x.behind) & (j[None, :] < block + x.block_size)
         s = tl.where(seen, s, -float("inf"))
-    if MASK:
-        here = (i < n_queries)[:, None] & (j < n_keys)[None, :]
-        x = tl.load(mask + i[:, None] * mask_i + j[None, :] * mask_j, mask=here, other=0)
-        if MASK == ADDITIVE:
-            s = tl.where(x == -float("inf"), x.to(tl.float32), s + x.to(tl.float32))
+    if x.q_segments is not None:
+        own = tl.load(x.q_segments.at + b * x.q_segments.b + i, mask=i < n.n_queries, other=0)
+        others = tl.load(x.k_segments.at + b * x.k_segments.b + j, mask=j < n.n_keys, other=0)
+        s = tl.where(own[:, None] == others[None, :], s, -float("inf"))
+    if x.MASK:
+        mask = head_of(x.mask, b, h)
+        if x.KEY_MASK:
+            y = tl.load(mask + j * x.mask.column, mask=j < n.n_keys, other=0)[None, :]
         else:
-            s = tl.where(x != 0, s, -float("inf"))
+            here = (i < n.n_queries)[:, None] & (j < n.n_keys)[None, :]
+            y = tl.load(mask + i[:, None] * x.mask.row + j[None, :] * x.mask.column, mask=here, other=0)
+        if x.MASK == ADDITIVE:
+            s = tl.where(y == -float("inf"), y.to(tl.float32), s + y.to(tl.float32))
+        else:
+            s = tl.where(y != 0, s, -float("inf"))
     return s
 
 
 @triton.jit
-def keys_of(
-    i0, n_queries, n_keys, offset, before, after, block_size, band_low, band_high,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr,
-    FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+def thinned(y, hashes, j0, x, n):
+    """Return a tile without the weights that are dropped, the others divided by the share that is kept."""
+    if x.k_hashes is not None:
+        j = j0 + tl.arange(0, x.B)
+        z = hashes[:, None] ^ tl.load(x.k_hashes + j, mask=j < n.n_keys, other=0)[None, :]
+        z = (z ^ ((z >> 16) & 0xFFFF)) * FIRST
+        z = (z ^ ((z >> 13) & 0x7FFFF)) * SECOND
+        y = tl.where(z < n.threshold, 0.0, y * x.kept)
+    return y
+
+
+@triton.jit
+def hashes_of(program, i, x, n):
+    """Load the hashes of a tile's queries; zeros if nothing is dropped."""
+    if x.q_hashes is None:
+        hashes = i * 0
+    else:
+        hashes = tl.load(x.q_hashes + program * n.n_queries + i, mask=i < n.n_queries, other=0)
+    return hashes
+
+
+@triton.jit
+def keys_of(i0, b, x, n):
     """Return the first and the end of the keys that some query ``i0 …`` sees, and the borders of the parts.
 
     The tiles ``start … band_start`` lie wholly at or before ``band_low``, ``band_stop … stop`` at or after
     ``band_high``.
     """
-    position = i0 + offset
-    low, high = position * 0, n_keys
-    if BEFORE:
-        low = tl.maximum(low, position - before)
-    if LOCAL:
-        low = tl.maximum(low, (position // block_size - 1) * block_size)
-    if AFTER:
-        high = tl.minimum(high, tl.minimum(i0 + B, n_queries) + offset + after)
-    start = low // B * B
+    position = i0 + n.offset
+    low, high = position * 0, n.n_keys
+    if x.BEFORE:
+        low = tl.maximum(low, position - x.before)
+    if x.AFTER:
+        high = tl.minimum(high, tl.minimum(i0 + x.B, n.n_queries) + n.offset + x.after)
+    if x.LOCAL:
+        last = tl.minimum(i0 + x.B, n.n_queries) - 1 + n.offset
+        low = tl.maximum(low, floored(position, x.block_size) - x.behind)
+        high = tl.minimum(high, floored(last, x.block_size) + x.block_size)
+    if x.met_by_queries is not None:
+        met = x.met_by_queries.at + b * x.met_by_queries.b + i0 // x.B * 2
+        low, high = tl.maximum(low, tl.load(met)), tl.minimum(high, tl.load(met + 1))
+    start = low // x.B * x.B
     stop = tl.maximum(high, start)
     band_start, band_stop = start, stop
-    if FIRST_PART == 0:
-        band_start = tl.maximum(position + band_low + 1, 0) // B * B
-        band_start = tl.minimum(tl.maximum(band_start, start), (stop + B - 1) // B * B)
-    if LAST_PART == 2:
-        band_stop = (tl.maximum(position + B - 1 + band_high, 0) + B - 1) // B * B
+    if x.FIRST_PART == 0:
+        band_start = tl.maximum(position + n.band_low + 1, 0) // x.B * x.B
+        band_start = tl.minimum(tl.maximum(band_start, start), (stop + x.B - 1) // x.B * x.B)
+    if x.LAST_PART == 2:
+        band_stop = (tl.maximum(position + x.B - 1 + n.band_high, 0) + x.B - 1) // x.B * x.B
         band_stop = tl.minimum(tl.maximum(band_stop, band_start), stop)
     return low, high, start, band_start, band_stop, stop
 
 
 @triton.jit
-def queries_of(
-    j0, n_queries, n_keys, offset, before, after, block_size, band_low, band_high,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr,
-    FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+def queries_of(j0, b, x, n):
     """Return the borders of the parts of the queries that see some key ``j0 …``, the furthest ahead first."""
-    last = tl.minimum(j0 + B, n_keys) - 1
-    low, high = j0 * 0, n_queries
-    if AFTER:
-        low = tl.maximum(low, j0 - after - offset)
-    if BEFORE:
-        high = tl.minimum(high, last + before - offset + 1)
-    if LOCAL:
-        high = tl.minimum(high, (last // block_size + 2) * block_size - offset)
-    start = low // B * B
+    last = tl.minimum(j0 + x.B, n.n_keys) - 1
+    low, high = j0 * 0, n.n_queries
+    if x.AFTER:
+        low = tl.maximum(low, j0 - x.after - n.offset)
+    if x.BEFORE:
+        high = tl.minimum(high, last + x.before - n.offset + 1)
+    if x.LOCAL:
+        low = tl.maximum(low, floored(j0, x.block_size) - n.offset)
+        high = tl.minimum(high, floored(last, x.block_size) + x.behind + x.block_size - n.offset)
+    if x.met_by_keys is not None:
+        met = x.met_by_keys.at + b * x.met_by_keys.b + j0 // x.B * 2
+        low, high = tl.maximum(low, tl.load(met)), tl.minimum(high, tl.load(met + 1))
+    start = low // x.B * x.B
     stop = tl.maximum(high, start)
     band_start, band_stop = start, stop
-    if LAST_PART == 2:
-        band_start = tl.maximum(j0 - band_high + 1 - offset, 0) // B * B
-        band_start = tl.minimum(tl.maximum(band_start, start), (stop + B - 1) // B * B)
-    if FIRST_PART == 0:
-        band_stop = (tl.maximum(j0 + B - 1 - band_low - offset, 0) + B - 1) // B * B
+    if x.LAST_PART == 2:
+        band_start = tl.maximum(j0 - n.band_high + 1 - n.offset, 0) // x.B * x.B
+        band_start = tl.minimum(tl.maximum(band_start, start), (stop + x.B - 1) // x.B * x.B)
+    if x.FIRST_PART == 0:
+        band_stop = (tl.maximum(j0 + x.B - 1 - n.band_low - n.offset, 0) + x.B - 1) // x.B * x.B
         band_stop = tl.minimum(tl.maximum(band_stop, band_start), stop)
     return start, band_start, band_stop, stop
+
+
+@triton.jit
+def part_of(PART: tl.constexpr, start, band_start, band_stop, stop):
+    """Return where a part begins and ends."""
+    if PART == 0:
+        first, end = start, band_start
+    elif PART == 1:
+        first, end = band_start, band_stop
+    else:
+        first, end = band_stop, stop
+    return first, end
