@@ -32,6 +32,7 @@
 #   make bench-options  the same for the options of a call, compared with dense masks
 #   make bench-compiled the compiled kernels, compared with the same calls without them
 #   make bench-short    one token, small batches and short training, compared with the formula by hand
+#   make gpu            on a GPU, what has not been verified yet: six minutes; it writes docs/development/gpu.md, unverified.md and unverified.json
 #   make example-devices a model trained on two processes and on one, and the cost of each layout
 #   make runtimes       graphs of every form in old and other runtimes, which it installs; fills docs/runtimes.md
 #   make test-operator  the operator library in every release of onnxruntime from 1.17 on, which it installs
@@ -66,7 +67,7 @@ SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
 .PHONY: test-peers-all test-weights test-aarch64 test-emulated test-compilers test-clang-cl test-operator
 .PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
-.PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
+.PHONY: gpu bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -197,6 +198,10 @@ bench-compiled: .venv/bench.stamp
 
 bench-short: .venv/bench.stamp
 	$(BIN)/python -m benchmarks short
+
+# In the Python that has torch for the GPU, which is never installed here; its outputs go to OUT.
+gpu:
+	PYTHONPATH=.:tests/support $(PYTHON) -m benchmarks.unverified $(if $(OUT),--out $(OUT))
 
 example-devices: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python examples/devices.py

@@ -26,7 +26,7 @@ CLIP = 64  # the reach of the clipped table on both sides
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """As many queries as keys, and a table for every position that occurs."""
+    """Queries and keys, and a table for every position that occurs."""
 
     length: int
     batch: int = 1
@@ -40,6 +40,12 @@ class Shape:
     std: float = 1.0  # standard deviation of the logits
     bias: bool = False  # one number per head and relative position instead of a row
     by_head: bool = False  # a table for each head
+    queries: int | None = None  # the last ones alone, after a cache
+
+    @property
+    def first(self) -> int:
+        """The position of the first query."""
+        return 0 if self.queries is None else self.length - self.queries
 
     @property
     def span(self) -> Span:
@@ -53,7 +59,8 @@ class Shape:
     def options(self) -> dict[str, Any]:
         if self.block_size is not None:
             return {"block_size": self.block_size}
-        return {"causal": self.causal, "window": None if self.window is None else (self.window - 1, 0)}
+        window = None if self.window is None else (self.window - 1, 0)
+        return {"causal": self.causal, "window": window, **({"offset": self.first} if self.first else {})}
 
 
 class Inputs(NamedTuple):
@@ -87,8 +94,9 @@ def make_inputs(shape: Shape) -> Inputs:
         lead = (shape.heads,) * (shape.by_head or shape.bias)
         return draw(*lead, rows) if shape.bias else draw(*lead, rows, shape.dim, std=0.5**0.5)
 
-    content = (shape.batch, shape.heads, shape.length, shape.dim)
-    q, k, v, d_out = (draw(*content, std=std) for std in (shape.std, 0.5**0.5, 1.0, 1.0))
+    lead, lengths = (shape.batch, shape.heads), (shape.length - shape.first, *[shape.length] * 2)
+    q, k, v, d_out = (draw(*lead, length, shape.dim, std=std) for length, std in
+                      zip((*lengths, lengths[0]), (shape.std, 0.5**0.5, 1.0, 1.0), strict=True))  # fmt: skip
     return Inputs(shape, q, k, v, table(shape.span.rows), table(2 * CLIP + 1), d_out)
 
 
@@ -110,14 +118,14 @@ class Expected(NamedTuple):
 def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
     """Attend by the plain formula in float64, with the table, the ``"clipped"`` one, or ``"plain"`` without one."""
     x = make_inputs(shape).to_torch()
-    rows = torch.linspace(0, shape.length - 1, min(count, shape.length), device=x.q.device).long().unique()
+    rows = torch.linspace(shape.first, shape.length - 1, min(count, shape.length), device=x.q.device).long().unique()
     k, v = x.k[0].double(), x.v[0].double()
     table, left = (x.clipped, CLIP) if kind == "clipped" else (x.table, shape.span.left)
     outs, d_qs, scale = [], [], shape.dim**-0.5
     for i in rows.tolist():  # one query at a time, because its table rows are as large as the keys
         r = torch.arange(shape.length, device=rows.device) - i
         columns = (r + left).clamp(0, table.shape[-1 if shape.bias else -2] - 1)
-        q, d_out = x.q[0, :, i].double(), x.d_out[0, :, i].double()
+        q, d_out = (y[0, :, i - shape.first].double() for y in (x.q, x.d_out))
         keys = k if kind == "plain" or shape.bias else k + table.double()[..., columns, :]
         logits = (keys @ q[..., None])[..., 0] * scale
         if shape.bias and kind != "plain":
@@ -127,7 +135,7 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
         d_logits = weights * ((v @ d_out[..., None])[..., 0] - (d_out * out).sum(-1, keepdim=True))
         outs.append(out)
         d_qs.append((d_logits[:, None] @ keys)[:, 0] * scale)
-    return Expected(rows, torch.stack(outs, 1), torch.stack(d_qs, 1))
+    return Expected(rows - shape.first, torch.stack(outs, 1), torch.stack(d_qs, 1))
 
 
 def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:
@@ -143,7 +151,7 @@ MEMORY_LIMIT = 8 * 2**30  # of calls on a CPU, in bytes; others are skipped with
 
 def plain(x: Inputs) -> Any:
     """Attention without relative positions: torch's SDPA, the lower bound."""
-    return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal)
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal and not x.shape.first)
 
 
 def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:

@@ -72,7 +72,9 @@ class GPU(Benchmark):
         for dim, length, causal in itertools.product((64, 128), LENGTHS, (True, False)):
             shape = {"batch": max(1, POSITIONS // length), "heads": WIDTH // dim if length <= POSITIONS else 8}
             case = {"length": length, **shape, "dim": dim, "causal": causal, "dtype": "bfloat16", "device": "cuda"}
-            yield from (case | {"by_head": True, "backward": backward} for backward in (False, True))
+            yield from (case | {"by_head": True, "queries": None, "backward": each} for each in (False, True))
+            if causal and length >= 4096:  # one query after a cache
+                yield case | {"batch": 8, "heads": 8, "by_head": False, "queries": 1, "backward": False}
 
     def prepare(self, case: Case, contender: str) -> Pass:
         return Pass(CONTENDERS[contender], shape_of(case), case["backward"])
@@ -117,6 +119,7 @@ class GPU(Benchmark):
         for row in record.measured():
             case, peak = row.case, "" if row.bytes is None else f", {row.bytes / 2**20:.0f} MiB"
             kind = ("" if case["causal"] else ", full") + (", backward" if case["backward"] else "")
+            kind += ", one query" if case.get("queries") else ""
             dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
             where = f"{case['length']} positions, width {case['dim']}{dtype}{kind}"
             yield where, SHOWN.get(row.contender, row.contender), f"{1e3 * (row.median or 0.0):.3f} ms{peak}"

@@ -1,5 +1,6 @@
 """The benchmarks at tiny sizes: all compute the same, a record is written, read back, and shown on its page."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, graphs, models, runtimes, short
+from benchmarks import calls, contenders, families, graphs, models, unverified, runtimes, short
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
@@ -67,7 +68,7 @@ def tiny(name: str) -> list[str]:
         "operator": ("width=8 length=16 reach=17", [], ""),
         "quantise": ("width=64 rows=64", [], ""),
         "runtimes": ("", [], ""),
-        "gpu": ("device=cpu dtype=float32 batch=1 heads=2 dim=16 length=40", ["causal=True"],
+        "gpu": ("device=cpu dtype=float32 batch=1 heads=2 dim=16 length=40", ["causal=True", "queries=None"],
                 "torch torch-clipped torch-plain torch-portable sdpa-flash sdpa-cudnn sdpa-bias huang"),
         "gpu_graphs": ("provider=CPUExecutionProvider length=16 rounds=1 dtype=float32",
                        ["form=full", "kernels=usual"], ""),
@@ -379,3 +380,25 @@ def test_targets_compare_with_the_promise() -> None:
     assert verdicts(0.0181)[name] is False
     assert verdicts(0.01)["forward, NumPy, L = 2048, of torch's plain SDPA"] is False
     assert verdicts(0.01)["one head, L = 65536, torch, extra memory"] is None
+
+
+def test_what_is_unverified_is_run_and_written(tmp_path: Path) -> None:
+    """The rows of the page have a command that is there, and fit six minutes; other rows say how they end."""
+    found = list(unverified.rows(unverified.PAGE.read_text(encoding="utf-8")))
+    assert "T5" in found[0].what
+    assert sum(row.seconds for row in found) <= 360
+    for row in found:
+        module, *rest = row.command[2:]
+        assert rest[0] in cli.NAMES if module == "benchmarks" else any((ROOT / each).is_file() for each in rest)
+    page = tmp_path / "page.md"
+    commands = {"good": "platform", "bad": "timeit -n 1 missing", "long": "timeit -n 1 'import time; time.sleep(60)'"}
+    lines = "\n".join(f"| {what} | `python -m {command}` | {3 if what == 'long' else 60} | much |"
+                      for what, command in commands.items())  # fmt: skip
+    page.write_text(f"## Not verified yet\n\n{lines}\n\n{unverified.MARKS[0]}\nold\n{unverified.MARKS[1]}\nrest\n")
+    assert unverified.main(["--page", str(page), "--out", str(tmp_path), "--device", "cpu"]) == 1
+    text, record = page.read_text(), json.loads((tmp_path / "unverified.json").read_text())
+    assert [record[what]["result"] for what in commands] == ["passed", "failed", "cut off after 3 s"]
+    assert "NameError" in record["bad"]["printed"]
+    assert "| bad | failed |" in text
+    assert "old" not in text
+    assert text.endswith(f"{unverified.MARKS[1]}\nrest\n")
