@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, graphs, models, unverified, runtimes, short
+from benchmarks import calls, contenders, families, graphs, models, runtimes, short, unverified
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
