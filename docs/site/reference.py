@@ -33,7 +33,7 @@ def page_of(module: ModuleType, name: str) -> str:
 
 NOT_CALLED = {
     "extra_repr", "processes", "chosen", "set_view", "attend", "tables", "tables_of", "extend", "shapes", "buckets",
-    "reset_parameters", "check_weights", "axes", "strength", "colour",
+    "check_weights", "axes", "strength", "colour",
 }  # fmt: skip
 """Members that frameworks and other parts of the library call, and no user."""
 

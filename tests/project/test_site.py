@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from project.test_public_names import PUBLIC
@@ -312,10 +312,11 @@ def test_a_page_can_be_read(name: str, scheme: str, site: Path, browser: chromiu
 CUT = """(() => {
     const wide = [...document.querySelectorAll("html, .content")].filter((e) => e.scrollWidth > innerWidth);
     const parts = [...document.querySelectorAll("article pre, article table, article .table-wrapper")];
-    const cut = parts.filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1);
+    const scrolls = (e) => innerWidth < 500 && e.tagName === "PRE" && getComputedStyle(e).overflowX === "auto";
+    const cut = parts.filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !scrolls(e));
     return [...wide, ...cut].map((e) => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 60)}`);
 })()"""
-"""What is wider than the window, or code and tables of which a part is hidden."""
+"""What is wider than the window, or code and tables of which a part is hidden; on a phone, code scrolls."""
 
 
 @needs_chromium
@@ -335,6 +336,19 @@ NAMELESS = """(() => {
     return rows.filter((row) => !shown(row.cells[0])).map((row) => row.innerText);
 })()"""
 """The rows of a page's tables that do not say what they are about."""
+
+BROKEN = """(() => {
+    const broken = [], range = document.createRange();
+    for (const label of document.querySelectorAll("table.numbers td .label")) {
+        const text = label.firstChild;
+        for (const word of text?.data?.matchAll(/\\w+/g) ?? []) {
+            range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+            if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) broken.push(text.data);
+        }
+    }
+    return broken;
+})()"""
+"""The labels of numbers in which a word goes on below."""
 
 DRAWN = """[...document.querySelectorAll('article img[src$=".svg"]')].filter((e) => e.checkVisibility())
     .map((e) => [decodeURI(new URL(e.src).pathname), e.clientWidth])"""
@@ -360,9 +374,12 @@ def test_a_phone_shows_figures_that_can_be_read_and_a_name_on_each_card(site: Pa
         drawn = browser.run(DRAWN)
         assert len(drawn) >= 2
         assert all(height_of_text(Path(path), width) > 7.5 for path, width in drawn), drawn
-    for name in ("variants", "compiled", "benchmarks"):
+    for name in ("benchmarks", "compiled", "variants"):
         loaded(browser, site / f"{name}.html")
+        browser.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
         assert browser.run(NAMELESS) == [], name
+        assert browser.run(BROKEN) == [], name
+    assert browser.run("getComputedStyle(document.querySelector('article pre')).whiteSpace") == "pre"
     edges = "(e => [e.left, e.right])(document.querySelector('{}').getBoundingClientRect())"
     assert browser.run(edges.format("table.docutils")) == browser.run(edges.format("article section > p"))
 
@@ -385,6 +402,27 @@ def test_code_is_copied_without_prompts(site: Path, browser: chromium.Chromium) 
     assert ">>>" not in browser.run(COPIED)
 
 
+QUESTIONS = {
+    "mask inverted": "faq", "how accurate": "faq", "several GPUs": "faq", "RoPE": "faq", "export T5": "faq",
+    "xformers": "faq", "NATTEN": "faq", "streaming Conformer": "faq", "learning rate": "torch", "which GPU": "faq",
+    "gradient checkpointing": "faq", "out of memory": "faq", "first call slow": "faq", "forked workers": "faq",
+}  # fmt: skip
+"""What people search for, and the page of the first result."""
+
+
+@needs_chromium
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_search_answers(question: str, site: Path, browser: chromium.Chromium) -> None:
+    browser.open(f"{(site / 'search.html').as_uri()}?q={quote(question)}")
+    deadline = time.monotonic() + 60
+    found: list[str] = []
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = browser.run("[...document.querySelectorAll('#search-results ul.search a')].map((e) => e.href)")
+    assert found
+    assert Path(urlsplit(found[0]).path).stem == QUESTIONS[question], found[:5]
+
+
 @needs_chromium
 def test_figures_follow_the_theme(site: Path, browser: chromium.Chromium) -> None:
     visible = "[...document.querySelectorAll('article img')].filter((e) => e.checkVisibility()).map((e) => e.src)"
@@ -392,7 +430,7 @@ def test_figures_follow_the_theme(site: Path, browser: chromium.Chromium) -> Non
         browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         loaded(browser, site / "benchmarks.html")
         shown = browser.run(visible)
-        assert len(shown) == 4
+        assert len(shown) == 5
         assert all(source.endswith("-dark.svg") == (scheme == "dark") for source in shown)
 
 
