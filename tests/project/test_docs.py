@@ -186,6 +186,14 @@ def test_one_page_says_what_was_run_on_gpus() -> None:
                 assert "gpu.md#what-has-run-on-a-gpu" in part, f"{page.name}: {part}"
 
 
+def test_pages_for_users_name_no_tests_and_no_private_files() -> None:
+    """Except the variants, each of which names the test that compares it."""
+    private = r"\b(?:test|inside)_\w+|\btests/\w+/|\bbackends/_\w+|\brelskew_core/_\w+"
+    pages = [page for page in FOR_USERS if page.name != "variants.md"]
+    prose = {page.name: re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in pages}
+    assert {name: found for name, text in prose.items() if (found := re.findall(private, text))} == {}
+
+
 COLUMNS = 88
 """Of code on a page of the site; `docs/ruff.toml` has the same, and `pyproject.toml` for docstrings."""
 
