@@ -58,6 +58,7 @@ html_baseurl = URLS.get("Documentation", "")
 html_favicon = "static/favicon.svg"
 html_static_path = ["static"]
 html_css_files = ["relskew.css"]
+html_search_scorer = "static/scorer.js"
 html_domain_indices = False
 html_copy_source = True
 html_show_sourcelink = True

@@ -402,12 +402,12 @@ def test_code_is_copied_without_prompts(site: Path, browser: chromium.Chromium) 
     assert ">>>" not in browser.run(COPIED)
 
 
-QUESTIONS = {
-    "mask inverted": "faq", "how accurate": "faq", "several GPUs": "faq", "RoPE": "faq", "export T5": "faq",
-    "xformers": "faq", "NATTEN": "faq", "streaming Conformer": "faq", "learning rate": "torch", "which GPU": "faq",
-    "gradient checkpointing": "faq", "out of memory": "faq", "first call slow": "faq", "forked workers": "faq",
-}  # fmt: skip
-"""What people search for, and the page of the first result."""
+QUESTIONS = (
+    "why is my mask inverted", "how accurate is it", "multi-GPU", "out of memory", "first call slow", "RoPE", "cite",
+    "xformers", "NATTEN", "FlexAttention", "gradient checkpointing", "Swin window resize", "accelerate", "torch.fx",
+    "forked workers", "T5 in C++", "export T5", "streaming conformer", "learning rate", "which GPU",
+)  # fmt: skip
+"""What people search for, which the FAQ answers first."""
 
 
 @needs_chromium
@@ -418,9 +418,9 @@ def test_the_search_answers(question: str, site: Path, browser: chromium.Chromiu
     found: list[str] = []
     while not found and time.monotonic() < deadline:
         time.sleep(0.05)
-        found = browser.run("[...document.querySelectorAll('#search-results ul.search a')].map((e) => e.href)")
+        found = browser.run("[...document.querySelectorAll('#search-results ul.search > li > a')].map((e) => e.href)")
     assert found
-    assert Path(urlsplit(found[0]).path).stem == QUESTIONS[question], found[:5]
+    assert Path(urlsplit(found[0]).path).stem == "faq", found[:5]
 
 
 @needs_chromium
