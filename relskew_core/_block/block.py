@@ -198,9 +198,9 @@ class Seen(TypedDict, total=False):
 
 
 def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
-    shape = (*k.shape[:-3], k.shape[-2])
+    shape, dtype = (*k.shape[:-3], k.shape[-2]), getattr(padding, "dtype", None)
     check_plain("key_padding_mask", padding)
-    if getattr(padding, "dtype", None) != xp.bool or tuple(padding.shape) != shape:
+    if dtype is None or dtype != xp.bool or tuple(padding.shape) != shape:
         raise ValueError(
             f"`key_padding_mask` must be a boolean array of shape {shape}, True where a key is padding, "
             f"got {describe(padding)}"

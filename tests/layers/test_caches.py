@@ -81,12 +81,6 @@ def test_a_sliding_cache_asks_for_a_table_that_reaches_its_window_only() -> None
         module(x[:, :1], past=module.empty_cache(2, keep=4))
 
 
-@pytest.mark.parametrize("batch", [-1, 2.0, None])
-def test_a_batch_that_is_no_size_is_named(batch: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"^`batch` must be an int"):
-        made(DECODERS["grouped"]).empty_cache(batch)
-
-
 def test_what_a_cache_has_yet_to_fill_counts_for_nothing() -> None:
     module = made(DECODERS["grouped"])
     (x,) = inputs(module.spec)
@@ -243,14 +237,6 @@ def test_the_dtype_of_a_cache() -> None:
     assert module.empty_cache(2, dtype=torch.float64).keys.dtype == torch.float64
     assert module.bfloat16().empty_cache(2, length=4).values.dtype == torch.bfloat16
     assert module.to("meta").empty_cache(2, keep=4).values.device.type == "meta"
-
-
-def test_a_full_cache_is_an_error() -> None:
-    module = made(DECODERS["causal"])
-    (x,) = inputs(module.spec)
-    _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
-    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
-        module(x[:, 6:], past=cache)
 
 
 @needs_kernels  # the portable code leaves these gradients and errors to torch

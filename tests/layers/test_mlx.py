@@ -96,13 +96,11 @@ def test_it_is_initialised_as_init_weights_does() -> None:
     assert layers.RelativeMultiheadAttention(CAUSAL, dtype=mx.bfloat16).rel_k.dtype == mx.bfloat16
 
 
-def test_a_full_cache_is_an_error_or_nan() -> None:
+def test_a_compiled_call_past_a_full_cache_is_nan() -> None:
     _, module = pair(CAUSAL)
     (x,) = inputs(CAUSAL)
     _, cache = module(moved(x[:, :5]), past=module.empty_cache(2, length=9))
     _, cache = module(moved(x[:, 5:]), past=cache._replace(length=mx.array([5, 2])))
-    with pytest.raises(ValueError, match="`past` must have room for 2 more positions, got 9 of 9 filled"):
-        module(moved(x[:, :2]), past=cache)
     late = mx.compile(lambda x, cache: module(x, past=cache))(moved(x[:, :2]), cache)[0]
     assert mx.all(mx.isnan(late[0])).item()
     assert not mx.any(mx.isnan(late[1])).item()
@@ -139,13 +137,6 @@ def test_padding_masks_and_options() -> None:
     close(pair(SPECS["bidirectional"], impl="portable", chunk_size=2)[1](moved(x)), dense_module(theirs, x))
 
 
-def test_errors_name_what_came() -> None:
-    module, x = pair(CAUSAL)[1], moved(inputs(CAUSAL)[0])
-    with pytest.raises(ValueError, match="`dropout` must be at least 0 and less than 1, got 1"):
-        layers.RelativeMultiheadAttention(CAUSAL, dropout=1.0)
-    with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
-        layers.RelativeMultiheadAttention(64, 4)
-    with pytest.raises(ValueError, match="`offset` must be None with `past`, which sets it, got int 3"):
-        module(x, past=module.empty_cache(2), offset=3)
+def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="`weights` must have exactly the keys"):
         layers.RelativeMultiheadAttention.from_weights({}, CAUSAL)

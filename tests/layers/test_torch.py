@@ -189,23 +189,6 @@ def test_an_unbatched_sequence_and_its_padding() -> None:
     assert torch.equal(y[0], module.get_parameter("out_proj.bias"))
 
 
-@pytest.mark.parametrize("padding", [torch.zeros(2, 8, dtype=torch.bool), torch.zeros(2, 9), [[False] * 9] * 2],
-                         ids=["length", "dtype", "type"])  # fmt: skip
-def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
-    module = made(SPECS["causal"])
-    with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 9\)"):
-        module(*inputs(module.spec), key_padding_mask=padding)
-
-
-@pytest.mark.parametrize(("mask", "error"), [
-    (torch.ones(9, 8, dtype=torch.bool), ValueError), (torch.zeros(9, 9, dtype=torch.int64), TypeError),
-], ids=["shape", "dtype"])  # fmt: skip
-def test_masks_that_do_not_fit_are_refused_with_padding_too(mask: Tensor, error: type[Exception]) -> None:
-    module = made(SPECS["causal"])
-    with pytest.raises(error, match="`mask` must"):
-        module(*inputs(module.spec), mask=mask, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
-
-
 # Dropout
 
 
@@ -488,10 +471,8 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     (({"embed_dim": 8},), TypeError, "`spec` must be a BlockSpec, got dict"),
-    ((SPECS["causal"], 1.0), ValueError, "`dropout` must be at least 0 and less than 1, got 1.0"),
-    ((SPECS["causal"], -0.1), ValueError, "`dropout` must be at least 0"),
     ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
-], ids=["spec", "all dropped", "negative", "text"])  # fmt: skip
+], ids=["spec", "text"])  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
@@ -501,9 +482,6 @@ def test_arguments_that_do_not_fit_are_refused(
 
 
 def test_more_arguments_than_there_are_places_are_answered_with_how_it_is_called() -> None:
-    """As in ``nn.MultiheadAttention(64, 4)`` and ``module(x, x, x)``."""
-    with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
-        RelativeMultiheadAttention(64, 4)  # type: ignore[arg-type,call-arg]  # what is refused
     x = torch.zeros(1, 3, 8)
     with pytest.raises(TypeError, match=r"module\(x\), .* MultiheadAttention takes queries, keys and values$"):
         made(SPECS["causal"])(x, x, x)  # type: ignore[call-overload]

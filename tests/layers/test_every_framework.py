@@ -1,4 +1,4 @@
-"""Caches in every framework: pieces equal the whole, and the number of filled positions may be known or traced."""
+"""Every framework's modules: the arguments they refuse, and their caches, of lengths that are known or traced."""
 
 from functools import partial
 from typing import Any
@@ -20,16 +20,16 @@ X = np.random.default_rng(0).standard_normal((2, 6, 8))
 each = pytest.mark.parametrize("name", MODULES)
 
 
-def of(name: str, spec: Any = CAUSAL) -> tuple[Any, Any]:
+def of(name: str, spec: Any = CAUSAL, **options: Any) -> tuple[Any, Any]:
     """Return a module, and a function that makes arrays of its library from numbers."""
     if name == "torch":
-        return made(spec), torch.tensor
+        return made(spec, **options), torch.tensor
     if name == "mlx":
         layers: Any = pytest.importorskip("relskew_core.layers.mlx")
         module, array = layers.RelativeMultiheadAttention, mx.array
     else:
         module, array = (FLAX if name == "flax" else EQUINOX).module, jnp.asarray
-    return module.from_weights(mapping(spec), spec), array
+    return module.from_weights(mapping(spec), spec, **options), array
 
 
 def fed(module: Any, array: Any, x: Any, cache: Any) -> Any:
@@ -63,6 +63,8 @@ def test_lengths_that_cannot_be_are_refused(name: str, length: Any, error: type[
 def test_no_items_have_lengths_too(name: str) -> None:
     module, array = of(name)
     cache = module.empty_cache(0, length=12)
+    y, growing = fed(module, array, X[:0], module.empty_cache(0))
+    assert tuple(y.shape) == tuple(fed(module, array, X[:0], growing)[0].shape) == (0, 6, 8)
     for length in (cache.length, array(np.zeros(0, np.int32))):
         y, after = fed(module, array, X[:0], cache._replace(length=length))
         assert (tuple(y.shape), tuple(after.length.shape)) == ((0, 6, 8), tuple(length.shape))
@@ -157,6 +159,7 @@ def test_caches_that_do_not_fit_are_refused(name: str, room: dict[str, Any]) -> 
     ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
     ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
     ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
+    ("causal", {"batch": -1}, ValueError, "`batch` must be an int >= 0, got -1"),
     ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
 ], ids=str)  # fmt: skip
 def test_empty_cache_refuses_arguments_that_do_not_fit(
@@ -165,3 +168,22 @@ def test_empty_cache_refuses_arguments_that_do_not_fit(
     module, _ = of(name, SPECS[spec])
     with pytest.raises(error, match=message):
         module.empty_cache(**{"batch": 2, **arguments})
+
+
+@each
+def test_modules_refuse_arguments_that_do_not_fit(name: str) -> None:
+    module, array = of(name)
+    x = array(X, dtype=module.empty_cache(2).keys.dtype)
+    for padding in (array(np.zeros((2, 5), bool)), array(np.zeros((2, 6))), [[False] * 6] * 2):
+        with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 6\)"):
+            module(x, key_padding_mask=padding)
+    for mask, error in ((np.ones((6, 5), bool), ValueError), (np.zeros((6, 6), np.int32), TypeError)):
+        with pytest.raises(error, match="`mask` must"):
+            module(x, mask=array(mask), key_padding_mask=array(np.zeros((2, 6), bool)))
+    with pytest.raises(ValueError, match="`memory` must be None"):
+        module(x, x)
+    with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
+        type(module)(64, 4)
+    for dropout in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"`dropout` must be a(t least 0 and less than 1| finite number), got "):
+            of(name, dropout=dropout)
