@@ -154,15 +154,14 @@ def warn_of_ones(mask: Array) -> None:
             return
 
 
-def warn_of_hidden(padding: Array) -> Array:
-    """Return padding, and warn if it hides all keys of an item and its values can be read at no cost."""
+def warn_of_hidden(padding: Array) -> None:
+    """Warn of padding that hides all keys of an item, if its values can be read at no cost."""
     readable = _readable(padding)
     if readable is not None and known_values(readable.all(-1).any()):
         warn_caller(
             "`key_padding_mask` hides every key of an item, whose queries then attend to nothing: True is padding, so "
             "pass ~mask if it is True for tokens"
         )
-    return padding
 
 
 def _readable(mask: Array) -> Array | None:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar
 from relskew_core._array.checks import describe, explains, shape_of
 from relskew_core._array.namespace import check_plain, namespace_of_arrays
 from relskew_core._array.precision import autocast, cast, casts
-from relskew_core._array.softmax import joint, of_rank, warn_of_hidden
+from relskew_core._array.softmax import joint, of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import PAST, Cache, Growing
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
@@ -205,7 +205,7 @@ def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:
             f"`key_padding_mask` must be a boolean array of shape {shape}, True where a key is padding, "
             f"got {describe(padding)}"
         )
-    return warn_of_hidden(padding)
+    return padding
 
 
 def without_keys(hidden: Array | None, mask: Array | None, q: Array, k: Array, *, xp: Namespace) -> Array | None:

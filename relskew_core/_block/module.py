@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar, Unpack, ov
 from relskew_core._array.checks import check_choice, check_int, check_real, describe, explains
 from relskew_core._array.namespace import check_plain, is_floating
 from relskew_core._array.precision import autocast, cast
+from relskew_core._array.softmax import warn_of_hidden
 from relskew_core._array.typing import IMPLS, Array, Impl, Namespace
 from relskew_core._block.block import (
     Seen,
@@ -128,7 +129,9 @@ class Attends:
         **options: Any,
     ) -> Any:
         """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden."""
-        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=self.xp)
+        padding = key_padding_mask
+        if padding is not None:
+            warn_of_hidden(check_padding(padding, k, xp=self.xp))
         for hidden in (padding, unfilled):
             mask = without_keys(hidden, mask, q, k, xp=self.xp)
         _, impl, chunk_size = self.settings

@@ -58,6 +58,7 @@ def exported(model: Any, given: Any, vary: Any, **options: Any) -> Any:
     return program, [(str(one.message), one.filename) for one in caught if str(one.message).startswith(WITHOUT)]
 
 
+@pytest.mark.filterwarnings("ignore:.key_padding_mask. hides every key of an item")
 def test_blocks_of_any_length_give_the_numbers_of_torch_with_one_warning() -> None:
     model = Blocks().eval()
     vary = ({0: VARY, 1: VARY}, {0: VARY, 1: VARY})
