@@ -3,7 +3,7 @@
 # and RELSKEW_LEVELS=all compiles them for all processors. What is compiled stays in build/objects for all targets.
 #   make demo           one block on every installed array library, its ONNX graph, and a picture of its attention to a tune
 #   make example        a small Music Transformer learns tunes and continues one, as MIDI, WAV, a picture and ONNX
-#   make example-full   five kinds of positions on Bach's chorales, for the table of the page; needs music21
+#   make example-full   six kinds of positions on Bach's chorales, for the table of the page; needs music21
 #   make web            continue the example's tune in a browser, with onnxruntime-web; needs Node
 #   make docs           the site, in site/html: all pages, tutorials with their outputs, a reference; needs no network
 #   make test           every test

@@ -1,4 +1,4 @@
-"""``python -m examples.chorales.full``: five kinds of positions, on Bach's chorales in four parts.
+"""``python -m examples.chorales.full``: six kinds of positions, on Bach's chorales in four parts.
 
 The chorales are read from the package music21 where it is installed; none of its files is part of this project.
 """
@@ -26,9 +26,13 @@ from relskew_core._files import whole
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "chorales.md"
-PICTURE = PAGE.with_suffix("") / "five.png"
+PICTURE = PAGE.with_suffix("") / "kinds.png"
 RECORD = Path(__file__).with_name("record.json")
 MARKS = "<!-- measured: python -m examples.chorales.full --docs -->\n", "<!-- end of measured -->"
+COMMON = ", common rate"
+"""Kinds that end in this learn their tables at the rate of the rest."""
+
+ROWS = (*KINDS, f"relative{COMMON}", f"learned bias{COMMON}")
 GRID = 4
 """The steps of a quarter note: sixteenths."""
 
@@ -37,14 +41,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    minutes: Annotated[float, typer.Option(min=0.0, help="How long all models learn together, at most.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.0, help="How long all models learn together, at most.")] = 20.0,
     steps: Annotated[int, typer.Option(min=1, help="How long each model learns, at most.")] = 600,
-    seeds: Annotated[int, typer.Option(min=1, help="How often each kind learns.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="How often each kind learns.")] = 3,
     docs: Annotated[
         bool, typer.Option("--docs", help=f"Keep the numbers, and remake the table of {PAGE.name}.")
     ] = False,
 ) -> None:
-    """Train five models on the same data, and print the likelihood of the held-out pieces."""
+    """Train six models on the same data, and print the likelihood of the held-out pieces."""
     console = Console(highlight=False, width=120)
     if find_spec("music21") is None:
         console.print("This reads the chorales of music21, which is not installed: .venv/bin/pip install music21")
@@ -96,16 +100,16 @@ def voice(part: Any) -> Voice | None:
 
 def measure(music: Music, steps: int, seconds: float, seeds: int) -> dict[str, Any]:
     """Train each kind for its share of the time, and return the likelihoods."""
-    kinds = [(kind, seed) for seed in range(seeds) for kind in KINDS]
+    kinds = [(kind, seed) for seed in range(seeds) for kind in ROWS]
     began = time.monotonic()
     rows = []
     for done, (kind, seed) in enumerate(kinds):
         torch.manual_seed(seed)
-        model = Decoder(kind)
+        model = Decoder(kind.removesuffix(COMMON))
         if not done:  # on a model that is discarded
             steps = min(steps, affordable(Decoder(kind), music, seconds / len(kinds)))
         with progress(f"learning: {kind}", steps) as report:
-            train(model, music, steps, seed=seed, report=report)
+            train(model, music, steps, seed=seed, of_tables=1.0 if kind.endswith(COMMON) else 10.0, report=report)
         curve = by_position(model, music)
         rows.append(
             {"kind": kind, "seed": seed, "learned": model.learned(), "curve": [round(float(x), 4) for x in curve]}
@@ -129,18 +133,19 @@ def affordable(model: Decoder, music: Music, seconds: float) -> int:
 def text(measured: dict[str, Any]) -> str:
     """Return the section of the page."""
     learned, held_out = measured["pieces"]
-    seeds = len(measured["rows"]) // len(KINDS)
+    seeds = len(measured["rows"]) // len(ROWS)
     lines = [
         f"{learned} chorales to learn from, {held_out} held out; {measured['steps']} steps of {BATCH} crops of {CROP} "
-        f"tokens; {'one seed' if seeds == 1 else f'the mean of {seeds} seeds'}.",
+        f"tokens; {'one seed' if seeds == 1 else f'means and standard deviations of {seeds} seeds'}.",
         "",
         "| positions | parameters | " + " | ".join(f"{start}–{stop}" for start, stop in RANGES) + " |",
         "| --- | " + " | ".join(["---:"] * (1 + len(RANGES))) + " |",
     ]
-    for kind in KINDS:
+    for kind in ROWS:
         rows = [row for row in measured["rows"] if row["kind"] == kind]
-        means = np.mean([by_range(np.asarray(row["curve"])) for row in rows], axis=0)
-        lines.append(f"| {kind} | {rows[0]['learned']:,} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
+        found = np.asarray([by_range(np.asarray(row["curve"])) for row in rows], dtype=np.float64)
+        cells = [f"{each.mean():.3f}" + (f" ± {each.std(ddof=1):.3f}" if seeds > 1 else "") for each in found.T]
+        lines.append(f"| {kind} | {rows[0]['learned']:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -151,9 +156,7 @@ def write(measured: dict[str, Any]) -> None:
     if first not in page or last not in page:
         raise ValueError(f"{PAGE} must have the lines {first.strip()} and {last}")
     head, _, rest = page.partition(first)
-    curves = {
-        kind: np.mean([row["curve"] for row in measured["rows"] if row["kind"] == kind], axis=0) for kind in KINDS
-    }
+    curves = {kind: np.asarray([x["curve"] for x in measured["rows"] if x["kind"] == kind]) for kind in KINDS}
     pictures.plot_likelihood(PICTURE, curves, CROP)
     with whole(RECORD) as part:
         part.write_text(json.dumps(measured) + "\n", "utf-8")

@@ -14,7 +14,7 @@ from examples.chorales.tokens import SYMBOLS
 from relskew_core import BlockSpec, Span, alibi_bias
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
-KINDS = ("none", "sinusoids", "relative", "learned bias", "ALiBi")
+KINDS = ("none", "sinusoids", "relative", "learned bias", "ALiBi", "rotary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,21 @@ def positions(kind: str, size: Size) -> tuple[Span, dict[str, Any]]:
     """Return the span and the kinds of tables. A single row for all distances says nothing about positions."""
     if kind == "relative":
         return Span(size.reach, 0, "clip"), {}
-    bias = {"rel_keys": False, "rel_bias": True}
-    return {
-        "none": (Span(0, 0, "clip"), bias),
-        "sinusoids": (Span(0, 0, "clip"), bias),
-        "learned bias": (Span(size.reach, 0, "clip"), bias),
-        "ALiBi": (Span(size.window, 0), bias),
-    }[kind]
+    spans = {"learned bias": Span(size.reach, 0, "clip"), "ALiBi": Span(size.window, 0)}
+    return spans.get(kind, Span(0, 0, "clip")), {"rel_keys": False, "rel_bias": True}
+
+
+class Rotary(nn.Linear):
+    """A projection to heads, rotated by their positions from ``start`` on, as in RoFormer (Su et al. 2021)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, width)
+        self.heads, self.start = heads, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = super().forward(x).unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
+        sin, cos = sinusoids(x.shape[-2], 2 * one.shape[-1], start=self.start)[:, None].chunk(2, dim=-1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).flatten(-2)
 
 
 class Layer(nn.Module):
@@ -50,7 +58,9 @@ class Layer(nn.Module):
         span, tables = positions(kind, size)
         spec = BlockSpec(size.width, size.heads, span, causal=True, window=(size.window, 0), **tables)
         self.attention = RelativeMultiheadAttention(spec, dropout=0.0)
-        if kind in ("none", "sinusoids", "ALiBi"):
+        if kind == "rotary":
+            self.attention.q_proj, self.attention.k_proj = (Rotary(size.width, size.heads) for _ in "qk")
+        if kind not in ("relative", "learned bias"):
             (bias,) = self.attention.table_parameters()
             bias.requires_grad_(False)
             bias.copy_(alibi_bias(size.heads, span, xp=torch) if kind == "ALiBi" else torch.zeros_like(bias))
@@ -64,6 +74,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         normed = self.norms[0](x)
+        for part in (self.attention.q_proj, self.attention.k_proj):
+            if isinstance(part, Rotary):
+                part.start = 0 if past is None else past[0].shape[-2]
         y, present = (self.attention(normed), None) if past is None else self.attention(normed, past=past)
         x = x + y
         return x + self.forward_part(self.norms[1](x)), present
@@ -99,13 +112,13 @@ class Decoder(nn.Module):
         """Return the first ``past``: the empty cache of every layer's attention."""
         return [attention.empty_cache(batch, **options) for attention in self.attentions]
 
-    def parameter_groups(self, rate: float) -> list[dict[str, Any]]:
-        """Return the parameters in groups, with ten times the learning rate for tables."""
+    def parameter_groups(self, rate: float, *, of_tables: float = 10.0) -> list[dict[str, Any]]:
+        """Return the parameters in groups, with ``of_tables`` times the learning rate for tables."""
         tables = [x for attention in self.attentions for x in attention.table_parameters()]
         others = [x for x in self.parameters() if all(x is not table for table in tables)]
         return [
             {"params": others, "lr": rate},
-            {"params": [x for x in tables if x.requires_grad], "lr": 10 * rate, "weight_decay": 0.0},
+            {"params": [x for x in tables if x.requires_grad], "lr": of_tables * rate, "weight_decay": 0.0},
         ]
 
     def learned(self) -> int:

@@ -22,6 +22,7 @@ COLOURS = {
     "learned bias": "#009e73",
     "ALiBi": "#cc79a7",
     "none": "#8a8a99",
+    "rotary": "#b8860b",
 }
 """Colours that are distinguishable with every kind of colour vision."""
 
@@ -30,18 +31,22 @@ SMOOTH = 16
 
 
 def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> None:
-    """Draw the negative log-likelihood by position, with the trained range shaded."""
+    """Draw the negative log-likelihood by position, with the trained range shaded.
+
+    A curve is ``(positions,)``, or ``(seeds, positions)``, whose mean is drawn in a band from the least to the largest.
+    """
     figure = Figure(figsize=(7.2, 3.6), dpi=100)
     axis = figure.add_axes((0.09, 0.16, 0.74, 0.72))
     axis.axvspan(0, trained, color=FAINT, alpha=0.15, lw=0)
-    top = max(curve.max() for curve in curves.values())
-    length = max(len(curve) for curve in curves.values())
+    drawn = {name: smooth(curve) for name, curve in curves.items()}
+    top = max(points.max() for points in drawn.values())
+    length = max(curve.shape[-1] for curve in curves.values())
     axis.text(trained / 2, 1.01, "trained", color=FAINT, ha="center", va="bottom", transform=axis.get_xaxis_transform())
-    for name, curve in curves.items():
-        points = curve[: len(curve) // SMOOTH * SMOOTH].reshape(-1, SMOOTH).mean(axis=1)
-        places = (np.arange(len(points), dtype=np.int64) + 0.5) * SMOOTH
-        axis.plot(places, points, color=COLOURS[name], lw=2)
-    ends = {name: float(curve[-4 * SMOOTH :].mean()) for name, curve in curves.items()}
+    for name, points in drawn.items():
+        places = (np.arange(points.shape[-1], dtype=np.int64) + 0.5) * SMOOTH
+        axis.plot(places, points.mean(axis=0), color=COLOURS[name], lw=2)
+        axis.fill_between(places, points.min(axis=0), points.max(axis=0), color=COLOURS[name], alpha=0.2, lw=0)
+    ends = {name: float(curve[..., -4 * SMOOTH :].mean()) for name, curve in curves.items()}
     for name, place in apart(ends, 0.065 * top).items():
         axis.text(1.01, place, name, color=COLOURS[name], va="center", transform=axis.get_yaxis_transform())
     axis.set(xlim=(0, length), ylim=(0, 1.05 * top), xlabel="position of the token")
@@ -53,6 +58,12 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
 
 
 Array = np.ndarray[Any, Any]
+
+
+def smooth(curve: Array) -> Array:
+    """Return means of `SMOOTH` positions, ``(seeds, points)``."""
+    seeds = np.atleast_2d(curve)[:, : curve.shape[-1] // SMOOTH * SMOOTH]
+    return seeds.reshape(len(seeds), -1, SMOOTH).mean(axis=-1)
 
 
 def apart(places: Mapping[str, float], gap: float) -> dict[str, float]:

@@ -19,11 +19,12 @@ FARTHEST = 4 * CROP
 
 
 def train(
-    model: Decoder, music: Music, steps: int, *, seed: int, report: Callable[[int], None] = lambda _: None
-) -> Decoder:
-    """Train on crops of `CROP` positions; ``report`` is called after every step."""
+    model: Decoder, music: Music, steps: int, *, seed: int, of_tables: float = 10.0,
+    report: Callable[[int], None] = lambda _: None,
+) -> Decoder:  # fmt: skip
+    """Train on crops of `CROP` positions, tables ``of_tables`` times as fast; ``report`` is called after every step."""
     rng = np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(model.parameter_groups(RATE), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameter_groups(RATE, of_tables=of_tables), weight_decay=0.1)
     rates = [group["lr"] for group in optimizer.param_groups]
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=max(2, steps), pct_start=0.1)
     model.train()

@@ -273,7 +273,7 @@ def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shown, page = full.PAGE.read_text(), tmp_path / "chorales.md"
     page.write_text(shown)
     measured = json.loads(full.RECORD.read_text())
-    for name, path in (("PAGE", page), ("PICTURE", tmp_path / "five.png"), ("RECORD", tmp_path / "record.json")):
+    for name, path in (("PAGE", page), ("PICTURE", tmp_path / "kinds.png"), ("RECORD", tmp_path / "record.json")):
         monkeypatch.setattr(full, name, path)
     full.write(measured)
     assert page.read_text() == shown
