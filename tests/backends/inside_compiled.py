@@ -110,25 +110,6 @@ def test_gradients_equal_those_of_the_portable_code(case: dense.Case, level: str
             close(z.numpy(), y, f"{name}, torch")
 
 
-@pytest.mark.parametrize("n", [1, 3, 20, 200], ids="{} queries".format)
-@pytest.mark.parametrize("mask", ["", "boolean", "additive"], ids="{} mask".format)
-@dtypes
-def test_torch_trains_with_them(n: int, mask: str, dtype: str) -> None:
-    case = dense.Case("training", n=n, m=n + 2, d=16, span=Span(7, 4, "clip"), tables="rel_k rel_v rel_bias",
-                      options={"softcap": 5.0, "offset": 2})  # fmt: skip
-    case = replace(case, mask=mask) if mask else case
-    arrays = {name: as_torch(x) for name, x in case.arrays().items()}
-    results = []
-    chosen: Any = ((getattr(torch, dtype), "auto"), (torch.float64, "portable"))
-    for as_type, impl in chosen:
-        given = {name: x.to(as_type).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
-        out: Any = relative_attention(**given, **case.call(), impl=impl)
-        out.backward(as_torch(case.d_out()).to(as_type))
-        results.append([out.detach().numpy(), *(x.grad.numpy() for x in given.values() if x.requires_grad)])
-    for x, y in zip(*results, strict=True):
-        close(x, y)
-
-
 BROADCAST: list[tuple[int, ...]] = [
     shape for shape in product((2, 1), (4, 1), (100, 1), (270, 1)) if shape != (1, 1, 1, 1)
 ]

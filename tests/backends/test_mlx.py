@@ -16,7 +16,6 @@ mx: Any = pytest.importorskip("mlx.core")
 
 ROW = of_name("MLX")
 GATE = 1e-10
-MIB = 2**20
 
 
 def attend(q: Any, **options: Any) -> Any:

@@ -316,8 +316,3 @@ def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
         close(y, whole[:items, :4])
         assert cache.length == 4
         assert cache.keys.shape == (items, 2, 12, 4)
-
-
-def test_a_cache_is_a_tree_of_arrays() -> None:
-    cache = made(EQUINOX).empty_cache(2, length=3)
-    assert type(jax.tree.map(jnp.asarray, cache)) is type(cache)

@@ -17,7 +17,6 @@ CLIP = Span.clipped(5)
 SPEC = BlockSpec(8, 2, CLIP)
 WEIGHTS = init_weights(SPEC, seed=0, xp=torch)
 CAUSAL = BlockSpec(8, 2, Span.causal(99), causal=True)
-OF_CAUSAL = init_weights(CAUSAL, seed=0, xp=torch)
 CROSS = BlockSpec(8, 2, CLIP, cross=True)
 
 
