@@ -60,9 +60,10 @@ def test_tiles_fit_the_device() -> None:
     from relskew_core.backends._torch.triton.call import Limits, Tile, fitted, tiles
 
     tile = Tile(64, 4, 2)
-    assert fitted(tile, Limits(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
-    assert fitted(tile, Limits(9, 227 * 2**10, compiles=False)) == tile
-    assert fitted(Tile(32, 8, 2), Limits(8, 99 * 2**10)) == Tile(32, 8, 1)
+    assert fitted(tile, 64, Limits(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
+    assert fitted(tile, 64, Limits(9, 227 * 2**10, compiles=False)) == tile
+    assert fitted(Tile(32, 8, 2), 256, Limits(8, 99 * 2**10)) == Tile(32, 8, 1)
+    assert fitted(Tile(32, 4, 2), 128, Limits(12, 99 * 2**10)) == Tile(32, 4, 2)
     for device in (Limits(8, 163 * 2**10), Limits(10, 227 * 2**10)):  # only warpgroup products leave enough registers
         for dtype, width in choice.WIDEST.items():
             assert all(tile.size < 64 and not tile.shuffles for tile in tiles(dtype, width, device) or ())
@@ -77,8 +78,11 @@ def test_tiles_fit_the_device() -> None:
         (torch.bfloat16, 64, "full", 80),
         (torch.float16, 128, "full", 90),
         (torch.float32, 64, "full", 90),
-        (torch.bfloat16, 128, "everything", 90),  # the two that need the most shared memory
+        (torch.bfloat16, 128, "everything", 90),  # the three that need the most shared memory
         (torch.bfloat16, 256, "everything", 86),
+        (torch.bfloat16, 128, "everything", 89),
+        (torch.bfloat16, 64, "full", 100),
+        (torch.bfloat16, 64, "full", 120),
     ],
     ids=str,
 )

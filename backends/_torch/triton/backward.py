@@ -83,7 +83,7 @@ def _attention_vjp(
             )  # fmt: skip
             for part in kept:
                 part.end(start, stop)
-        if summed is not None:
+        if mask is not None and call.of_keys:
             mask.end(0, 1)
 
     found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
