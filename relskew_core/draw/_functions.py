@@ -125,14 +125,12 @@ def draw_call(
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     reach = max(1, int(np.max(np.abs(distances), where=seen, initial=0)))
     shown: Any = np.where(seen, distances, None)
-    cells = [[Cell() if r is None else _cell(r, span, reach) for r in row] for row in shown.tolist()]
-    columns = [str(j) for j in keys]
-    if sinks:
-        cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["s", *columns]
+    sink = [Cell(0.0, "s")] * sinks
+    cells = [sink + [Cell() if r is None else _cell(r, span, reach) for r in row] for row in shown.tolist()]
     what = "the relative position" if span is None else f"the row of the table {_in_words(span)}"
     hidden = "" if seen.all() else " Hidden keys have none."
     notes = [f"Cells show {what}.{hidden}", *(["s: the sink, which has no key."] if sinks else [])]
-    panel = Panel("", cells, [str(int(i)) for i in queries], columns)
+    panel = Panel("", cells, [str(int(i)) for i in queries], ["s"] * sinks + [str(j) for j in keys])
     return Picture(_title(n, m, arguments, sinks=sinks), [panel], notes=notes)
 
 

@@ -151,7 +151,6 @@ def test_tables_as_long_as_the_input_become_a_node() -> None:
 
 
 def test_heads_without_a_batch_become_no_node() -> None:
-    """Heads without a batch, here."""
     made = torch_to_onnx(Fitted(), torch.randn(4, 6, 8), vary={"x": [1]}, operator=True)
     assert not nodes(made)
     assert not made.functions
