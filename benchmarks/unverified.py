@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "development" / "gpu.md"
 MARKS = "<!-- results of make gpu -->", "<!-- end of results -->"
 
 
-class Row(NamedTuple):
+class Unverified(NamedTuple):
     """A row of the table with a command."""
 
     what: str
@@ -32,14 +32,14 @@ class Row(NamedTuple):
     seconds: int
 
 
-def rows(page: str) -> Iterator[Row]:
+def rows(page: str) -> Iterator[Unverified]:
     """Yield the rows of the table that have a command for one device."""
     table = page.partition("## Not verified yet")[2].partition("\n## ")[0]
     for what, command, seconds in re.findall(r"^\| (.*?) \| `python -m (.*?)` \| (\d+) \|", table, re.MULTILINE):
-        yield Row(what, [sys.executable, "-m", *shlex.split(command)], int(seconds))
+        yield Unverified(what, [sys.executable, "-m", *shlex.split(command)], int(seconds))
 
 
-def run(row: Row, limit: float) -> tuple[str, str]:
+def run(row: Unverified, limit: float) -> tuple[str, str]:
     """Return how a row ended, in words, and the end of what it printed."""
     try:
         done = subprocess.run(row.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -123,6 +123,12 @@ def to_onnx(
     >>> cached = to_onnx(spec, init_weights(spec, seed=0), past=True)
     >>> [value.name for value in cached.graph.input]
     ['x', 'past_key', 'past_value']
+
+    The attention alone, without projections:
+
+    >>> tables = {"rel_k": init_weights(spec, seed=0)["rel_k"]}
+    >>> [x.name for x in to_onnx(spec, tables, projections=False).graph.input]
+    ['q', 'k', 'v']
     """
     check_spec(spec)
     check_bool("operator", operator)

@@ -95,6 +95,16 @@ def torch_to_onnx(
     >>> graph = torch_to_onnx(encoder, given, vary={"x": [0]}, check=False).graph
     >>> [x.name for x in graph.input]
     ['x', 'mask']
+
+    Into a file, with attention over all queries at once for longer inputs too:
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "encoder.onnx"
+    ...     model = torch_to_onnx(encoder, torch.randn(2, 5, 8), path, chunk_size=None)
+    ...     path.exists()
+    True
     """
     import torch
     from torch.utils import _pytree as pytree

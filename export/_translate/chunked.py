@@ -161,7 +161,7 @@ def _with_hidden_keys(g: TracedEmitter, call: TracedCall, shown: Value) -> tuple
         "Where", [shown, g.constant(0.0, g.dtype), g.constant(HIDDEN, g.dtype)], "keys/added", shown.shape
     )
     column = g.transpose(added, "keys/column")
-    one = g.constant(np.ones((1, 1, 1, 1)), g.dtype)
+    one = g.constant(np.ones((1, 1, 1, 1), dtype=np.float64), g.dtype)
     whole = []
     for x, number, name in ((call.q, one, "q"), (call.k, column, "k")):
         sizes = g.dims(f"{name}/column_shape", g.index("Shape", [x], f"{name}/sizes", (3,), start=0, end=3), 1)
