@@ -13,15 +13,18 @@ from weakref import WeakSet
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table, meta_table
-from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from relskew_core._array.extras import warn_caller
+from relskew_core._array.namespace import private
 from relskew_core._array.precision import widened
 from relskew_core._kernel.call import Operands, Options, has_tables
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
+
+_decompositions: dict[Any, Any] = private("_decomp.decomposition_table", {})
+_shapes: dict[Any, Any] = private("_decomp.meta_table", {})
+_export_of = private("_guards.detect_fake_mode", type)
 
 _KEPT: ContextVar[str] = ContextVar("relskew_kept", default="")
 _WARNED: WeakSet[Any] = WeakSet()
@@ -55,15 +58,15 @@ def decompose(operator: Any, fake: Callable[..., Any], decomposed: Callable[...,
     The exporter looks into this table for what it cannot translate. Fake tensors look there too, but never for what has
     a kernel of shapes in Python.
     """
-    meta_table[operator] = fake
-    decomposition_table[operator] = decomposed
+    _shapes[operator] = fake
+    _decompositions[operator] = decomposed
 
 
 def for_exporter(x: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attend in place of an operator, and warn once in each export."""
     if options.dropout:
         raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
-    export = detect_fake_mode(x)
+    export = _export_of(x)
     if export not in _WARNED:
         _WARNED.add(export)
         warn_caller(

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from relskew_core._array.namespace import private
 from relskew_core._array.softmax import log_sum_exp
 from relskew_core._kernel import forward
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
@@ -113,6 +113,7 @@ def _sides(numbers: Sequence[int]) -> tuple[Side, ...]:
 
 
 _make_options = _maker(Options)
+_modes = private("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 
 
 class TwoOperators:
@@ -133,10 +134,11 @@ class TwoOperators:
 
         Its module is not imported: it imports Triton.
         """
-        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-            for mode in _get_current_dispatch_mode_stack():
+        if not torch.compiler.is_compiling():
+            for mode in _modes():
                 formulas = getattr(getattr(mode, "counter", None), "flop_registry", {})
-                formulas[operator._opoverload.overloadpacket] = partial(self._flops, operator is self._op)
+                forward = operator is self._op
+                formulas[self.overloads[not forward].overloadpacket] = partial(self._flops, forward)
         return operator
 
     def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
@@ -156,6 +158,7 @@ class TwoOperators:
         own: Any = self
         self._op = made(f"relskew::{name}", own._forward, f"({given}) -> (Tensor out, Tensor lse)")
         self._vjp_op = made(f"relskew::{name}_vjp", own._vjp, f"({cotangents}, {given}) -> {gradients}")
+        self.overloads = [getattr(torch.ops.relskew, each).default for each in (name, f"{name}_vjp")]
         self.op.register_fake(own._fake)
         self.vjp.register_fake(own._fake_vjp)
         self.op.register_autograd(own._backward, setup_context=own._setup)
@@ -195,7 +198,7 @@ class Operator(TwoOperators):
         self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
         self.vjp.register_vmap(self._vmap_vjp)
-        decomposed.decompose(self.op._opoverload, self._fake, self._decomposed)
+        decomposed.decompose(self.overloads[0], self._fake, self._decomposed)
 
     def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
         """Attend; the sums of weights are ``None`` unless requested."""

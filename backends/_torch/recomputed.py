@@ -6,6 +6,7 @@ For long calls that no other path serves: left to autograd, every chunk's weight
 from __future__ import annotations
 
 from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +15,14 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._array.namespace import private
 from relskew_core._array.softmax import log_sum_exp
 from relskew_core._kernel import backward, forward, grids
 from relskew_core._kernel.call import LEARNED, Gradients, Operands, Options, named
 from relskew_core.backends._torch.operator import Operator
+
+_exclude = private("_C._SetExcludeDispatchKeyGuard", None)
+_autograd = private("_C.DispatchKey.AutogradFunctionality", None)  # excluded in the kernels of operators
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +48,12 @@ def pull_back(
     """Return the gradients of the wanted operands."""
     with torch.autocast(operands.q.device.type, enabled=False):
         if options.sides:
-            return _on_grids(d_out, operands, options, wanted, d_lse)
+            given = d_out, operands, options, wanted, d_lse
+            if _exclude is None or _autograd is None:  # threads start with nothing excluded
+                with ThreadPoolExecutor(1) as thread:
+                    return thread.submit(_on_grids, *given).result()
+            with _exclude(_autograd, False):
+                return _on_grids(*given)
         with torch.no_grad():
             return backward.attention_vjp(d_out, operands, options, d_lse=d_lse, xp=xp, **results)
 
@@ -55,8 +65,7 @@ def _on_grids(
     names = [name for name in LEARNED if name in wanted]
     leaves = {name: getattr(operands, name).detach().requires_grad_() for name in names}
     given = Operands(**{**named(operands), **leaves})
-    below = torch._C.DispatchKey.AutogradFunctionality  # which the kernels of operators exclude
-    with torch._C._SetExcludeDispatchKeyGuard(below, False), torch.enable_grad():
+    with torch.enable_grad():
         for rows, own, of_part in grids.parts(given, replace(options, return_lse=True), xp=xp):
             out, sums = _attend_part(own, of_part, xp=xp)
             pairs = [(out, d_out[..., rows, :])]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from relskew_core._array.namespace import private
 from relskew_core._kernel.backward import attention_vjp as portable
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends._torch.operator import Operator
@@ -23,31 +24,39 @@ TYPES = (Tensor, torch.nn.Parameter)
 Arrays = Iterable[Tensor | None]
 
 
+jit: Any = torch.jit  # a documented name without a type
+_interpreter = private("_C._functorch.peek_interpreter_stack", tuple)
+_interpreters = private("_C._functorch.get_interpreter_stack", None)
+_dispatch_modes = private("_C._len_torch_dispatch_stack", lambda: 1)
+_function_modes = private("_C._len_torch_function_stack", lambda: 1)
+_is_batched = private("_C._functorch.is_legacy_batchedtensor", lambda _: True)
+
+
+def _level() -> int:
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level
+
+
 def is_transformed() -> bool:
     """Whether a transformation, a mode or a tracer has to see every operation."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return torch.compiler.is_compiling() or _interpreter() is not None or _dispatch_modes() > 0 or jit.is_tracing()
 
 
 def is_ordinary() -> bool:
     """Whether nothing traces, records or changes the computation, outside compilation."""
     return not (
         torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        or _interpreter() is not None
+        or _dispatch_modes()
+        or _function_modes()
+        or jit.is_tracing()
+        or _level() >= 0
     )
 
 
 def are_mapped(cotangents: Arrays) -> bool:
     """Whether autograd has many cotangents in one backward pass (``is_grads_batched``), which no interpreter shows."""
-    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in cotangents)
+    return any(x is not None and _is_batched(x) for x in cotangents)
 
 
 def is_watched(arrays: Arrays) -> bool:
@@ -60,16 +69,12 @@ def differentiates_by_function() -> bool:
     """Whether a call is inside ``torch.func.grad`` or ``jvp``, which do not use the autograd formulas of operators."""
     if torch.compiler.is_compiling():
         return False
-    functorch = torch._C._functorch
-    differentiating = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
-    return any(level.key() in differentiating for level in functorch.get_interpreter_stack() or ())
+    return not _interpreters or any(level.key().name in ("Grad", "Jvp") for level in _interpreters() or ())
 
 
 def has_tangents(arrays: Arrays) -> bool:
     """Whether forward mode differentiates one of the arrays, which operators do not support."""
-    return forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in arrays
-    )
+    return _level() >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in arrays)
 
 
 def requires_gradients(arrays: Arrays) -> bool:

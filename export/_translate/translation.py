@@ -155,7 +155,7 @@ def torch_translation_table(
             lse = op.Pad(op.Unsqueeze(lse, last), op.Constant(value_ints=[0, 1]), None, last)
         return out, lse
 
-    table.update({each.op._opoverload: attention for each in (OPERATOR, RECOMPUTED)})
+    table.update({each.overloads[0]: attention for each in (OPERATOR, RECOMPUTED)})
     return table
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from relskew_core._array.namespace import device, is_compiling, is_torch, on_cpu
+from relskew_core._array.namespace import device, is_compiling, is_torch, on_cpu, private
 from relskew_core._array.typing import Array, Namespace
 
 
@@ -35,7 +35,8 @@ def compiled_for_any(*sizes: Any) -> bool:
     """Whether ``torch.compile``, and not an export, makes a program in which one of these sizes varies."""
     if not is_compiling() or not symbolic(*sizes):
         return False
-    return not sys.modules["torch"].compiler._is_exporting_flag  # torch 2.8 compiles `is_exporting()` as True
+    compiler = sys.modules["torch"].compiler  # torch 2.8 compiles `is_exporting()` as True
+    return not getattr(compiler, "_is_exporting_flag", compiler.is_exporting())
 
 
 def exported(*sizes: Any) -> bool:
@@ -53,7 +54,7 @@ def holds(comparison: Any) -> bool:
     torch = sys.modules["torch"]
     if not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(comparison):
         return bool(comparison)
-    torch._check(comparison)
+    getattr(torch, "_check", bool)(comparison)
     return True
 
 
@@ -77,7 +78,7 @@ def known_values(x: Array) -> Any:
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # otherwise it is a fake tensor
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if private("_C._functorch.is_functorch_wrapped_tensor", lambda _: True)(x):
             return None
     if not on_cpu(x):
         return None

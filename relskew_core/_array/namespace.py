@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import array_api_compat
@@ -134,6 +135,14 @@ def is_torch(array: Array) -> bool:
     """Whether an array is torch's; torch.compile can trace this, and warns about array_api_compat's caches."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
+
+
+def private(name: str, otherwise: Any) -> Any:
+    """Return ``torch.name``, or what gives the same results, perhaps slower, in a release without that private name."""
+    try:
+        return attrgetter(name)(sys.modules["torch"])
+    except AttributeError:
+        return otherwise
 
 
 def library_name(xp: Any) -> str:

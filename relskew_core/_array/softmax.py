@@ -9,7 +9,7 @@ from typing import Any
 
 from relskew_core._array.extras import module_beyond, warn_caller
 from relskew_core._array.known import known_values
-from relskew_core._array.namespace import device, is_torch, on_cpu
+from relskew_core._array.namespace import device, is_torch, on_cpu, private
 from relskew_core._array.typing import Array, Namespace
 
 NEGLIGIBLE = -70.0
@@ -180,9 +180,9 @@ def _is_recorded(mask: Array) -> bool:
     if not is_torch(mask):
         return False
     torch = sys.modules["torch"]
-    if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
+    if torch.compiler.is_compiling() or type(mask) is not torch.Tensor or torch.jit.is_tracing():
         return True
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+    return bool(private("_C._len_torch_dispatch_stack", lambda: True)())
 
 
 def gather(x: Array, index: Array, *, xp: Namespace) -> Array:

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from typing import Any
 
-import torch
+from relskew_core._array.namespace import private
 
 _forked = False
 
@@ -38,4 +38,4 @@ def _address() -> int:
 @cache
 def _symbol(name: str) -> Any:
     """Look up a symbol in torch's library and those that it links."""
-    return getattr(ctypes.PyDLL(torch._C.__file__), name, None)
+    return getattr(ctypes.PyDLL(private("_C.__file__", None)), name, None)

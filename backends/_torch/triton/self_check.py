@@ -6,6 +6,7 @@ Nothing is tried on devices that have a record in ``benchmarks/records``, with t
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import version
 from itertools import count
@@ -14,9 +15,9 @@ from typing import Any
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from relskew_core._array.extras import warn_caller
+from relskew_core._array.namespace import private
 from relskew_core._array.softmax import log_sum_exp
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
@@ -60,7 +61,7 @@ def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int
         release = ".".join(version("triton").split(".")[:2])
         if (*torch.cuda.get_device_capability(device), release) in VERIFIED:
             return None
-    with unset_fake_temporarily():
+    with private("_subclasses.fake_tensor.unset_fake_temporarily", nullcontext)():
         arguments = trial(torch.device(device), getattr(torch, dtype), features, widths, grouped=grouped)
         wrong = {name: error for name, error in errors(arguments).items() if not error <= TOLERANCES[arguments.q.dtype]}
     if not wrong:

@@ -158,8 +158,8 @@ def register_sharding() -> None:
     >>> torch.distributed.destroy_process_group()
     """
     for operator in _operators():
-        register(operator.op._opoverload)(_of_attention)
-        register(operator.vjp._opoverload)(_of_gradient)
+        for overload, sharding in zip(operator.overloads, (_of_attention, _of_gradient), strict=True):
+            register(overload)(sharding)
 
 
 def _operators() -> Iterator[Operator]:
