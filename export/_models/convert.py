@@ -23,7 +23,8 @@ from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, checked_ops
 from relskew_core.export._form.weights import check_dtype
 from relskew_core.export._models.exported import ExportOptions, announce
 from relskew_core.export._models.names import name_lengths, name_nodes
-from relskew_core.export._models.rewrites import compute_in_float32, expand_rotary, store_once
+from relskew_core.export._models.rewrites import compute_in_float32, expand_rotary, keep_sums, store_once
+from relskew_core.export._models.sharing import share
 from relskew_core.export._translate.translation import REACH, torch_translation_table
 
 _PREFIX = "model."
@@ -96,6 +97,8 @@ def convert(
     reaches = [int(node.metadata_props[REACH]) for node in model.graph if REACH in node.metadata_props]
     reach = min(reaches, default=None)
     names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths(shapes).items()))}
+    share(model)
+    keep_sums(model)
     expand_rotary(model)
     if not any(x.dtype == torch.bfloat16 for x in (*flat.inputs(), *flat.parameters(), *flat.buffers())):
         compute_in_float32(model)

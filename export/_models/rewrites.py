@@ -77,6 +77,16 @@ def compute_in_float32(model: Any) -> None:
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [result], rounded.outputs)
 
 
+def keep_sums(model: Any) -> None:
+    """Write sums that a layer norm reads as ``Sum``: onnxruntime's node for ``Add`` and norm takes longer than both."""
+    import onnx_ir as ir
+
+    for node in model.graph:
+        made = node.inputs[0].producer() if node.op_type == "LayerNormalization" else None
+        if made is not None and made.op_type == "Add" and node.outputs[0].dtype == ir.DataType.FLOAT:
+            made.op_type = "Sum"
+
+
 def expand_rotary(model: Any) -> None:
     """Expand the cosines and sines of ``RotaryEmbedding`` to the batch: onnxruntime rejects a batch of one."""
     import onnx_ir as ir

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from relskew_core._kernel.call import LABELS, TABLES, Operands, Options
+from relskew_core._kernel.call import LABELS, Operands, Options, has_tables
 from relskew_core.export._form.plan import AUTO_CHUNK, PROFILES
 from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.attend import even_chunks, joined
@@ -28,16 +28,20 @@ class Translate(NamedTuple):
 AUTO_ROWS = 512
 """Rows of logits that a chunk of ``"auto"`` has in all heads together: its memory depends on no number of heads."""
 
+SHARED = "relskew.shared"
+"""The note of branches with the number of queries up to which they are faster at once if layers share the bias."""
+
 HIDDEN = -1e30  # what is added to the logits of hidden keys
 
 LEAST = 16  # the least number of queries of such a chunk
 
 
 class ChunkSizes(NamedTuple):
-    """How many queries a call attends with at a time, and up to how many it attends with all of them."""
+    """How many queries attend at a time, and up to how many with all of them: ``shared`` for a shared bias."""
 
     size: int
     whole: int
+    shared: int
 
 
 def chunk_sizes(operands: Operands, options: Options, size: Any, opset: int) -> ChunkSizes | None:
@@ -50,10 +54,12 @@ def chunk_sizes(operands: Operands, options: Options, size: Any, opset: int) -> 
     (heads, n), pattern = operands.q.shape[-3:-1], options.visibility
     unnoticed = operands.key_table is not None and options.span.beyond == "error"
     at_once = size is None or options.return_lse or unnoticed or pattern.block_size is not None
-    sizes = ChunkSizes(size, size)
+    sizes = ChunkSizes(size, size, size)
     if size == "auto":
         size = min(max(AUTO_ROWS // heads, LEAST), AUTO_CHUNK) if isinstance(heads, int) else LEAST
-        sizes = ChunkSizes(size, AUTO_CHUNK)
+        everywhere = pattern.left is None and pattern.right is None and not pattern.by_value
+        alone = operands.rel_k is None and operands.rel_v is None
+        sizes = ChunkSizes(size, AUTO_CHUNK, 4 * AUTO_CHUNK if alone and everywhere else AUTO_CHUNK)
         at_once = at_once or opset < PROFILES["ort"].opset or _is_best_at_once(operands, options)
     return None if at_once or (isinstance(n, int) and n <= sizes.whole) else sizes
 
@@ -62,7 +68,7 @@ def _is_best_at_once(operands: Operands, options: Options) -> bool:
     pattern, span = options.visibility, options.span
     if operands.key_table is not None or pattern.by_value:
         return operands.key_table is not None
-    tables = any(getattr(operands, name) is not None for name in TABLES)
+    tables = has_tables(operands)
     ends = tables and span.beyond == "error" and pattern.left is None and isinstance(span.left, int)
     return pattern.offset != 0 or (ends and span.left < AUTO_CHUNK)
 
@@ -77,11 +83,13 @@ def attend_by_length(
     few = g.index("LessOrEqual", [g.dim(n), g.constant([sizes.whole])], "chunks/one_is_enough", (1,), BOOL)
     *rows, _ = shape_of(operands.q, "q")
     out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
-    return g.either(
+    found = g.either(
         few, "attention_by_length", out,
         short=lambda body: translate.call(body, operands, options)[0],
         long=lambda body: _in_chunks(body, operands, options, sizes.size, translate),
     )  # fmt: skip
+    found.producer().metadata_props[SHARED] = str(sizes.shared)
+    return found
 
 
 def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:

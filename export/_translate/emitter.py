@@ -128,9 +128,13 @@ class InnerEmitter(TracedEmitter):
     def node(
         self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
     ) -> None:
+        import onnx_ir
+
         super().node(op_type, inputs, path, outputs, **attributes)
         for value in outputs:
-            self.tensor(value).name = value.name
+            tensor = self.typed(value, known=False)
+            tensor.name = value.name
+            tensor.shape = onnx_ir.Shape([size if isinstance(size, int) else None for size in value.shape])
 
     def _record(self, node: Any) -> None:
         self.nodes.append(node)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, has_tables
 from relskew_core._positions.span import Span
 from relskew_core.export._form.plan import GraphPlan, make_plan
 from relskew_core.export._nodes import parts
@@ -37,12 +37,20 @@ class Skewed:
         self._operands, self._options, self._reach = operands, options, reach
 
     @cached_property
-    def _window(self) -> TableWindow:
-        tables = tables_of(self._g, self._operands, self._plan if self._reach is None else None)
-        return window_of(self._g, self._plan, tables, self._lengths, self._reach)
+    def _window(self) -> TableWindow | None:
+        plan, operands, reach = self._plan, self._operands, self._reach
+        ends = plan.left.past_edge, "zero" if plan.one_sided else plan.right.past_edge
+        if not has_tables(operands) and (plan.dead_rows or ends == ("zero", "zero")):
+            return None
+        tables = tables_of(self._g, operands, plan if reach is None else None)
+        return window_of(self._g, plan, tables, self._lengths, reach)
 
     def logits(self) -> Value:
-        g, call = self._g, self._call
+        g, call, lengths = self._g, self._call, self._lengths
+        if self._window is None:
+            sizes = g.dims("relative/none_shape", 1, 1, lengths.queries, lengths.keys)
+            shape = (1, 1, lengths.query_symbol, lengths.key_symbol)
+            return g.compute("Expand", [g.constant(0.0, g.dtype), sizes], "relative/none", shape)
         queries = call.q if call.rel_q is None else call.rel_q
         if self._operands.rel_k is not None:
             queries = parts.scaled(g, queries, self._options.rel_scale, "relative/scaled")
@@ -57,6 +65,7 @@ class Skewed:
         return visible(self._g, self._plan, self._lengths, self._call.mask, segments)
 
     def values(self, weights: Value) -> Value:
+        assert self._window is not None
         return parts.relative_values(self._g, self._window, self._lengths, weights)
 
     def _of_keys(self, shape: Shape) -> Value:

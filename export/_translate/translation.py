@@ -12,7 +12,7 @@ import onnx
 
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import CallSpec
-from relskew_core._kernel.call import TABLES, Operands, Options, unsupported
+from relskew_core._kernel.call import Operands, Options, has_tables, unsupported
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, GraphPlan, checked_chunk, checked_opset, make_plan
@@ -87,8 +87,9 @@ def torch_translation_table(
         For more queries than this number, attend in a ``Loop`` over this many at a time: memory grows with
         ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. There is
         no loop with blocks, ``return_lse`` or a ``key_table`` whose span ends in an error. ``"auto"``: from 257 queries
-        and opset 23 on, 512 divided by the number of heads (16 to 256), for calls without a ``key_table`` or an offset.
-        None: no control flow.
+        (with :func:`torch_to_onnx` 1025, if layers share a bias as the only table and see all keys) and opset 23 on,
+        512 divided by the number of heads (16 to 256), for calls without a ``key_table`` or an offset. None: no control
+        flow.
     operator : bool, default False
         Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Then take the graph from
         ``table.model(program)``, which adds the functions that run if the library is missing.
@@ -233,7 +234,7 @@ def _plan(
                 f"{tuple(map(str, x.shape))}: leave those axes out of what varies"
             )
     heads, width = q.shape[-3], q.shape[-1]
-    tables = any(getattr(operands, name) is not None for name in TABLES)
+    tables = has_tables(operands)
     span = options.span if tables and not fitted else Span(0, 0, "zero")  # without a table nothing is out of reach
     spec = CallSpec(
         heads * width, heads, span, num_kv_heads=int(operands.k.shape[-3]), causal=pattern.right == 0,
