@@ -40,13 +40,13 @@ class TracedEmitter(Emitter):
     def tensor(self, value: Value) -> Any:
         return self._tensors[value.name]
 
-    def typed(self, value: Value, *, known: bool = True) -> Any:
-        """Return the tensor of a value with its element type, and its shape if that is ``known``."""
+    def typed(self, value: Value) -> Any:
+        """Return the tensor of a value with its element type and its shape."""
         import onnx_ir
 
         tensor = self.tensor(value)
         tensor.dtype = onnx_ir.DataType.from_numpy(value.dtype)
-        if known and tensor.shape is None:  # what comes from around the body has the names of its axes
+        if tensor.shape is None:  # what comes from around the body has the names of its axes
             tensor.shape = onnx_ir.Shape(value.shape)
         return tensor
 
@@ -77,7 +77,7 @@ class TracedEmitter(Emitter):
         running = onnx_ir.val(f"{path}running", onnx_ir.DataType.BOOL, [])
         goes_on = body.compute("Identity", [body.adopt(running, "running", (), BOOL)], "goes_on", (), BOOL)
         result = emit(body, body.adopt(iteration, "iteration", (), INT64))
-        outputs = [body.typed(goes_on), body.typed(result, known=False)]
+        outputs = [body.typed(goes_on), body.typed(result)]
         graph = onnx_ir.Graph([iteration, running], outputs, nodes=body.nodes, name=f"{path}body")
         # The condition is optional, but not for onnx's reference evaluator.
         given = [self.tensor(count), self.tensor(self.constant(True, BOOL))]
@@ -93,10 +93,8 @@ class TracedEmitter(Emitter):
         bodies = {}
         for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
             body = InnerEmitter(self, scope)
-            out = body.typed(
-                body.compute("Identity", [body.adopt(emit(body), "found", like.shape)], "branch", like.shape),
-                known=False,
-            )
+            found = body.adopt(emit(body), "found", like.shape)
+            out = body.typed(body.compute("Identity", [found], "branch", like.shape))
             bodies[kind] = onnx_ir.Graph([], [out], nodes=body.nodes, name=f"{self.path(name)}/{scope}")
         node = onnx_ir.node("If", [self.tensor(condition)], bodies, name=self.path(name))
         self._record(node)
@@ -132,9 +130,8 @@ class InnerEmitter(TracedEmitter):
 
         super().node(op_type, inputs, path, outputs, **attributes)
         for value in outputs:
-            tensor = self.typed(value, known=False)
-            tensor.name = value.name
-            tensor.shape = onnx_ir.Shape([size if isinstance(size, int) else None for size in value.shape])
+            self.tensor(value).shape = onnx_ir.Shape([x if isinstance(x, int) else None for x in value.shape])
+            self.typed(value).name = value.name
 
     def _record(self, node: Any) -> None:
         self.nodes.append(node)

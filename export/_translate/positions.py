@@ -37,24 +37,21 @@ class Skewed:
         self._operands, self._options, self._reach = operands, options, reach
 
     @cached_property
-    def _window(self) -> TableWindow | None:
-        plan, operands, reach = self._plan, self._operands, self._reach
-        ends = plan.left.past_edge, "zero" if plan.one_sided else plan.right.past_edge
-        if not has_tables(operands) and (plan.dead_rows or ends == ("zero", "zero")):
-            return None
-        tables = tables_of(self._g, operands, plan if reach is None else None)
-        return window_of(self._g, plan, tables, self._lengths, reach)
+    def _window(self) -> TableWindow:
+        tables = tables_of(self._g, self._operands, self._plan if self._reach is None else None)
+        return window_of(self._g, self._plan, tables, self._lengths, self._reach)
 
     def logits(self) -> Value:
-        g, call, lengths = self._g, self._call, self._lengths
-        if self._window is None:
+        g, call, plan, lengths = self._g, self._call, self._plan, self._lengths
+        ends = plan.left.past_edge, "zero" if plan.one_sided else plan.right.past_edge
+        if not has_tables(self._operands) and (plan.dead_rows or ends == ("zero", "zero")):  # the window hides nothing
             sizes = g.dims("relative/none_shape", 1, 1, lengths.queries, lengths.keys)
             shape = (1, 1, lengths.query_symbol, lengths.key_symbol)
             return g.compute("Expand", [g.constant(0.0, g.dtype), sizes], "relative/none", shape)
         queries = call.q if call.rel_q is None else call.rel_q
         if self._operands.rel_k is not None:
             queries = parts.scaled(g, queries, self._options.rel_scale, "relative/scaled")
-        logits = parts.relative_logits(g, self._plan, queries, self._window, self._lengths)
+        logits = parts.relative_logits(g, plan, queries, self._window, lengths)
         if self._operands.key_table is None:
             return logits
         shape = (*call.q.shape[:3], logits.shape[3])
@@ -65,7 +62,6 @@ class Skewed:
         return visible(self._g, self._plan, self._lengths, self._call.mask, segments)
 
     def values(self, weights: Value) -> Value:
-        assert self._window is not None
         return parts.relative_values(self._g, self._window, self._lengths, weights)
 
     def _of_keys(self, shape: Shape) -> Value:

@@ -1,9 +1,11 @@
 """Functions on tables, lengths and offsets of every kind, exported from torch and run at other sizes."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -324,6 +326,18 @@ def test_layers_compute_once_what_they_share(chunk_size: Any, monkeypatch: pytes
         one, other = (run.run(None, feeds)[0] for run in runs)
         assert one.tobytes() == other.tobytes()
         assert_same([one], model, *map(torch.from_numpy, feeds.values()), gate=1e-5)
+
+
+def test_onnxruntime_leaves_sums_and_layer_norms_apart(tmp_path: Path) -> None:
+    """Its node for both takes longer than the two of them on CPUs."""
+    model = of(lambda self, x, y: self.norm(x + y), norm=nn.LayerNorm(16)).eval()
+    given = {"x": random(2, 5, 16), "y": random(2, 5, 16, seed=1)}
+    torch_to_onnx(model, given, tmp_path / "norm.onnx")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(tmp_path / "norm.onnx", options, providers=["CPUExecutionProvider"])
+    kinds = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert kinds == {"Sum", "LayerNormalization"}
 
 
 def test_memory_of_chunks() -> None:
