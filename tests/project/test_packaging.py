@@ -249,6 +249,14 @@ def test_a_wheel_without_kernels_is_for_every_platform(source: Path, tmp_path: P
     assert wheel.name == f"relskew_core-{relskew_core.__version__}-py3-none-any.whl"
 
 
+def test_two_builds_of_a_wheel_have_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    """`make release-check` compares wheels with kernels too."""
+    copy_to(tmp_path, Path.symlink_to)
+    env = {"RELSKEW_PURE": "1", "SOURCE_DATE_EPOCH": "1700000000"}
+    first, second = (build(each, tmp_path / each.name, "--wheel", env=env)[".whl"] for each in (source, tmp_path))
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_a_compiler_that_fails_fails_no_installation(source: Path, tmp_path: Path) -> None:
     """It is told, and what was installed works."""
     alone = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
