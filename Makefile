@@ -22,7 +22,9 @@
 #   make test-compilers the warnings of GCC and Clang, in every version and for every machine that is installed
 #   make test-clang-cl  the warnings of Clang in place of Microsoft's compiler; MSVC_HEADERS=… names the folders of
 #                       the headers of Microsoft's C++ library, of its C library and of Windows
-#   make test-newest    the tests on the newest releases, without the pins
+#   make test-newest    the tests on the newest releases, without the pins; PYTHON=python3.14 chooses the interpreter
+#   make pins           write the newest releases to requirements/pins.txt, and run the tests with them; KEEP=torch==2.13.0
+#                       for what stays
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must detect; takes hours; ONLY=relskew_core/_positions
 #                       for a part of it, SAMPLE=100 for a few of each suite, SEED=… for the same few, AGAIN=1 for survivors
@@ -64,7 +66,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
 SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids.py tests/backends/test_threads.py tests/backends/inside_jax_compiled.py tests/core/test_options.py
 
-.PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
+.PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest pins
 .PHONY: test-peers-all test-weights test-aarch64 test-emulated test-compilers test-clang-cl test-operator
 .PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
 .PHONY: gpu bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
@@ -117,6 +119,10 @@ test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --editable '.[ci]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS)
+
+pins: $(BIN)/python
+	.ci/pins $(KEEP)
+	$(MAKE) test
 
 test-aarch64: .venv/dev.stamp
 	.ci/emulated aarch64 $(TESTS)
@@ -261,7 +267,7 @@ $(BIN)/python:
 
 .venv-release/stamp: requirements/pins.txt
 	$(PYTHON) -m venv --clear .venv-release
-	.venv-release/bin/python -m pip install --quiet --constraint requirements/pins.txt abi3audit auditwheel build setuptools twine
+	.venv-release/bin/python -m pip install --quiet --constraint requirements/pins.txt abi3audit auditwheel build cyclonedx-bom setuptools twine
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)
