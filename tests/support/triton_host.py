@@ -258,7 +258,8 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("features",
                          [("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
-                          ("rel_k", "rel_q", "mask", "left", "zero", "softcap"), ("block_size", "right", "zero")],
+                          ("rel_k", "rel_q", "mask", "left", "zero", "softcap"), ("block_size", "right", "zero"),
+                          ("q_segments", "k_segments", "seed", "block_size", "blocks_before", "zero")],
                          ids=" ".join)  # fmt: skip
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core._kernel.problem import problem
