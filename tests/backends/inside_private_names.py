@@ -70,7 +70,7 @@ def names_in(tree: ast.Module) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_private_name_of_torch_is_listed_and_replaced() -> None:
-    replaced, needed = set(), set()
+    replaced, needed = set[str](), set[str]()
     for path in (path for folder in ("relskew_core", "backends", "export") for path in (ROOT / folder).rglob("*.py")):
         for name, has_other in names_in(ast.parse(path.read_text())):
             if is_private(name):
