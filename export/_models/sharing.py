@@ -36,8 +36,8 @@ def _share_lengths(model: Any) -> None:
 
     known: dict[Hashable, Any] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        x = node.inputs[0] if node.op_type == "Shape" else None
-        if x is None or x.shape is None or node.outputs[0].is_graph_output():
+        x, graph = node.inputs[0] if node.op_type == "Shape" else None, node.graph
+        if x is None or graph is None or x.shape is None or node.outputs[0].is_graph_output():
             continue
         start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(x.shape))
         sizes = tuple(size if isinstance(size, int) else size.value for size in x.shape[start:end])
@@ -45,8 +45,8 @@ def _share_lengths(model: Any) -> None:
             continue
         if sizes in known:
             node.outputs[0].replace_all_uses_with(known[sizes])
-            node.graph.remove(node, safe=True)
-        elif node.graph is model.graph:
+            graph.remove(node, safe=True)
+        elif graph is model.graph:
             known[sizes] = node.outputs[0]
 
 

@@ -46,8 +46,8 @@ class Skewed:
         ends = plan.left.past_edge, "zero" if plan.one_sided else plan.right.past_edge
         if not has_tables(self._operands) and (plan.dead_rows or ends == ("zero", "zero")):  # the window hides nothing
             sizes = g.dims("relative/none_shape", 1, 1, lengths.queries, lengths.keys)
-            shape = (1, 1, lengths.query_symbol, lengths.key_symbol)
-            return g.compute("Expand", [g.constant(0.0, g.dtype), sizes], "relative/none", shape)
+            pairs = (1, 1, lengths.query_symbol, lengths.key_symbol)
+            return g.compute("Expand", [g.constant(0.0, g.dtype), sizes], "relative/none", pairs)
         queries = call.q if call.rel_q is None else call.rel_q
         if self._operands.rel_k is not None:
             queries = parts.scaled(g, queries, self._options.rel_scale, "relative/scaled")
