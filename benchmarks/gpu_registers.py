@@ -160,7 +160,8 @@ class GPURegisters(Benchmark):
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         registers, spilled, shared = result
         given = _kernels(*case.values())[contender][1]
-        tile = ", ".join(str(given[name]) for name in ("B", "num_warps", "num_stages"))
+        size = given["B"] if "B" in given else given["x"].B.value
+        tile = ", ".join(map(str, (size, given["num_warps"], given["num_stages"])))
         return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
 
     def texts(self, record: Record) -> dict[str, str]:

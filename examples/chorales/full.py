@@ -156,7 +156,9 @@ def write(measured: dict[str, Any]) -> None:
     if first not in page or last not in page:
         raise ValueError(f"{PAGE} must have the lines {first.strip()} and {last}")
     head, _, rest = page.partition(first)
-    curves = {kind: np.asarray([x["curve"] for x in measured["rows"] if x["kind"] == kind]) for kind in KINDS}
+    curves = {
+        kind: np.asarray([x["curve"] for x in measured["rows"] if x["kind"] == kind], np.float64) for kind in KINDS
+    }
     pictures.plot_likelihood(PICTURE, curves, CROP)
     with whole(RECORD) as part:
         part.write_text(json.dumps(measured) + "\n", "utf-8")

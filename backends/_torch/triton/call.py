@@ -269,7 +269,9 @@ def met(own: Tensor, others: Tensor, size: int) -> Any:
     """
 
     def ends(x: Tensor) -> tuple[Tensor, Tensor]:
-        places = torch.arange(-(-x.shape[-1] // size) * size, device=x.device).clamp(max=x.shape[-1] - 1)
+        places = torch.arange(-(-x.shape[-1] // size) * size, dtype=torch.int64, device=x.device).clamp(
+            max=x.shape[-1] - 1
+        )
         low, high = x[:, places].unflatten(-1, (-1, size)).aminmax(dim=-1)
         return low, high
 

@@ -106,7 +106,7 @@ def trial(
         arrays["mask"] = mask > -1 if "boolean" in features else mask
     window = (40 if "left" in features else None, 0 if "right" in features else None)
     if "q_segments" in features:
-        places = torch.arange(LENGTH, device=device)
+        places = torch.arange(LENGTH, dtype=torch.int64, device=device)
         arrays["segments"] = places // 90, places // 100
     if "seed" in features:
         arrays |= {"dropout": 0.25, "seed": 3}
