@@ -31,7 +31,7 @@ def share(model: Any) -> None:
 
 
 def _share_lengths(model: Any) -> None:
-    """Read lengths with the same symbol from the first tensor that has them: each layer reads those of its own."""
+    """Read lengths with the same symbol from the first tensor that has them: each layer reads its own ones."""
     import onnx_ir as ir
 
     known: dict[Hashable, Any] = {}

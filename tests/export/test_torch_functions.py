@@ -28,7 +28,6 @@ from relskew_core import (
     unskew,
 )
 from relskew_core.export import torch_to_onnx, torch_translation_table
-from relskew_core.export._models import convert
 from torch_exports import VARY, agrees, assert_same, export, of, random, session
 
 TABLE, NUMBERS, BY_HEAD = random(4, 6), random(4), random(4, 23, 6)
@@ -294,38 +293,6 @@ def test_chunks_are_chosen_where_longer_inputs_are_faster_so(opset: int, branche
     several = of(forward, table=random(13, 4), short=random(256, 4))
     made = torch_to_onnx(several, random(1, 2, 9, 4), opset=opset, check=False)
     assert sum(node.op_type == "If" for node in made.graph.node) == branches
-
-
-@pytest.mark.parametrize("chunk_size", ["auto", None])
-def test_layers_compute_once_what_they_share(chunk_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as from nodes in each layer, for few queries and for many, and of rows that see no key."""
-
-    def forward(self: Any, x: Any, shown: Any) -> Any:
-        hidden = torch.where(shown[:, None, None], 0.0, -torch.inf)
-        for _ in range(3):
-            x = x + relative_attention(x, x, x, rel_bias=self.bias, span=FAR, mask=hidden)
-            x = x + relative_attention(x, x, x, mask=hidden)
-        return x
-
-    def shown(batch: int, length: int) -> Tensor:
-        return torch.arange(length) < torch.arange(batch)[:, None] * 3
-
-    def pads(made: Any) -> int:
-        first = [one.attribute[0].g for one in made.graph.node if one.op_type == "If"]
-        return sum(node.op_type == "Pad" for graph in (made.graph, *first) for node in graph.node)
-
-    model = of(forward, bias=random(2, 13)).eval()
-    given = {"x": random(2, 2, 9, 4), "shown": shown(2, 9)}
-    made = torch_to_onnx(model, given, chunk_size=chunk_size, check=False)
-    monkeypatch.setattr(convert, "share", lambda model: None)
-    before = torch_to_onnx(model, given, chunk_size=chunk_size, check=False)
-    assert (pads(made), pads(before)) == (1, 3)
-    runs = opened(made), opened(before)
-    for batch, length in [(1, 1), (3, 7), (2, 300), (2, 1100)]:
-        feeds = {"x": random(batch, 2, length, 4).numpy(), "shown": shown(batch, length).numpy()}
-        one, other = (run.run(None, feeds)[0] for run in runs)
-        assert one.tobytes() == other.tobytes()
-        assert_same([one], model, *map(torch.from_numpy, feeds.values()), gate=1e-5)
 
 
 def test_onnxruntime_leaves_sums_and_layer_norms_apart(tmp_path: Path) -> None:
