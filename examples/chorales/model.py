@@ -37,15 +37,15 @@ def positions(kind: str, size: Size) -> tuple[Span, dict[str, Any]]:
     return spans.get(kind, Span(0, 0, "clip")), {"rel_keys": False, "rel_bias": True}
 
 
-class Rotary(nn.Linear):
+class Rotary(nn.Module):
     """A projection to heads, rotated by their positions from ``start`` on, as in RoFormer (Su et al. 2021)."""
 
     def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, width)
-        self.heads, self.start = heads, 0
+        super().__init__()
+        self.projection, self.heads, self.start = nn.Linear(width, width), heads, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        one, other = super().forward(x).unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
+        one, other = self.projection(x).unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
         sin, cos = sinusoids(x.shape[-2], 2 * one.shape[-1], start=self.start)[:, None].chunk(2, dim=-1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).flatten(-2)
 

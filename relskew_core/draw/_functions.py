@@ -124,7 +124,7 @@ def draw_call(
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     reach = max(1, int(np.max(np.abs(distances), where=seen, initial=0)))
-    shown: Any = np.where(seen, distances, None)
+    shown: Any = np.where(seen, distances, np.full_like(distances, None, dtype=object))
     sink = [Cell(0.0, "s")] * sinks
     cells = [sink + [Cell() if r is None else _cell(r, span, reach) for r in row] for row in shown.tolist()]
     what = "the relative position" if span is None else f"the row of the table {_in_words(span)}"
