@@ -31,7 +31,8 @@ AUTO_ROWS = 512
 SHARED = "relskew.shared"
 """The note of branches with the number of queries up to which they are faster at once if layers share the bias."""
 
-HIDDEN = -1e30  # what is added to the logits of hidden keys
+HIDDEN, LEAST_SCALE = -1e30, 1e-6
+"""What is added to the logits of hidden keys, times the scale, which must keep it far below all other logits."""
 
 LEAST = 16  # the least number of queries of such a chunk
 
@@ -155,6 +156,8 @@ def _hides_keys_alone(operands: Operands, options: Options) -> bool:
     """Return whether a mask alone hides keys, the same ones from all queries and heads, in a call in float32."""
     mask, pattern = operands.mask, options.visibility
     if mask is None or options.softcap is not None or pattern.right is not None or operands.q_segments is not None:
+        return False
+    if options.scale < LEAST_SCALE:
         return False
     of_keys = len(mask.shape) == len(operands.q.shape) == 4 and tuple(mask.shape[1:3]) == (1, 1)
     return of_keys and mask.dtype.numpy() == BOOL and operands.q.dtype.numpy() == parts.FLOAT32

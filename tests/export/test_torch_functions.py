@@ -236,6 +236,8 @@ def test_chunks_share_the_logits_of_a_bias_and_hide_keys_in_their_products(opset
             relative_attention(x, x, x, **given, mask=shown),
             relative_attention(x, x, x, **given, mask=shown, causal=True),
             relative_attention(x, x[:, :1], x[:, :1], **given, mask=shown, scale=0.3),
+            relative_attention(x, x, x, **given, mask=shown, scale=0.0),
+            relative_attention(x, x, x, **given, mask=shown, scale=-0.3),
             relative_attention(x, keys, keys, **given, mask=few, offset=2),
             relative_attention(x, x, x, **given, mask=shown, rel_v=self.table),
             relative_attention(x, x, x, **given, window=(None, 2)),
