@@ -401,7 +401,7 @@ BIAS = "`rel_bias` must have"
 
 @pytest.mark.parametrize(
     ("call", "words"),
-    [
+    [  # type checkers refuse these calls too
         (lambda: BlockSpec(64, 4), r"^BlockSpec\(\) needs `span`, such as Span\.causal\(256\)"),  # type: ignore[call-arg]
         (lambda: Span(256), r"^Span\(\) needs `right`: Span\.causal\(n\), Span\.full\(n\) and"),  # type: ignore[call-arg]
         (lambda: conventions.T5(), r"^T5\(\) needs `bidirectional`, True in an encoder"),  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ the tile before, and one gather (:func:`skew`) make the term; values with relati
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: N806
+# ruff: noqa: N806  # what is known when a kernel is compiled is in capitals
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ table rows for the gradient of the queries, and is stored for the table's.
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806  # what is known when a kernel is compiled is in capitals
 
 from __future__ import annotations
 

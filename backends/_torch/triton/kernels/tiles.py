@@ -8,7 +8,7 @@ tile of keys starts a window later, so its earlier window is this tile's later o
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: N803
+# ruff: noqa: N803  # what is known when a kernel is compiled is in capitals
 
 from __future__ import annotations
 
