@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, length, split
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, extend, length, split
 
 
 class _AlibiAttention(DropIn):
@@ -54,7 +54,7 @@ class MptRelativeAttention(_AlibiAttention):
         past = 0
         if cache is not None:
             past = length(cache.get_seq_length(self.layer_idx))
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = extend(cache, k, v, self.layer_idx)
         mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
         of_keys = position_bias[None, ..., -k.shape[-2] :]
         exporting = torch.compiler.is_exporting()
@@ -92,7 +92,7 @@ class BloomRelativeAttention(_AlibiAttention):
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2)
         q, k, v = heads.unbind(-2)
         if layer_past is not None:
-            k, v = layer_past.update(k, v, self.layer_idx)
+            k, v = extend(layer_past, k, v, self.layer_idx)
         bias = alibi.unflatten(0, (-1, self.num_heads))
         out = self._attend(q, k, v, bias, attention_mask, self.inv_norm_factor)
         return dropout(out, self.hidden_dropout, self.training) + residual, None
@@ -126,7 +126,7 @@ class FalconRelativeAttention(DropIn):
         past = 0
         if layer_past is not None:
             past = length(layer_past.get_seq_length(self.layer_idx))  # a cache of fixed size has more keys
-            k, v = layer_past.update(k, v, self.layer_idx)
+            k, v = extend(layer_past, k, v, self.layer_idx)
         # a mask passed by the caller, to which the model has added the bias
         if attention_mask is not None and attention_mask.ndim == 4:
             return self.finish(self.attend(q, k, v, mask=attention_mask)), None

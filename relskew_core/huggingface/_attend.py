@@ -20,6 +20,7 @@ from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 from relskew_core.backends._torch.decomposed import banded, dense, fix_heads, must_decompose
 from relskew_core.layers.torch._attention import Whole, buckets
+from relskew_core.layers.torch._caches import Room, in_place
 
 MASK_NAME, CAUSAL_NAME, BLOCKS_NAME = "relskew_keys", "relskew_keys_of_a_decoder", "relskew_keys_of_blocks"
 """The names under which transformers finds masks of keys alone."""
@@ -330,6 +331,33 @@ def cache_given(cache: Any, others: dict[str, Any]) -> Any:
     """Return the cache of a call, also under its name in transformers before 5.24, which is taken from the others."""
     former = others.pop("past_key_values", None)
     return former if cache is None else cache
+
+
+def extend(cache: Any, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    """Append keys and values to a layer of a cache, and return all.
+
+    A growing layer of transformers copies everything for every token. Without gradients, they are written after what
+    is there instead. The layer keeps ordinary tensors, and what its other methods have changed is copied once.
+    """
+    layers = getattr(cache, "layers", ())
+    layer: Any = layers[index] if in_place((k, v)) and index < len(layers) else None
+    grows = type(layer).__name__ == "DynamicLayer" and layer.get_seq_length() and not getattr(cache, "offloading", True)
+    if not grows or not _follow((layer.keys, layer.values), (k, v)):
+        found: tuple[Tensor, Tensor] = cache.update(k, v, index)
+        return found
+    room: Room | None = getattr(layer, "relskew_room", None)
+    if room is not None and not (room.last[0] is layer.keys and room.last[1] is layer.values):
+        room = None
+    layer.relskew_room = room = Room.after(room, layer.keys, layer.values, k.shape[-2])
+    layer.keys, layer.values = room.write(layer.keys.shape[-2], k, v)
+    return room.last
+
+
+def _follow(before: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> bool:
+    return in_place(before) and all(
+        (x.shape[:-2], x.shape[-1], x.dtype, x.device) == (y.shape[:-2], y.shape[-1], y.dtype, y.device)
+        for x, y in zip(before, new, strict=True)
+    )
 
 
 def refuse_weights(output_attentions: bool | None) -> None:

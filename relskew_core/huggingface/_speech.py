@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, Maybe, additive, attend, cache_given, split
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, attend, cache_given, extend, split
 
 Sides = tuple[int | None, int | None]
 
@@ -154,7 +154,7 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
         q, k, v = self.project(hidden_states)
         options = {}
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = extend(cache, k, v, self.layer_idx)
             options["offset"] = k.shape[-2] - q.shape[-2]
         return self._attend((q, k, v), position_embeddings, attention_mask, **options), None
 

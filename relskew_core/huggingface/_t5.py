@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, join, length, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, Maybe, additive, cache_given, extend, join, length, split, t5_rows
 
 
 class T5RelativeAttention(DropIn):
@@ -76,7 +76,7 @@ class T5RelativeAttention(DropIn):
             return layer.keys, layer.values
         k, v = (split(getattr(self, name)(source), self.n_heads) for name in self.projections[1:3])
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = extend(cache, k, v, self.layer_idx)
             if cross and both:
                 past.is_updated[self.layer_idx] = True
         return k, v
@@ -201,7 +201,7 @@ def appended(k: Tensor, v: Tensor, cache: Any, layer: int) -> tuple[Tensor, Tens
         return k, v, 0, 0
     key = cache.get_mask_sizes(k.shape[-2], layer)[1]  # read before the new keys are appended
     first = length(cache.get_query_offset(layer))
-    return *cache.update(k, v, layer), first, first - length(key)
+    return *extend(cache, k, v, layer), first, first - length(key)
 
 
 class Inkling2RelativeBias(DropIn):

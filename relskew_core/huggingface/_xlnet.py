@@ -11,7 +11,7 @@ from torch.nn.functional import dropout, one_hot
 
 from relskew_core._array.known import known_values
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, Maybe, cache_given, split, t5_rows
+from relskew_core.huggingface._attend import DropIn, Maybe, cache_given, extend, split, t5_rows
 
 
 class XLNetRelativeSkew(DropIn):
@@ -115,7 +115,7 @@ class ProphetNetRelativeAttention(DropIn):
         main_k, main_v = k[:, 0], v[:, 0]
         if cache is not None:
             cache = getattr(cache, "self_attention_cache", cache)
-            main_k, main_v = cache.update(main_k, main_v, self.layer_idx)
+            main_k, main_v = extend(cache, main_k, main_v, self.layer_idx)
         table = one_hot(t5_rows(self.span, self.num_buckets, q), self.num_buckets).to(q.dtype)
         options: dict[str, Any] = {"rel_k": table, "span": self.span, "rel_scale": 1.0}
         n, m = q.shape[-2], main_k.shape[-2]

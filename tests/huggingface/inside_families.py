@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from huggingface import stand_ins
-from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, E, x
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, DynamicCache, E, x
 
 import oracles
 from relskew_core import Span, alibi_bias
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.huggingface import _images, replace_attention
-from relskew_core.huggingface._attend import DropIn, additive
+from relskew_core.huggingface._attend import DropIn, additive, extend
 from relskew_core.huggingface._images import by_cell
 from relskew_core.huggingface._register import _Registered
 
@@ -99,6 +99,61 @@ def test_a_cache_of_either_name(name: str) -> None:
     assert torch.equal(call(ours, past_key_values=cache), out)
     assert torch.equal(call(ours, past_key_values=None), call(ours))
     assert (out - call(ours)).norm() > 1e-3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_growing_cache_of_transformers_is_copied_once_in_many_tokens(mode: Any) -> None:
+    keys, values = x(2, HEADS, 600, D), 2 * x(2, HEADS, 600, D)
+    cache, memory = DynamicCache(), []
+    with mode():
+        for place in range(600):
+            found = extend(cache, *(y[:, :, place : place + 1] for y in (keys, values)), 0)
+            memory.append(tuple(y.data_ptr() for y in found))
+    assert len(set(memory)) == 4  # the first token, and room for 256 at once
+    assert cache.copies == 1
+    assert all(map(torch.equal, found, (keys, values)))
+
+
+@torch.no_grad()
+def test_what_changes_a_growing_cache_of_transformers_is_followed() -> None:
+    keys, cache = x(2, HEADS, 20, D), DynamicCache()
+
+    def add(cache: DynamicCache, first: int, end: int, factor: int = 1) -> None:
+        new = factor * keys[:, :, first:end]
+        extend(cache, new, 2 * new, 0)
+
+    def others(cache: DynamicCache, copied: Callable[[Any], Any]) -> DynamicCache:
+        other = DynamicCache()
+        other.layers = [copied(layer) for layer in cache.layers]
+        return other
+
+    for place in range(9):
+        add(cache, place, place + 1)
+    copies = [others(cache, how) for how in (copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own)))]
+    for factor, one in enumerate([cache, *copies], 1):
+        add(one, 9, 10, factor)
+    for factor, one in enumerate([cache, *copies], 1):
+        add(one, 10, 12, factor)
+        want = torch.cat([keys[:, :, :9], factor * keys[:, :, 9:12]], 2)
+        assert torch.equal(one.layers[0].keys, want)
+        assert torch.equal(one.layers[0].values, 2 * want)
+    layer, want = cache.layers[0], keys[:, :, :12]
+    changes: list[Callable[[Tensor], Tensor]] = [lambda y: y[:, :, :-3], lambda y: y.flip(0), lambda y: y + 1]
+    for change in changes:  # taken back, in another order, other numbers
+        layer.keys, layer.values, want = change(layer.keys), change(layer.values), change(want)
+        for place in range(12, 14):
+            add(cache, place, place + 1)
+        want = torch.cat([want, keys[:, :, 12:14]], 2)
+        assert torch.equal(layer.keys, want)
+    layer.values = layer.values.clone()
+    add(cache, 14, 15)
+    assert layer.values.shape == layer.keys.shape
+    before, cache.offloading = cache.copies, True
+    add(cache, 15, 16)
+    with torch.enable_grad():
+        add(cache, 16, 17)
+    assert cache.copies == before + 2
+    assert torch.equal(layer.keys[:, :, -3:], keys[:, :, 14:17])
 
 
 LOCAL = {"wav2vec2", "rows of each item", "relative_key", "fastspeech2", "parakeet", "wavlm", "umt5", "seamless"}

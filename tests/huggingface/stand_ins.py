@@ -59,6 +59,33 @@ class Cache:
         return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
 
 
+class DynamicLayer:
+    """The layer of a cache of transformers that grows."""
+
+    keys: Tensor
+    values: Tensor
+    filled = False
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2] if self.filled else 0
+
+
+class DynamicCache:
+    """A cache of transformers with one such layer, which copies everything at each update."""
+
+    def __init__(self) -> None:
+        self.layers: list[DynamicLayer] = []
+        self.offloading, self.copies = False, 0
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self.layers = self.layers or [DynamicLayer()]
+        own, self.copies = self.layers[layer], self.copies + 1
+        pairs = [(own.keys, keys), (own.values, values)] if own.filled else [(keys,), (values,)]
+        own.keys, own.values = (torch.cat(pair, -2) for pair in pairs)
+        own.filled = True
+        return own.keys, own.values
+
+
 def conformer(kind: str) -> Any:
     return module(
         kind, "linear_q", "linear_k", "linear_v", "linear_out", "linear_pos", num_heads=HEADS, dropout=nn.Dropout(0.25),

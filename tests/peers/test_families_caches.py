@@ -1,6 +1,8 @@
 """Families that generate: step by step through their caches, far past buckets, extents and windows."""
 
 import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +55,48 @@ def test_a_cache_filled_in_pieces(family: Family) -> None:
     boxes = {name: x for name, x in family.given(5).items() if name == "bbox"}
     want, got = (_in_pieces(model, tokens(20)["input_ids"], boxes) for model in (theirs, ours))
     check(got, want, 10 * family.gate)
+
+
+@pytest.mark.parametrize("name", ["MPT", "Bloom", "Falcon"])
+@torch.no_grad()
+def test_tokens_are_written_after_a_dynamic_cache_and_not_into_a_copy(name: str) -> None:
+    ours = replace_attention(FAMILIES[name].make())
+    ids, cache, memory = tokens(40)["input_ids"], peer("transformers.DynamicCache")(), []
+    for first, end in [(0, 10), *((place, place + 1) for place in range(10, 40))]:
+        ours(ids[:, first:end], past_key_values=cache, use_cache=True)
+        memory.append(cache.layers[-1].keys.data_ptr())
+    assert len(set(memory)) == 2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "crop": lambda cache: cache.crop(-2),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(3),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])),
+    "deepcopy": copy.deepcopy,
+    "nothing": lambda cache: None,
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("name", ["MPT", "Bloom"])
+def test_what_changes_a_dynamic_cache_changes_it_in_place_as_well(name: str) -> None:
+    """Also where gradients are recorded, and in inference mode, after each change."""
+    theirs = FAMILIES[name].make().requires_grad_(False)
+    ours, ids = replace_attention(copy.deepcopy(theirs)), tokens(60)["input_ids"]
+    caches = [peer("transformers.DynamicCache")() for _ in "to"]
+    modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
+    steps = list(itertools.product(CHANGES, modes))
+    for place, (change, mode) in enumerate([("nothing", torch.no_grad), *steps]):
+        with torch.no_grad():
+            caches = [CHANGES[change](cache) or cache for cache in caches]
+        for token in range(2):
+            given = ids[:, place + token : place + token + 1]
+            batch = caches[1].layers[0].keys.shape[0] if caches[1].get_seq_length() else 2
+            with mode():
+                want, got = (model(given.repeat(27, 1)[:batch], past_key_values=cache, use_cache=True).logits
+                             for model, cache in zip((theirs, ours), caches, strict=True))  # fmt: skip
+            check(got, want, 10 * FAMILIES[name].gate)
 
 
 def _in_pieces(model: Any, ids: torch.Tensor, boxes: dict[str, Any]) -> torch.Tensor:

@@ -28,12 +28,25 @@ class Room:
         """Where the filled part ends, until a call is given the right to write after it."""
         self.write(0, keys, values)
 
+    @classmethod
+    def after(cls, room: Room | None, keys: Tensor, values: Tensor, n: int) -> Room:
+        """Return the room of these keys and values if the next ``n`` positions are free there, or a copy with more."""
+        start = keys.shape[-2]
+        if room is None or not room.gives(start, n):
+            room = cls(keys, values, start + n + SPARE)
+            room.gives(start, n)
+        return room
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of keys and values begins with new room
+
     def write(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write from a position on, and return all up to the end of what is written."""
         stop = start + k.shape[-2]
         self.keys[..., start:stop, :], self.values[..., start:stop, :] = k, v
         self.ends.add(stop)
-        return self.keys[..., :stop, :], self.values[..., :stop, :]
+        self.last = self.keys[..., :stop, :], self.values[..., :stop, :]
+        return self.last
 
     def gives(self, start: int, n: int) -> bool:
         """Whether ``n`` positions from this one on are free; if so, they are given to the caller alone."""
@@ -57,7 +70,7 @@ class Appended(Growing):
     @classmethod
     def of(cls, past: Any, spec: BlockSpec) -> Growing:
         plain = Growing.of(past, spec)
-        if not _in_place(plain):
+        if not in_place(plain):
             return plain
         return past if isinstance(past, cls) else cls(*plain)
 
@@ -66,20 +79,17 @@ class Appended(Growing):
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, Growing, Mapping[str, Any]]:
         shape = self.keys.shape
-        if not _in_place((k, v)) or len(shape) != k.ndim or shape[-2] == 0 or k.device != self.keys.device:
+        if not in_place((k, v)) or len(shape) != k.ndim or shape[-2] == 0 or k.device != self.keys.device:
             return super().extend(k, v, xp=xp)
         for name, value, new in zip(PAST, self, (k, v), strict=True):
             check_cached(name, value, shape[-2], new)
-        room, start, n = self.room, shape[-2], k.shape[-2]
-        if room is None or not room.gives(start, n):
-            room = Room(*self, start + n + SPARE)
-            room.gives(start, n)
-        present = Appended(*room.write(start, k, v))
+        room = Room.after(self.room, *self, k.shape[-2])
+        present = Appended(*room.write(shape[-2], k, v))
         present.room = room
-        return *present, present, {"offset": start}
+        return *present, present, {"offset": shape[-2]}
 
 
-def _in_place(tensors: Any) -> bool:
+def in_place(tensors: Any) -> bool:
     return (
         not torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_ordinary()
         and all(type(x) is Tensor for x in tensors)
