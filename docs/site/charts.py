@@ -74,10 +74,10 @@ def _draw(axes: Any, chart: Chart, colours: dict[str, str], lattice: str) -> Non
 
 
 COLOURS = {
-    "torch": "#d1495b", "torch-portable": "#e8a0a9", "numpy": "#2a6f97", "numpy-portable": "#93bcd6",
-    "plain": "#7b8794", "huang": "#8d6a9f",
-    "huang-local": "#8d6a9f", "sdpa-bias": "#c79a3a", "sdpa-local": "#c79a3a", "shaw": "#6b7a8f", "flex": "#3d9a8b",
+    "torch": "#d1495b", "numpy": "#2a6f97", "plain": "#7b8794", "huang": "#8d6a9f", "huang-local": "#8d6a9f",
+    "sdpa-bias": "#c79a3a", "sdpa-local": "#c79a3a", "flex": "#3d9a8b",
 }  # fmt: skip
+"""The contenders that are drawn; the tables have all of them."""
 THICK = ("torch", "numpy", "plain")
 """The lines of the pictures."""
 
@@ -136,7 +136,7 @@ def _lines(record: Record, section: str, *, ratio: bool = True) -> list[Line]:
     def points(name: str) -> list[tuple[float, float]]:
         return [(float(row.case["length"]), value(row)) for row in rows if row.contender == name]
 
-    names = dict.fromkeys(row.contender for row in rows)
+    names = dict.fromkeys(row.contender for row in rows if row.contender in COLOURS)
     return [Line(CONTENDERS[name].label, points(name), COLOURS[name], name in THICK) for name in names]
 
 

@@ -136,7 +136,7 @@ def plot_roll(path: Path, tokens: Sequence[int], *, prompt: int, look: Look, tit
     axis.axvline(prompt - 0.1, color=FAINT, lw=1, ls=(0, (4, 3)))
     top, low = max(pitches.values()), min(pitches.values())
     axis.set(xlim=(0, len(tokens)), ylim=(low - 1.5, top + 0.4 * (top - low) + 3))
-    axis.set_xlabel("eighths")
+    axis.set_xlabel(f"eighths, the first {len(tokens) - 1}")
     octaves = [pitch for pitch in range(low, top + 1) if pitch % 12 == 0]
     axis.set_yticks(octaves, [f"C{pitch // 12 - 1}" for pitch in octaves])
     figure.text(0.05, 0.93, title, color=INK, va="center")
