@@ -264,6 +264,17 @@ def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
     assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, f"{before} MiB", f"{after} MiB"]
 
 
+def test_the_ratios_of_the_kernels_are_those_of_the_table() -> None:
+    text = docs("compiled.md").partition("## Speed")[2].partition("## Grids")[0]
+    rows = re.findall(r"^\| ([^|]+, \d+(?:, float64)?) \|(.*)\|$", text, re.MULTILINE)
+    ratios = {name: [float(x) for x in re.findall(r"s, ([\d.]+) \(", cells)] for name, cells in rows}
+    tables = [x for name, found in ratios.items() if name.startswith(("causal", "every", "clipped")) for x in found]
+    low, high, most = min(tables), max(tables), max(x for found in ratios.values() for x in found)
+    text = " ".join(text.split())
+    assert f"{low:.1f} to {high:.1f} times as long as torch's `scaled_dot_product_attention` without positions" in text
+    assert f"up to {most:.1f} times as long with masks or with a key table too" in text
+
+
 QUESTIONS = [
     "why is my mask inverted", "how accurate is it", "multi-gpu", "which gpu", "out of memory", "rope", "cite",
     "export t5", "swin window resize", "xformers", "natten", "flexattention", "alibi by item", "streaming conformer",
