@@ -289,10 +289,11 @@ class LayoutLMv3RelativeEncoder(DropIn):
         if len(self.far) > 1:
             places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
         with torch.no_grad():  # the model does not train them
-            bias = sum(self._by_pair(name, where) for name, where in places.items())
-        bias = bias / self.layer[0].attention.self.attention_head_size ** 0.5
-        if attention_mask is not None:
-            bias = bias + additive(attention_mask, bias.dtype)
+            bias, *others = (self._by_pair(name, where) for name, where in places.items())
+            if attention_mask is not None:
+                others.append(additive(attention_mask, bias.dtype))
+            for other in others:
+                bias.add_(other)
         return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
 
     def _by_pair(self, name: str, places: Tensor) -> Tensor:
@@ -300,8 +301,11 @@ class LayoutLMv3RelativeEncoder(DropIn):
         rows = t5_rows(Span.clipped(far), layer.in_features, places)
         dtype = next(self.layer[0].parameters()).dtype
         table = layer(one_hot(rows, layer.in_features).to(dtype)).mT
-        relative = places[..., None, :] - places[..., :, None]
-        return table[:, relative.clamp(-far, far) + far].transpose(0, 1)
+        table = table / self.layer[0].attention.self.attention_head_size ** 0.5
+        places = places.int()
+        relative = (places[..., None, :] - places[..., :, None]).clamp_(-far, far).add_(far)
+        found: Tensor = table.index_select(1, relative.flatten()).view(-1, *relative.shape)
+        return found.transpose(0, 1)  # a call reads it without a copy
 
     def _compute_position_bias(self, position_ids: Any, bbox: Any) -> None:
         return None
