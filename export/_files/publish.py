@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,14 +18,13 @@ from typing import IO
 import onnx
 
 from relskew_core._array.checks import describe
-from relskew_core._files import cannot_write
+from relskew_core._files import SAVING, temporary, writing
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_SUFFIX = ".relskew-saving"
 _LEFT = "weights"  # in the temporary folder of a save: the names of weights that nothing refers to if it is killed
 # The model that was saved, and the beginning of the SHA-256 of its weights.
 _WEIGHTS = re.compile(r"(.+)\.([0-9a-f]{16})\.data", re.DOTALL)
@@ -55,11 +53,10 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not os.path.isdir(target.parent):  # which `Path.is_dir` cannot answer if the path is too long
         raise FileNotFoundError(f"`path` must lie in a directory that exists, got {os.fspath(target)!r}")
     try:
-        mode = target.lstat().st_mode
+        with writing(target):  # its name may be too long, or the directory may not be searched
+            mode = target.lstat().st_mode
     except FileNotFoundError:
         return
-    except OSError as error:  # its name is too long, or the directory may not be searched
-        raise cannot_write(target, error) from error
     if stat.S_ISLNK(mode):
         raise ValueError(f"`path` must not be a symbolic link, got {os.fspath(target)!r}")
     if not stat.S_ISREG(mode):
@@ -72,15 +69,8 @@ def check_target(target: Path, overwrite: bool) -> None:
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Make a temporary folder for a save next to the target; remove those that killed saves left behind."""
     _remove_stale(target.parent)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
-    except OSError as error:
-        raise cannot_write(target, error) from error
-    try:
-        with _locked(folder):  # until this process ends
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with temporary(target) as folder, _locked(folder):  # until this process ends
+        yield folder
 
 
 def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrite: bool) -> None:
@@ -91,30 +81,29 @@ def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrit
     parent = folder.parent
     replaced = [path for name in files for path in weights_of(parent / name)]
     if weights or replaced:
-        with flushed(folder / _LEFT) as stream:
+        with flushed(folder / _LEFT, parent / files[0]) as stream:
             stream.write("\n".join([*weights, *(path.name for path in replaced)]).encode())
-    moved: list[Path] = []
-    linked: list[Path] = []
-    try:
-        for name in weights:
-            if _link_weights(folder / name, parent / name):
-                linked.append(parent / name)
-        if linked:
-            sync_directory(parent)
-        for name in files:
-            free = not os.path.lexists(parent / name)
-            if overwrite:
-                os.replace(folder / name, parent / name)
-            else:
-                _move_if_free(folder / name, parent / name)
-            moved += [parent / name] if free else []
-    except BaseException:
-        for path in moved:
-            path.unlink(missing_ok=True)
-        for path in linked:  # unless a model was replaced already
-            _remove_unused(path, grace=0)
-        raise
-    sync_directory(parent)
+    new = [name for name in (*files, *weights) if not os.path.lexists(parent / name)]
+    with writing(parent / files[0]):
+        try:
+            linked = [_link_weights(folder / name, parent / name) for name in weights]
+            if any(linked):
+                sync_directory(parent)
+            for name in files:
+                if overwrite:
+                    os.replace(folder / name, parent / name)
+                else:
+                    _move_if_free(folder / name, parent / name)
+        except BaseException:
+            for name in new:
+                if (folder / name).exists() and (folder / name).stat().st_nlink == 1:  # it has not been moved
+                    continue
+                if name in files:
+                    (parent / name).unlink(missing_ok=True)
+                else:  # unless a model was replaced already
+                    _remove_unused(parent / name, grace=0)
+            raise
+        sync_directory(parent)
     for path in replaced:
         with contextlib.suppress(OSError):
             os.utime(path)  # records when it was replaced
@@ -124,8 +113,9 @@ def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrit
 
 
 @contextlib.contextmanager
-def flushed(path: Path) -> Iterator[IO[bytes]]:
-    with path.open("xb") as stream:
+def flushed(path: Path, target: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file, which is on the disk at the end of the block; errors name the target."""
+    with writing(target), path.open("xb") as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
@@ -215,7 +205,7 @@ def _digest(path: Path) -> str:
 
 def _remove_stale(parent: Path) -> None:
     """Remove the temporary folders of killed saves, whose lock is free."""
-    for folder in parent.glob(f".*{_SUFFIX}"):
+    for folder in parent.glob(f".*{SAVING}"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             own = stat.S_ISDIR(status.st_mode) and (os.name != "posix" or status.st_uid == os.geteuid())

@@ -93,21 +93,21 @@ def write(
             helper.set_model_props(graph, {**metadata_of(graph), SET: whole.hexdigest()})
     with temporary_folder(targets[0]) as folder:
         files = [folder / target.name for target in targets]
-        written, data = _outside(graphs, files[0], external_threshold)
-        for graph, file in zip(written, files, strict=True):
-            with flushed(file) as stream:
+        written, data = _outside(graphs, files[0], external_threshold, targets[0])
+        for graph, file, target in zip(written, files, targets, strict=True):
+            with flushed(file, target) as stream:
                 stream.write(graph.SerializeToString(deterministic=True))
             onnx.checker.check_model(os.fspath(file))
         if check is not None:
             check(files)
         for name, text in (texts or {}).items():
-            with flushed(folder / name) as stream:
+            with flushed(folder / name, targets[0].parent / name) as stream:
                 stream.write(text.encode())
         publish(folder, [*(file.name for file in files), *(texts or {})], data, overwrite)
 
 
 def _outside(
-    graphs: Sequence[onnx.ModelProto], path: Path, external_threshold: int
+    graphs: Sequence[onnx.ModelProto], path: Path, external_threshold: int, target: Path
 ) -> tuple[Sequence[onnx.ModelProto], list[str]]:
     """Write the weights to a file if they are many or shared; return the models that refer to it, and its name."""
     found: list[dict[str, bytes]] = []  # the hashes of the large weights of each graph, by their names
@@ -124,7 +124,7 @@ def _outside(
     if not shared and size <= min(external_threshold, _PROTOBUF_LIMIT):
         return graphs, []
     unnamed, digest, places, end = path.with_name(f"{path.name}.data"), hashlib.sha256(), dict[bytes, int](), 0
-    with flushed(unnamed) as stream:
+    with flushed(unnamed, target) as stream:
         for content, tensor in weights.items():
             padding = bytes(-end % _ALIGNMENT)
             places[content] = end + len(padding)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relskew_core._files import cannot_write
+from relskew_core._files import writing
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.publish import check_target, target_path
 from relskew_core.export._models.exported import ExportOptions, exports, publish
@@ -114,8 +114,11 @@ def encoder_decoder_to_onnx(
     start = _start(model)
     model = convert.in_dtype(model, convert.torch_dtype(options.dtype))
     home = target_path(folder, "folder")
-    made = _directory(home)
+    made = _is_new(home)
     try:
+        if made:
+            with writing(home, "folder"):  # its name may be too long, or the directory read-only
+                home.mkdir()
         targets = [home / name for name in (*FILES, FIRST)]
         for target in targets:
             check_target(target, options.overwrite)
@@ -151,17 +154,13 @@ def _why(name: str, axis: int) -> str:
     return "the width of the model"
 
 
-def _directory(home: Path) -> bool:
+def _is_new(home: Path) -> bool:
     if os.path.islink(home) or (os.path.exists(home) and not os.path.isdir(home)):
         raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
     if os.path.isdir(home):
         return False
     if not os.path.isdir(home.parent):
         raise FileNotFoundError(f"`folder` must lie in a directory that exists, got {os.fspath(home)!r}")
-    try:
-        home.mkdir()
-    except OSError as error:  # its name is too long, or the directory is read-only
-        raise cannot_write(home, error, "folder") from error
     return True
 
 

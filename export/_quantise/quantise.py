@@ -20,6 +20,7 @@ from onnx.reference import ReferenceEvaluator
 from relskew_core._array.checks import check_choice, describe, explains
 from relskew_core._array.extras import warn_caller
 from relskew_core._array.namespace import check_plain
+from relskew_core._files import writing
 from relskew_core.export._files.save import save
 from relskew_core.export._nodes import functions
 from relskew_core.export._quantise import table_products as table_products
@@ -290,7 +291,7 @@ def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarra
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
     excluded = list(_excluded(model))
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, writing(Path(folder), "TMPDIR"):
         source, target = Path(folder) / "model.onnx", Path(folder) / "quantised.onnx"
         onnx.save(model, source)
         if inputs is None:

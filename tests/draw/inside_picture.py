@@ -1,7 +1,9 @@
 """Pictures as files: whole or not there, readable on either paper, and weights as they are."""
 
+import itertools
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,7 +11,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from relskew_core import Span
+import faults
+from relskew_core import Span, _files
 from relskew_core._array.extras import to_install
 from relskew_core.draw import Cell, Panel, Picture, draw_call, draw_span, draw_weights
 from relskew_core.draw._picture import DARK, LIGHT
@@ -90,21 +93,41 @@ def test_large_pictures_are_small_files(tmp_path: Path) -> None:
     assert draw_call(200, causal=True).save(tmp_path / "a.svg").stat().st_size < 50_000
 
 
-def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
+def draw_old(folder: Path) -> None:
+    draw_call(2).save(folder / "call.svg")
 
-    path = draw_call(2).save(tmp_path / "new" / "call.svg")
-    before = path.read_text()
 
-    def broken(self: Figure, file: Any, **_: object) -> None:
-        file.write(b"half")
-        raise KeyboardInterrupt
+def draw_new(folder: Path) -> None:
+    draw_call(3).save(folder / "call.svg")
 
-    monkeypatch.setattr(Figure, "savefig", broken)
-    with pytest.raises(KeyboardInterrupt):
-        draw_call(3).save(path)
-    assert path.read_text() == before
-    assert list(path.parent.iterdir()) == [path]
+
+@pytest.mark.no_cover
+def test_files_are_whole_after_any_fault(tmp_path: Path) -> None:
+    """An interrupt at any line, the end of the process at any step, and a disk that is full."""
+    whole = set()
+    for draw in (draw_new, draw_old):
+        draw(tmp_path / "new" / "here")
+        whole.add((tmp_path / "new" / "here" / "call.svg").read_bytes())
+    path = tmp_path / "new" / "here" / "call.svg"
+    told = re.escape(f"`path` cannot be written: File too large: {str(path)!r}")
+    with faults.full_disk(1000), pytest.raises(OSError, match=told):
+        draw_new(path.parent)
+    assert path.read_bytes() in whole
+    for number in itertools.count(1):
+        with faults.raising_at(number, _files, failure=KeyboardInterrupt) as reached, suppress(KeyboardInterrupt):
+            draw_new(path.parent)
+        assert path.read_bytes() in whole
+        assert list(path.parent.iterdir()) == [path]
+        if not reached():
+            break
+    assert number > 10
+    (tmp_path / "killed").mkdir()
+    faults.die_at_every_step(tmp_path / "killed", draw_old, draw_new)
+    killed = list((tmp_path / "killed").iterdir())
+    assert len(killed) > 3
+    for folder in killed:
+        assert (folder / "call.svg").read_bytes() in whole
+        assert all(name.name == "call.svg" or name.name.endswith(_files.SAVING) for name in folder.iterdir())
 
 
 def test_other_endings_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

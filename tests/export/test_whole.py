@@ -16,6 +16,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
+import faults
 from onnx_sessions import opened, shapes, tokens_of_genai
 from relskew_core import BlockSpec, Span, __version__, relative_attention
 from relskew_core.export import (
@@ -255,6 +256,10 @@ def test_a_clipped_decoder_goes_on_past_its_table(tmp_path: Path) -> None:
     got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
     assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
     assert len(np.unique(got)) > 4
+    before, told = path.read_bytes(), r"`path` cannot be written: File too large: '.*bare\.onnx'"
+    with faults.full_disk(1000), pytest.raises(OSError, match=told):
+        decoder_to_onnx(model, path, overwrite=True)
+    assert path.read_bytes() == before
     assert decoder_to_onnx(model, path, overwrite=True) == path
 
 

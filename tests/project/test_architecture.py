@@ -142,3 +142,17 @@ def test_a_class_name_means_one_thing() -> None:
                 defined.setdefault(node.name, set()).add(name)
     named = {"FixedCache", "SlidingCache", "RelativeMultiheadAttention"}
     assert not {name: sorted(homes) for name, homes in defined.items() if len(homes) > 1 and name not in named}
+
+
+WRITES = re.compile(
+    r"open\([^)]*[\"'][wxa]b?[\"']|write_(?:bytes|text)\(|os\.(?:replace|rename|link)\(|savez|save_file\(|(?:torch|onnx)\.save\("
+)
+
+
+def test_files_are_written_in_one_place() -> None:
+    """Whoever else writes one has a reason: pictures and quantised models write to a temporary folder."""
+    found = {module for module, path in MODULES.items() if WRITES.search(path.read_text())}
+    assert found == {
+        "_files", "export._files.publish", "export._files.save", "draw._picture", "export._quantise.quantise",
+        "cli._libraries",
+    }  # fmt: skip
