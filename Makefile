@@ -20,8 +20,8 @@
 #                       long; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls on another processor, ARCH=s390x
 #   make test-compilers the warnings of GCC and Clang, in every version and for every machine that is installed
-#   make test-clang-cl  the warnings of Clang in place of Microsoft's compiler; MSVC_HEADERS=… names the folders of
-#                       the headers of Microsoft's C++ library, of its C library and of Windows
+#   make test-clang-cl  the warnings of Clang for Windows, and a program under Wine; INCLUDE=… and LIB=… name the folders
+#                       of Microsoft's headers and libraries, with ; between them, and CLANG=clang++-19 a newer Clang
 #   make test-newest    the tests on the newest releases, without the pins; PYTHON=python3.14 chooses the interpreter
 #   make pins           write the newest releases to requirements/pins.txt, and run the tests with them; KEEP=torch==2.13.0
 #                       for what stays
@@ -139,8 +139,8 @@ test-compilers: .venv/dev.stamp
 	KERNELS_COMPILERS='$(COMPILERS)' $(BIN)/python -m pytest -n $(WORKERS) tests/backends/test_compilers.py
 
 test-clang-cl: .venv/dev.stamp
-	MSVC_HEADERS='$(or $(MSVC_HEADERS),$(error MSVC_HEADERS must name folders of headers))' \
-		$(BIN)/python -m pytest tests/backends/test_compilers.py -k clang_cl
+	INCLUDE='$(or $(INCLUDE),$(error INCLUDE must name the folders of Microsoft's headers))' LIB='$(LIB)' \
+		CLANG='$(or $(CLANG),clang++)' $(BIN)/python -m pytest tests/backends/test_compilers.py -k clang_cl
 
 # In a copy for each compiler, which leaves the kernels in use as they are, compiled in a third of the time. Of leaks,
 # Python's own are too many. SANITIZED_LEVELS=base leaves out the kernels of newer processors.

@@ -2,13 +2,14 @@
 
 RELSKEW_PURE=1 leaves them out. RELSKEW_PURE=0 makes a failed compilation an error, for people who build wheels.
 RELSKEW_LEVELS says for which processors: `native`, for this one, as well as for any; `all`, for wheels; or names of
-`LEVELS`, such as `v3,v4`.
+`LEVELS` and `ON_ARM`, such as `v3,v4`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.editable_wheel import editable_wheel
+from setuptools.errors import CompileError
 
 SOURCE = Path("backends/_compiled/source")
 FLAGS = [
@@ -35,6 +37,9 @@ FLAGS = [
 ]  # fmt: skip
 FAST = ["-fvect-cost-model", "-fpeel-loops", "-funswitch-loops"]
 """What makes kernels as fast as with -O3, in two thirds of the time and of the size."""
+
+WINDOWS = ["-fms-runtime-lib=static", "-D_HAS_EXCEPTIONS=0"]
+"""For Clang with Microsoft's headers: what is linked needs no run-time library of C++."""
 
 SSE2 = ["-msse2", "-mfpmath=sse"]
 """Without these, 32-bit x86 computes in more digits than it stores; NumPy needs the same processors."""
@@ -52,6 +57,9 @@ LEVELS = {
 Older compilers support them too.
 """
 
+ON_ARM = {"v8_bf16": ["-march=armv8.2-a+bf16"]}
+"""A level that is compiled on request alone, until it has been measured on such a processor."""
+
 NATIVE = {
     "v3": {"__AVX2__", "__FMA__", "__F16C__"},
     "v4": {"__AVX512F__", "__AVX512DQ__", "__AVX512BW__", "__AVX512VL__", "__F16C__"},
@@ -60,8 +68,8 @@ NATIVE = {
 }
 """The macros by which compilers say what this processor has."""
 
-OF_BFLOAT16 = ("v4_bf16", "v4_amx")
-"""Levels that differ from `v4` only in products of bfloat16; the last exists only on Linux."""
+OF_BFLOAT16 = ("v4_bf16", "v4_amx", "v8_bf16")
+"""Levels that differ from the one before only in products of bfloat16; the last two exist only on Linux."""
 
 WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "integers.cpp", "tasks.cpp", "threads.cpp")
 OF_MODULE = ("module.cpp",)
@@ -70,7 +78,10 @@ OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
 
 LIBRARY = "librelskew.so"  # next to the module
 
-LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs", "-Wl,-z,nodelete", "-Wl,-Bsymbolic"]
+LINKED_WHOLE = {
+    "darwin": [],
+    "win32": ["-Wl,-export:relskew_attention", "-Wl,-export:RegisterCustomOps"],
+}.get(sys.platform, ["-Wl,-z,defs", "-Wl,-z,nodelete", "-Wl,-Bsymbolic"])
 """Flags for a library that needs neither Python nor a runtime of C++ from the program that opens it.
 
 It also stays loaded, and calls its own functions even if another copy is loaded.
@@ -117,6 +128,16 @@ def output_of(command: list[str]) -> str:
     return ""
 
 
+def clang_for_windows() -> list[str]:
+    """Return Clang, which finds Microsoft's headers and libraries: their own compiler has no vectors of any length."""
+    name, usual = os.environ.get("CC", "clang-cl"), os.environ.get("PROGRAMFILES", "")
+    found = shutil.which(name) or shutil.which(name, path=str(Path(usual, "LLVM", "bin")))
+    machine = {"win-amd64": "x86_64", "win-arm64": "aarch64"}.get(platform)
+    if found is None or machine is None:
+        raise CompileError(f"the kernels need Clang for 64-bit Windows, such as LLVM's: there is no {name} in PATH")
+    return [found, "--driver-mode=g++", f"--target={machine}-pc-windows-msvc"]
+
+
 class Build(build_ext):
     """Compile the kernels for each kind of processors and each dtype, as many at the same time as there are cores."""
 
@@ -125,6 +146,8 @@ class Build(build_ext):
         module = Path(self.get_ext_fullpath(extension.name))
         library = module.with_name(LIBRARY)
         try:
+            if sys.platform == "win32":
+                self.compiler.compiler_so = clang_for_windows()
             objects = self._objects(self._levels())
             self._link(objects, OF_MODULE, library, LINKED_WHOLE)
             if sys.platform.startswith("linux"):  # the module finds the library next to it
@@ -133,7 +156,7 @@ class Build(build_ext):
             else:
                 self._link(objects, OF_LIBRARY, module, [])
         except Exception:
-            for old in (module, library, *SOURCE.parent.glob("*.so")):
+            for old in (module, library, *SOURCE.parent.glob("*.so"), *SOURCE.parent.glob("*.pyd")):
                 old.unlink(missing_ok=True)
             if extension.optional:
                 self.warn("no kernels are compiled: everything works without them, calls on CPUs at less speed")
@@ -156,9 +179,9 @@ class Build(build_ext):
     def _levels(self) -> list[str]:
         """Return the levels to compile, in ascending order."""
         every = [level for level in LEVELS if level != "v4_amx" or sys.platform.startswith("linux")]
-        if not platform.endswith(("x86_64", "amd64")):
-            return ["base"]
         names = asked_levels.replace(",", " ").split()
+        if not platform.endswith(("x86_64", "amd64")):
+            return ["base", *(level for level in ON_ARM if level in names and platform == "linux-aarch64")]
         if names == ["native"]:
             command = [*self.compiler.compiler_so, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
             macros = set(output_of(command).split())
@@ -172,11 +195,12 @@ class Build(build_ext):
         """List the sources with their flags; the kernels that take longest are first, and linked last."""
         for level, stored in product(levels, STORED):
             if level not in OF_BFLOAT16 or stored == "BFloat16":
-                fast = FAST if level != "base" or asked_levels == "all" or len(levels) == 1 else []
-                flags = [*FLAGS, *fast, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"]
+                fast = FAST if level != "base" or asked_levels == "all" or {"base", *ON_ARM} >= {*levels} else []
+                flags = [*FLAGS, *fast, *(LEVELS | ON_ARM)[level], f"-DLEVEL={level}", f"-DSTORED={stored}"]
                 yield Unit("level.cpp", f"{level}-{stored}", flags)
         for source in WITHOUT_LEVEL:
             include = [f"-I{folder}" for folder in self.include_dirs] if source in OF_MODULE else []
+            include += [] if stable else ["-DPy_GIL_DISABLED=1"]  # on Windows, no header of Python says so
             yield Unit(source, "", [*FLAGS, *include, *(f"-DWITH_{level}" for level in levels)])
 
     def _objects(self, levels: list[str]) -> dict[Path, str]:
@@ -207,12 +231,21 @@ class Build(build_ext):
 
     def _compile(self, unit: Unit, to: Path) -> None:
         with TemporaryDirectory(dir=OBJECTS) as folder:
-            (made,) = self.compiler.compile([str(SOURCE / unit.source)], folder, extra_postargs=unit.flags)
+            source, made = str(SOURCE / unit.source), str(Path(folder, to.name))
+            if sys.platform == "win32":
+                self.spawn([*self.compiler.compiler_so, *unit.flags, "-c", source, "-o", made])
+            else:
+                (made,) = self.compiler.compile([source], folder, extra_postargs=unit.flags)
             os.replace(made, to)  # whole: another build may look for it
 
     def _link(self, objects: dict[Path, str], without: tuple[str, ...], to: Path, flags: list[str]) -> None:
         given = [str(path) for path, source in objects.items() if source not in without]
-        self.compiler.link_shared_object(given, str(to), libraries=["m", "pthread"], extra_postargs=flags)
+        if sys.platform == "win32":
+            folders, imported = [f"-L{folder}" for folder in self.library_dirs], OBJECTS / f"{to.stem}.lib"
+            flags = [*flags, *folders, f"-Wl,-implib:{imported}", "-o", str(to)]
+            self.spawn([*self.compiler.compiler_so, "-shared", "-fuse-ld=lld", "-Wl,-Brepro", *given, *flags])
+        else:
+            self.compiler.link_shared_object(given, str(to), libraries=["m", "pthread"], extra_postargs=flags)
 
 
 class Editable(editable_wheel):
@@ -230,11 +263,12 @@ if pure not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {pure!r}")
 
 asked_levels = os.environ.get("RELSKEW_LEVELS") or "native"
-if asked_levels not in ("all", "native") and not {*asked_levels.replace(",", " ").split()} <= {*LEVELS}:
-    raise SystemExit(f"RELSKEW_LEVELS must be all, native, or some of {', '.join(LEVELS)}, got {asked_levels!r}")
+if asked_levels not in ("all", "native") and not {*asked_levels.replace(",", " ").split()} <= {*LEVELS, *ON_ARM}:
+    names = ", ".join((*LEVELS, *ON_ARM))
+    raise SystemExit(f"RELSKEW_LEVELS must be all, native, or some of {names}, got {asked_levels!r}")
 
 platform = sysconfig.get_platform()
-FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else []
+FLAGS += SSE2 if platform.endswith(("i386", "i586", "i686")) else WINDOWS if sys.platform == "win32" else []
 stable = not sysconfig.get_config_var("Py_GIL_DISABLED")  # a Python without the GIL has no limited API
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
@@ -242,10 +276,9 @@ kernels = Extension(
     py_limited_api=stable,
     optional=pure != "0",
 )
-without = pure == "1" or sys.platform == "win32"  # whose compiler has other flags
 
 setup(
-    ext_modules=[] if without else [kernels],
+    ext_modules=[] if pure == "1" else [kernels],
     cmdclass={"build_ext": Build, "editable_wheel": Editable},
-    options={} if without or not stable else {"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={} if pure == "1" or not stable else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -7,7 +7,6 @@ import importlib
 import math
 import os
 import platform
-import sys
 
 from relskew_core._array.extras import compile_line, warn_caller, where_to_run
 from relskew_core._array.namespace import is_compiling, on_cpu
@@ -26,8 +25,6 @@ def availability() -> str:
     try:
         kernels = importlib.import_module("relskew_core.backends._compiled._kernels")
     except ModuleNotFoundError:
-        if sys.platform == "win32":
-            return "none: they are not made for Windows"
         return (
             "none: no C++ compiler served at installation, or relskew was made without them "
             f"(RELSKEW_PURE=1, a wheel for every platform); with a compiler, {TO_COMPILE}"

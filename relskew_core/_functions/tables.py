@@ -99,10 +99,10 @@ def sinusoid_rates(dim: int, *, base: float) -> list[float]:
 
 
 def sinusoids(
-    span: Span, rates: list[float], order: Order, direction: Direction, *, xp: Namespace, dtype: Any
+    span: Span, rates: list[float], order: Order, direction: Direction, *, xp: Namespace, dtype: Any, where: Any = None
 ) -> Array:
     """Return the result of :func:`sinusoidal_table` by the library's sine, for a number of rows that may change."""
-    row = from_doubles([rates], xp=xp, dtype=xp.float64)
+    row = from_doubles([rates], xp=xp, dtype=xp.float64, device=where)
     steps = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))
     angles = _turned(steps, direction)[:, None] * row
     parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)

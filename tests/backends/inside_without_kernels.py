@@ -92,11 +92,6 @@ def test_a_long_call_with_kernels_does_not_warn(monkeypatch: pytest.MonkeyPatch)
     availability.warn_of_long_calls(Operands(q, q, q))
 
 
-def test_on_windows_there_are_none_and_nothing_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert availability.availability() == "none: they are not made for Windows"
-
-
 @pytest.mark.parametrize("error", [ImportError, SystemError])
 def test_kernels_for_another_python_are_none(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python without the GIL finds kernels for the stable ABI next to the sources, and cannot load them."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import kernels_built
-from kernels_built import FAST, FLAGS, LEVELS, SOURCE
+from kernels_built import FAST, FLAGS, LEVELS, ON_ARM, SOURCE
 
 INNER = """
 #include "tile.hpp"
@@ -100,6 +100,20 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
         assert not loop.stored_on_the_stack()
         assert loop.count("st") == 0, loop.body
         assert loop.count("ld") <= 14 * steps, loop.body  # one number for each row, and a pair of vectors
+
+
+@pytest.mark.parametrize("compiler", COMPILERS[-2:], ids=str)
+def test_arm_multiplies_pairs_of_bfloat16_by_one_instruction(compiler: Compiler, tmp_path: Path) -> None:
+    if missing := compiler.missing():
+        pytest.skip(missing)
+    flags = [*FLAGS, *FAST, *ON_ARM["v8_bf16"], f"-I{SOURCE}", "-DSTORED=BFloat16"]
+    command = [*compiler.command, *flags, "-c", "-x", "c++", "-", "-o", str(tmp_path / "pairs.o")]
+    inner = '#include "tile.hpp"\n[[gnu::used]] auto pairs = product_of<HIGH, 2, Paired>;'
+    subprocess.run(command, input=inner, text=True, check=True)
+    listing = subprocess.check_output([ARM, "--disassemble", "--no-show-raw-insn", tmp_path / "pairs.o"], text=True)
+    (loop,) = (each for each in innermost_loops(listing) if each.count("bfdot"))
+    assert loop.count("bfdot") == 24
+    assert not loop.stored_on_the_stack()
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ is here")

@@ -291,7 +291,7 @@ def test_kernels_that_are_asked_for_have_to_be_compiled(tmp_path: Path) -> None:
     told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_PURE": "yes"}, code=1)
     assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in told
     told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_LEVELS": "v3,v5"}, code=1)
-    assert "RELSKEW_LEVELS must be all, native, or some of base, v3, v4, v4_bf16, v4_amx, got 'v3,v5'" in told
+    assert "RELSKEW_LEVELS must be all, native, or some of base, v3, v4, v4_bf16, v4_amx, v8_bf16, got 'v3,v5'" in told
 
 
 def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:

@@ -31,8 +31,9 @@ def asked_for(name: str) -> Any:
     raise AssertionError(name)
 
 
-FLAGS, FAST, AVX512, SSE2 = map(asked_for, ("FLAGS", "FAST", "AVX512", "SSE2"))
-LEVELS, STORED, OF_BFLOAT16, OF_LIBRARY = map(asked_for, ("LEVELS", "STORED", "OF_BFLOAT16", "OF_LIBRARY"))
+FLAGS, FAST, AVX512, SSE2, WINDOWS = map(asked_for, ("FLAGS", "FAST", "AVX512", "SSE2", "WINDOWS"))
+LEVELS, ON_ARM, STORED, OF_BFLOAT16 = map(asked_for, ("LEVELS", "ON_ARM", "STORED", "OF_BFLOAT16"))
+OF_LIBRARY = asked_for("OF_LIBRARY")
 
 
 class Unit(NamedTuple):
@@ -96,6 +97,9 @@ WARNED_OF = [
     unit
     for place, unit in enumerate(UNITS)
     if unit.level not in ("v3", "v4") or place % 3 == 0 or "-DSTORED=double" in unit.flags
+] + [
+    Unit(SOURCE / "level.cpp", level, [*FLAGS, *FAST, *flags, f"-DLEVEL={level}", "-DSTORED=BFloat16"])
+    for level, flags in ON_ARM.items()
 ]
 """Every source, with its levels for every dtype at the least one. At the others, double has branches of its own."""
 

@@ -12,6 +12,8 @@
 
 #if defined(__F16C__)  // every processor with AVX2 has it
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #endif
 
 #if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16  // 16: float16 alone is computed as it is stored
@@ -45,7 +47,7 @@ typedef std::uint16_t LooseHalves __attribute__((vector_size(LANES * 2), aligned
 typedef std::int8_t LooseBytes __attribute__((vector_size(LANES), aligned(1)));
 
 // The processor multiplies pairs of bfloat16, and adds both products to a float; in tests, C++ does.
-#if defined(__AVX512BF16__) || defined(EMULATED)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(EMULATED)
 constexpr bool PAIRS = std::is_same_v<Stored, BFloat16>;
 #else
 constexpr bool PAIRS = false;
@@ -146,6 +148,20 @@ inline void store_rounded(BFloat16 *p, Vec x) {
     const auto rounded = _mm512_cvtneps_pbh((__m512)x);
     std::memcpy(p, &rounded, sizeof(rounded));
 }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline Vec add_pairs(const BFloat16 *a, Vec b, Vec c) {
+    std::int32_t pair;
+    std::memcpy(&pair, a, sizeof(pair));
+    return (Vec)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)vdupq_n_s32(pair), (bfloat16x8_t)b);
+}
+
+inline LooseHalves rounded(Vec x) { return (LooseHalves)vcvt_bf16_f32((float32x4_t)x); }
+
+inline Vec paired(Vec a, Vec b) {
+    return (Vec)(__builtin_convertvector(rounded(a), Words) | __builtin_convertvector(rounded(b), Words) << 16);
+}
+
+inline void store_rounded(BFloat16 *p, Vec x) { *reinterpret_cast<LooseHalves *>(p) = rounded(x); }
 #else
 inline Vec add_pairs(const BFloat16 *, Vec, Vec c) { return c; }
 inline Vec paired(Vec, Vec) { return Vec{}; }

@@ -89,8 +89,9 @@ def slopes(num_heads: int, first: int, count: int, dtype: torch.dtype, device: t
 
 @kept(4)
 def rows_of_sinusoids(span: Span, dim: int, direction: Direction, dtype: torch.dtype, device: torch.device) -> Tensor:
-    rates = sinusoid_rates(dim, base=10000.0)
-    return sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
+    rates, host = sinusoid_rates(dim, base=10000.0), torch.device("cpu")  # Apple's GPUs have no float64
+    rows = sinusoids(span, rates, "interleaved", direction, xp=xp, dtype=torch.float64, where=host)
+    return rows.to(device=device, dtype=dtype)
 
 
 class TableAttention(Attends, Whole):
