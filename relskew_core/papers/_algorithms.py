@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Any, Literal
 
@@ -13,37 +13,32 @@ from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_offset
 
+FORMS = {"...": "(..., {0}, {1})", "H": "({0}, {1}) or (H, {0}, {1})", "-": "({0}, {1})"}
+"""What comes before the last two axes: anything, the heads of a table if it has any, or nothing."""
 
-def check_trailing(name: str, array: Array, axes: Mapping[str, int | None], *, exact: bool = False) -> None:
-    """Refuse an ``array`` whose last axes are not ``axes``: sizes by symbol, None for any size.
 
-    If ``exact``, axes before them are refused too.
+def check_axes(sizes: dict[str, Any], **arrays: tuple[Array, str]) -> None:
+    """Refuse arrays whose axes are not those of a form: ``"... n D"``, ``"H R D"`` or ``"- R D"``.
+
+    The first array that has an axis says how long it is; ``L`` is at least 1.
     """
-    shape = tuple(array.shape)
-    ending = shape[max(len(shape) - len(axes), 0) :]
-    fits = len(shape) == len(axes) if exact else len(shape) >= len(axes)
-    if not fits or any(size not in (None, found) for size, found in zip(axes.values(), ending, strict=True)):
-        form = ", ".join([*([] if exact else ["..."]), *axes])
-        sizes = ", ".join(f"{axis} = {size}" for axis, size in axes.items() if size is not None)
-        raise ValueError(f"`{name}` must have shape ({form}){' with ' if sizes else ''}{sizes}, got {describe(array)}")
+    for name, (x, form) in arrays.items():
+        (first, *axes), known, lead = form.split(), dict(sizes), tuple(x.shape[:-2])
+        whole = sizes.setdefault("...", lead)
+        fits = x.ndim >= 2 and lead in {"...": (whole,), "H": ((), whole[-1:]), "-": ((),)}[first]
+        if not fits or any(sizes.setdefault(axis, n) != n for axis, n in zip(axes, x.shape[-2:], strict=True)):
+            listed = [f"{axis} = {known[axis]}" for axis in ("...", *axes) if axis in known]
+            with_sizes = f" with {', '.join(listed)}" if listed else ""
+            raise ValueError(f"`{name}` must have shape {FORMS[first].format(*axes)}{with_sizes}, got {describe(x)}")
+        if sizes.get("L") == 0:
+            raise ValueError(f"`{name}` must have shape {FORMS[first].format(*axes)} with L >= 1, got {describe(x)}")
 
 
-def check_arrays(**arrays: tuple[Array, Mapping[str, int | None]]) -> None:
-    first_name, (first, _) = next(iter(arrays.items()))
-    lead = tuple(first.shape[:-2])
-    for name, (array, axes) in arrays.items():
-        check_trailing(name, array, axes)
-        if tuple(array.shape[:-2]) != lead:
-            raise ValueError(f"`{name}` must have the leading axes of `{first_name}`, {lead}, got {describe(array)}")
-
-
-def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None], *, shared: bool = False) -> None:
-    """Refuse a ``table`` whose shape is neither ``axes`` nor, unless ``shared``, ``axes`` behind the heads of ``x``."""
-    check_trailing(name, table, axes, exact=shared)
-    heads = tuple(table.shape[:-2])
-    if heads and heads != tuple(x.shape[-3:-2]):
-        form = ", ".join(axes)
-        raise ValueError(f"`{name}` must have shape ({form}) or (H, {form}), H as elsewhere, got {describe(table)}")
+def check_odd(name: str, table: Array) -> int:
+    """Refuse a table with an even number of rows; return half of the others."""
+    if table.shape[-2] % 2 == 0:
+        raise ValueError(f"`{name}` must have an odd number of rows, as many on both sides of 0, got {describe(table)}")
+    return int(table.shape[-2] // 2)
 
 
 def weigh(logits: Array, *, xp: Namespace) -> Array:
@@ -54,13 +49,11 @@ def weigh(logits: Array, *, xp: Namespace) -> Array:
 
 def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:
     """Keep the entries of the last two axes where ``visible(row, column)`` holds; put ``otherwise`` elsewhere."""
-    rows = xp.expand_dims(integers(0, x.shape[-2], device=device(x), xp=xp), axis=1)
-    columns = xp.expand_dims(integers(0, x.shape[-1], device=device(x), xp=xp), axis=0)
-    return xp.where(visible(rows, columns), x, xp.full_like(x, otherwise))
+    rows, columns = (integers(0, n, device=device(x), xp=xp) for n in x.shape[-2:])
+    return xp.where(visible(rows[:, None], columns), x, xp.full_like(x, otherwise))
 
 
 Form = Literal["gather", "split"]
-FORMS = ("gather", "split")
 
 
 def clipped_distances(
@@ -91,15 +84,16 @@ def clipped_distances(
     Examples
     --------
     >>> import numpy as np
-    >>> clipped_distances(4, 4, 1, xp=np)
-    array([[1, 2, 2, 2],
-           [0, 1, 2, 2],
-           [0, 0, 1, 2],
-           [0, 0, 0, 1]])
+    >>> clipped_distances(3, 3, 1, xp=np)
+    array([[1, 2, 2],
+           [0, 1, 2],
+           [0, 0, 1]])
     """
     n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
-    k = check_int("k", k, minimum=0)
-    return _distances(n, m, k, offset, xp=namespace_of(xp), device=device)
+    k, xp = check_int("k", k, minimum=0), namespace_of(xp)
+    offset = default_offset(n, m) if offset is None else check_int("offset", offset)
+    i, j = (integers(0, count, device=device, xp=xp) for count in (n, m))
+    return xp.clip(j - (i + offset)[:, None], -k, k) + k
 
 
 def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | None = None) -> Array:
@@ -109,9 +103,7 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
     ----------
     table : array, shape (2k+1, D) or (H, 2k+1, D)
         Rows of the relative positions ``-k … k``.
-    n_queries, n_keys : int
-        ``n`` and ``m``.
-    offset : int, optional
+    n_queries, n_keys, offset : int
         As in :func:`clipped_distances`.
 
     Returns
@@ -126,9 +118,9 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
            [-1.,  0.,  1.],
            [-1., -1.,  0.]])
     """
-    xp = namespace_of_arrays({"table": table})
-    n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
-    return _lookup("table", table, n, m, offset, xp=xp)
+    namespace_of_arrays({"table": table})
+    check_axes({}, table=(table, "H R D"))
+    return _lookup("table", table, n_queries, n_keys, offset)
 
 
 def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
@@ -143,7 +135,7 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
     q : array, shape (..., n, D)
         Queries, ``x_i W^Q``.
     k : array, shape (..., m, D)
-        Keys, ``x_j W^K``; leading axes those of ``q``.
+        Keys, ``x_j W^K``.
     rel_k : array, shape (2k+1, D) or, as ``"gather"``, (H, 2k+1, D)
         The paper's ``w^K``, rows of the relative positions ``-k … k``.
     form : {"gather", "split"}, default "gather"
@@ -159,23 +151,18 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
     --------
     >>> import numpy as np
     >>> ones, rel_k = np.ones((3, 1)), np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_logits(ones, ones, rel_k)
+    >>> shaw_logits(ones, ones, rel_k, form="split")
     array([[1., 2., 2.],
            [0., 1., 2.],
            [0., 0., 1.]])
-    >>> shaw_logits(ones, ones, rel_k, form="split")[1]
-    array([0., 1., 2.])
     """
-    check_choice("form", form, FORMS)
+    check_choice("form", form, ("gather", "split"))
     xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
-    check_arrays(q=(q, {"n": None, "D": None}), k=(k, {"m": None, "D": q.shape[-1]}))
-    check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]}, shared=form == "split")
-    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
+    check_axes({}, q=(q, "... n D"), k=(k, "... m D"), rel_k=(rel_k, "H R D" if form == "gather" else "- R D"))
+    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset)
     if form == "gather":
-        moved = xp.expand_dims(k, axis=-3) + a
-        return xp.sum(xp.expand_dims(q, axis=-2) * moved, axis=-1) / q.shape[-1] ** 0.5
-    content = xp.matmul(q, xp.matrix_transpose(k))
-    position = _by_position(q, xp.matrix_transpose(a), xp=xp)
+        return xp.sum(q[..., None, :] * (k[..., None, :, :] + a), axis=-1) / q.shape[-1] ** 0.5
+    content, position = xp.matmul(q, xp.matrix_transpose(k)), _by_position(q, xp.matrix_transpose(a), xp=xp)
     return (content + position) / q.shape[-1] ** 0.5
 
 
@@ -190,7 +177,7 @@ def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather"
     weights : array, shape (..., n, m)
         Softmax weights, ``α``.
     v : array, shape (..., m, Dv)
-        Values, ``x_j W^V``; leading axes those of ``weights``.
+        Values, ``x_j W^V``.
     rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv)
         The paper's ``w^V``, rows of the relative positions ``-k … k``.
     form, offset : optional
@@ -204,19 +191,16 @@ def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather"
     --------
     >>> import numpy as np
     >>> v, rel_v = np.asarray([[[10.0], [20.0], [30.0]], [[-1.0], [0.0], [1.0]]])
-    >>> shaw_values(np.eye(3), v, rel_v)[:, 0]
-    array([10., 20., 30.])
-    >>> shaw_values(np.fliplr(np.eye(3)), v, rel_v, form="split")[:, 0]
+    >>> shaw_values(np.fliplr(np.eye(3)), v, rel_v)[:, 0]
     array([31., 20.,  9.])
     """
-    check_choice("form", form, FORMS)
+    check_choice("form", form, ("gather", "split"))
     xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
-    check_arrays(weights=(weights, {"n": None, "m": None}), v=(v, {"m": weights.shape[-1], "Dv": None}))
-    check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]}, shared=form == "split")
-    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
+    table = "H R Dv" if form == "gather" else "- R Dv"
+    check_axes({}, weights=(weights, "... n m"), v=(v, "... m Dv"), rel_v=(rel_v, table))
+    a = _lookup("rel_v", rel_v, *weights.shape[-2:], offset)
     if form == "gather":
-        moved = xp.expand_dims(v, axis=-3) + a
-        return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
+        return xp.sum(weights[..., None] * (v[..., None, :, :] + a), axis=-2)
     return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
 
 
@@ -234,14 +218,10 @@ def shaw_attention(
 
     Parameters
     ----------
-    q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
-        Queries, keys and values with the same leading axes.
-    rel_k : array, shape (2k+1, D) or, as ``"gather"``, (H, 2k+1, D)
-        Rows of the relative positions ``-k … k``.
-    rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv), optional
-        The same for the values; without it ``z_i = Σ_j α_ij v_j`` (equation 1).
-    form, offset : optional
-        As in :func:`shaw_logits`.
+    q, k, v, rel_k, form, offset
+        As in :func:`shaw_logits` and :func:`shaw_values`.
+    rel_v : array, optional
+        As in :func:`shaw_values`; without it ``z_i = Σ_j α_ij v_j`` (equation 1).
 
     Returns
     -------
@@ -256,29 +236,16 @@ def shaw_attention(
     array([1.8, 1.4, 1. , 0.6, 0.2])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
-    logits = shaw_logits(q, k, rel_k, form=form, offset=offset)  # which checks these
-    check_arrays(q=(q, {"n": None, "D": None}), v=(v, {"m": k.shape[-2], "Dv": None}))
-    weights = weigh(logits, xp=xp)
-    if rel_v is None:
-        return xp.matmul(weights, v)
-    return shaw_values(weights, v, rel_v, form=form, offset=offset)
+    check_axes({}, q=(q, "... n D"), k=(k, "... m D"), v=(v, "... m Dv"))
+    weights = weigh(shaw_logits(q, k, rel_k, form=form, offset=offset), xp=xp)
+    return xp.matmul(weights, v) if rel_v is None else shaw_values(weights, v, rel_v, form=form, offset=offset)
 
 
-def _distances(n: int, m: int, k: int, offset: int | None, *, xp: Namespace, device: Any) -> Array:
-    offset = default_offset(n, m) if offset is None else check_int("offset", offset)
-    i = integers(0, n, device=device, xp=xp) + offset
-    j = integers(0, m, device=device, xp=xp)
-    return xp.clip(xp.expand_dims(j, axis=0) - xp.expand_dims(i, axis=1), -k, k) + k
-
-
-def _lookup(name: str, table: Array, n: int, m: int, offset: int | None, *, xp: Namespace) -> Array:
-    check_trailing(name, table, {"R": None, "D": None})
-    rows, d = table.shape[-2:]
-    if table.ndim > 3 or rows % 2 == 0:
-        raise ValueError(f"`{name}` must have shape (2k+1, D) or (H, 2k+1, D), got {tuple(table.shape)}")
-    distances = _distances(n, m, rows // 2, offset, xp=xp, device=device(table))
-    gathered = xp.take(table, xp.reshape(distances, (-1,)), axis=-2)
-    return xp.reshape(gathered, (*table.shape[:-2], n, m, d))
+def _lookup(name: str, table: Array, n: int, m: int, offset: int | None) -> Array:
+    xp = namespace_of_arrays({name: table})
+    rows = clipped_distances(n, m, check_odd(name, table), xp=xp, offset=offset, device=device(table))
+    gathered = xp.take(table, xp.reshape(rows, (-1,)), axis=-2)
+    return xp.reshape(gathered, (*table.shape[:-2], *rows.shape, table.shape[-1]))
 
 
 def _by_position(x: Array, a: Array, *, xp: Namespace) -> Array:
@@ -313,7 +280,7 @@ def huang_mask(x: Array) -> Array:
            [-2., -1.,  5.]])
     """
     xp = namespace_of_arrays({"x": x})
-    _check_square("x", x)
+    check_axes({}, x=(x, "... L L"))
     return where_visible(x, 0.0, lambda i, c: i + c >= x.shape[-1] - 1, xp=xp)
 
 
@@ -340,18 +307,13 @@ def huang_skew(x: Array) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> x = np.asarray([[-2.0, -1.0, 5.0]] * 3)
-    >>> huang_skew(x)
+    >>> huang_skew(np.asarray([[-2.0, -1.0, 5.0]] * 3))
     array([[ 5.,  0., -2.],
-           [-1.,  5.,  0.],
-           [-2., -1.,  5.]])
-    >>> huang_skew(huang_mask(x))
-    array([[ 5.,  0.,  0.],
            [-1.,  5.,  0.],
            [-2., -1.,  5.]])
     """
     xp = namespace_of_arrays({"x": x})
-    _check_square("x", x)
+    check_axes({}, x=(x, "... L L"))
     *lead, n, _ = x.shape
     padded = xp.concat([xp.zeros_like(x[..., :1]), x], axis=-1)
     flat = xp.reshape(padded, (*lead, n * (n + 1)))  # a separate step, because dask only merges and splits axes
@@ -364,8 +326,7 @@ def huang_skew_local(x: Array) -> Array:
     Local attention cuts a sequence into blocks of ``N``; each attends to itself and to the one before. Against itself
     a block is the causal case. Against the previous block nothing is masked, and key ``j`` of that block is
     ``N - j + i`` positions before query ``i`` of this one: relative positions run from ``-1`` (first query, last key)
-    to ``-(2N-1)`` (last query, first key). Those are the ``2N-1`` rows of the table here, ascending, so that the first
-    query starts at column ``N-1`` (``r = -N``) and each next one a column further left: ``s[i, j] = x[i, N-1-i+j]``.
+    to ``-(2N-1)`` (last query, first key), and ``s[i, j] = x[i, N-1-i+j]``.
 
     1. Pad a column of zeros after the rightmost column.
     2. Flatten, and pad ``N-1`` zeros after the end.
@@ -406,7 +367,7 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
     Parameters
     ----------
     q : array, shape (..., L, D)
-        Queries.
+        Queries; ``L >= 1``.
     rel_k : array, shape (L, D) or (H, L, D)
         The paper's ``E^r``, rows of the relative positions ``-(L-1) … 0``.
 
@@ -418,18 +379,13 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> huang_logits(
-    ...     np.ones((5, 1)), np.asarray([[-4.0], [-3.0], [-2.0], [-1.0], [0.0]])
-    ... ).astype(int)
-    array([[ 0,  0,  0,  0,  0],
-           [-1,  0,  0,  0,  0],
-           [-2, -1,  0,  0,  0],
-           [-3, -2, -1,  0,  0],
-           [-4, -3, -2, -1,  0]])
+    >>> huang_logits(np.ones((3, 1)), np.asarray([[-2.0], [-1.0], [0.0]])).astype(int)
+    array([[ 0,  0,  0],
+           [-1,  0,  0],
+           [-2, -1,  0]])
     """
     xp = namespace_of_arrays({"q": q, "rel_k": rel_k})
-    check_trailing("q", q, {"L": None, "D": None})
-    check_table("rel_k", rel_k, q, {"L": q.shape[-2], "D": q.shape[-1]})
+    check_axes({}, q=(q, "... L D"), rel_k=(rel_k, "H L D"))
     return huang_skew(huang_mask(xp.matmul(q, xp.matrix_transpose(rel_k))))
 
 
@@ -439,9 +395,9 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     Parameters
     ----------
     q, k, v : array, shapes (..., L, D), (..., L, D), (..., L, Dv)
-        Queries, keys and values with the same leading axes; ``L >= 1``.
+        Queries, keys and values; ``L >= 1``.
     rel_k : array, shape (L, D) or (H, L, D)
-        The paper's ``E^r``, rows of the relative positions ``-(L-1) … 0``.
+        As in :func:`huang_logits`.
 
     Returns
     -------
@@ -454,8 +410,8 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     >>> huang_attention(np.zeros((4, 2)), np.zeros((4, 2)), values, np.zeros((4, 2)))[:, 0]
     array([1. , 1.5, 2. , 2.5])
     """
-    xp = _check_attention(q, k, v, rel_k)
-    check_table("rel_k", rel_k, q, {"L": q.shape[-2], "D": q.shape[-1]})
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
+    check_axes({}, q=(q, "... L D"), k=(k, "... L D"), v=(v, "... L Dv"), rel_k=(rel_k, "H L D"))
     logits = (xp.matmul(q, xp.matrix_transpose(k)) + huang_logits(q, rel_k)) / q.shape[-1] ** 0.5
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i, xp=xp)
     return xp.matmul(weigh(logits, xp=xp), v)
@@ -470,8 +426,8 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
 
     Parameters
     ----------
-    q, k, v : array, shapes (..., L, D), (..., L, D), (..., L, Dv)
-        Queries, keys and values with the same leading axes; ``L >= 1``.
+    q, k, v
+        As in :func:`huang_attention`.
     rel_k : array, shape (2N, D) or (H, 2N, D)
         Rows of the relative positions ``-(2N-1) … 0``.
     block_size : int
@@ -489,9 +445,10 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     >>> huang_local_attention(zeros, zeros, values, np.zeros((4, 1)), block_size=2)[:, 0]
     array([1. , 1.5, 2. , 2.5, 4. , 4.5])
     """
-    xp = _check_attention(q, k, v, rel_k)
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
     n = check_int("block_size", block_size, minimum=1)
-    check_table("rel_k", rel_k, q, {"2N": 2 * n, "D": q.shape[-1]})
+    axes = {"2N": 2 * n}
+    check_axes(axes, q=(q, "... L D"), k=(k, "... L D"), v=(v, "... L Dv"), rel_k=(rel_k, "H 2N D"))
     length = q.shape[-2]
     if length % n:
         raise ValueError(f"`block_size` must divide the length {length} of `q`, got {n}")
@@ -508,21 +465,6 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     logits = xp.concat([first, logits[..., 1:, :, :]], axis=-3)
     out = xp.matmul(weigh(logits, xp=xp), v)
     return xp.reshape(out, (*out.shape[:-3], length, out.shape[-1]))
-
-
-def _check_square(name: str, x: Array) -> None:
-    if x.ndim < 2 or x.shape[-1] < 1 or x.shape[-2] != x.shape[-1]:
-        raise ValueError(f"`{name}` must have shape (..., L, L) with L >= 1, got {describe(x)}")
-
-
-def _check_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Namespace:
-    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
-    check_trailing("q", q, {"L": None, "D": None})
-    if q.shape[-2] < 1:
-        raise ValueError(f"`q` must have shape (..., L, D) with L >= 1, got {describe(q)}")
-    length, width = q.shape[-2:]
-    check_arrays(q=(q, {"L": length, "D": width}), k=(k, {"L": length, "D": width}), v=(v, {"L": length, "Dv": None}))
-    return xp
 
 
 def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
@@ -547,10 +489,6 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> diagonal_skew(np.asarray([[2.0, 1.0, 0.0, -1.0, -2.0]] * 3))
-    array([[ 0.,  1.,  2.],
-           [-1.,  0.,  1.],
-           [-2., -1.,  0.]])
     >>> diagonal_skew(np.asarray([[2.0, 1.0, 0.0, -1.0, -2.0]] * 3), n_keys=2)
     array([[ 0.,  1.],
            [-1.,  0.],
@@ -561,12 +499,13 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
         raise ValueError(f"`x` must have shape (..., n, 2T-1) with 1 <= n <= T, got {describe(x)}")
     *lead, n, width = x.shape
     longest = (width + 1) // 2
-    n_keys = _check_n_keys(n_keys, longest)
+    n_keys = longest if n_keys is None else check_int("n_keys", n_keys, minimum=0)
+    if n_keys > longest:
+        raise ValueError(f"`n_keys` must be at most {longest}, as many as the table has room for, got {n_keys}")
     flat = xp.reshape(x, (*lead, n * width))
     step = width + 1  # from an entry (i, i + d) of the matrix to the next, in row-major order
     diagonals = [flat[..., d : d + (n - 1) * step + 1 : step] for d in range(longest - 1, -1, -1)]
-    stacked = xp.stack(diagonals, axis=-2)
-    return xp.matrix_transpose(stacked)[..., :n_keys]
+    return xp.matrix_transpose(xp.stack(diagonals, axis=-2))[..., :n_keys]
 
 
 def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Array:
@@ -579,7 +518,7 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
     rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
         Rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T``.
     n_keys : int, optional
-        Number of keys, at most ``T``, which is the default.
+        As in :func:`diagonal_skew`.
 
     Returns
     -------
@@ -593,12 +532,9 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
            [-1.,  0.,  1.]])
     """
     xp = namespace_of_arrays({"q": q, "rel_k": rel_k})
-    check_trailing("q", q, {"n": None, "D": None})
-    _check_rows(rel_k, q)
-    longest = (rel_k.shape[-2] + 1) // 2
-    if not 1 <= q.shape[-2] <= longest:
-        raise ValueError(f"`q` must have 1 to {longest} rows (T for a `rel_k` of 2T-1 rows), got {describe(q)}")
-    return diagonal_skew(xp.matmul(q, xp.matrix_transpose(rel_k)), _check_n_keys(n_keys, longest))
+    check_axes({}, q=(q, "... n D"), rel_k=(rel_k, "H 2T-1 D"))
+    _check_rows("q", q, rel_k)
+    return diagonal_skew(xp.matmul(q, xp.matrix_transpose(rel_k)), n_keys)
 
 
 def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
@@ -607,9 +543,9 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     Parameters
     ----------
     q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
-        Queries, keys and values with the same leading axes; ``m >= 1``.
+        Queries, keys and values; ``1 <= m <= T``.
     rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
-        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T`` and ``m <= T``.
+        As in :func:`diagonal_logits`.
 
     Returns
     -------
@@ -625,26 +561,13 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     array([3., 2., 2.])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
-    check_trailing("q", q, {"n": None, "D": None})
-    keys, values = {"m": None, "D": q.shape[-1]}, {"m": k.shape[-2], "Dv": None}
-    check_arrays(q=(q, {"n": None, "D": None}), k=(k, keys), v=(v, values))
-    _check_rows(rel_k, q)
-    if not 1 <= k.shape[-2] <= (rel_k.shape[-2] + 1) // 2:
-        raise ValueError(
-            f"`k` must have 1 to {(rel_k.shape[-2] + 1) // 2} rows (T for a `rel_k` of 2T-1 rows), got {describe(k)}"
-        )
+    check_axes({}, q=(q, "... n D"), k=(k, "... m D"), v=(v, "... m Dv"), rel_k=(rel_k, "H 2T-1 D"))
+    _check_rows("k", k, rel_k)
     logits = xp.matmul(q, xp.matrix_transpose(k)) + diagonal_logits(q, rel_k, n_keys=k.shape[-2])
     return xp.matmul(weigh(logits / q.shape[-1] ** 0.5, xp=xp), v)
 
 
-def _check_rows(rel_k: Array, q: Array) -> None:
-    check_table("rel_k", rel_k, q, {"2T-1": None, "D": q.shape[-1]})
-    if rel_k.shape[-2] % 2 == 0:
-        raise ValueError(f"`rel_k` must have shape (..., 2T-1, D), an odd number of rows, got {describe(rel_k)}")
-
-
-def _check_n_keys(n_keys: int | None, longest: int) -> int:
-    n_keys = longest if n_keys is None else check_int("n_keys", n_keys, minimum=0)
-    if n_keys > longest:
-        raise ValueError(f"`n_keys` must be at most {longest}, as many as the table has room for, got {n_keys}")
-    return n_keys
+def _check_rows(name: str, x: Array, rel_k: Array) -> None:
+    longest = check_odd("rel_k", rel_k) + 1
+    if not 1 <= x.shape[-2] <= longest:
+        raise ValueError(f"`{name}` must have 1 to {longest} rows (T for a `rel_k` of 2T-1 rows), got {describe(x)}")
