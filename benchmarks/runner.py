@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 import relskew_core
+from benchmarks.memory import resident_peak
 from relskew_core.backends import _compiled
-from relskew_core.cli._libraries import resident_peak
 
 END = "<!-- end of measured -->"
 

@@ -36,5 +36,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"relskew: error: the command line needs {error.name}: {_to_install('cli')}", file=sys.stderr)
         return 2
-    status: int = app.run(list(sys.argv[1:] if argv is None else argv))
-    return status
+    return app.run(list(sys.argv[1:] if argv is None else argv))

@@ -75,9 +75,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def as_bytes(size: float | None) -> str:
-    if size is None:
-        return "–"
+def as_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

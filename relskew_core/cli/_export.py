@@ -65,7 +65,6 @@ def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list
 
 
 def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:
-    """Print the results of an export, and the next command."""
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     _, *data_files = files = files_of(path)
     grid = Table.grid(padding=(0, 2))
@@ -93,7 +92,6 @@ def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: C
 
 
 def describe_block(spec: BlockSpec) -> str:
-    """Return a block's spec in words."""
     words = [f"embed_dim {spec.embed_dim}", f"{count(spec.num_heads, 'head')} of {spec.head_dim}"]
     if spec.num_kv_heads != spec.num_heads:
         words.append(f"{count(spec.num_kv_heads, 'key head')}")
@@ -136,7 +134,6 @@ def where_to_validate(model: Any, device: str | None) -> list[str]:
 
 
 def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, ...]:
-    """Return the providers that ``--provider`` or ``--device`` names."""
     if device is None:
         return tuple(providers or ("cpu",))
     if providers:

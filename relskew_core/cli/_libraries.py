@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -44,7 +41,6 @@ class ArrayLibrary:
     make: Callable[[Any, str], Any]
     to_numpy: Callable[[Any], Any]
     finish: Callable[[Any], Any] = lambda result: result
-    peak_of: Callable[[Callable[[], Any]], int | None] | None = None
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
@@ -89,19 +85,11 @@ def _torch() -> Iterator[ArrayLibrary | Missing]:
         yield Missing("torch cuda", "this torch sees no CUDA device")
     else:  # pragma: gpu only
 
-        def peak_of(call: Callable[[], Any]) -> int:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call()
-            torch.cuda.synchronize()
-            return int(torch.cuda.max_memory_allocated() - before)
-
         def finish(result: Any) -> Any:
             torch.cuda.synchronize()
             return result
 
-        yield on("cuda", finish=finish, peak_of=peak_of)
+        yield on("cuda", finish=finish)
 
 
 def _cupy() -> Iterator[ArrayLibrary]:
@@ -111,22 +99,15 @@ def _cupy() -> Iterator[ArrayLibrary]:
 
 def _on_cupy(cp: Any) -> Iterator[ArrayLibrary]:  # pragma: gpu only
     cp.cuda.runtime.getDeviceCount()  # raises if there is no device or no driver
-    pool = cp.get_default_memory_pool()
 
     def finish(result: Any) -> Any:
         cp.cuda.Device().synchronize()
         return result
 
-    def peak_of(call: Callable[[], Any]) -> int:
-        pool.free_all_blocks()
-        before = pool.total_bytes()
-        finish(call())
-        return int(pool.total_bytes() - before)  # the pool grows to the peak and keeps it
-
     def to_numpy(array: Any) -> Any:
         return _float64(array.get())
 
-    yield ArrayLibrary("cupy", "cuda", cp.__version__, ALL[:3], cp.asarray, to_numpy, finish, peak_of)
+    yield ArrayLibrary("cupy", "cuda", cp.__version__, ALL[:3], cp.asarray, to_numpy, finish)
 
 
 def _jax() -> Iterator[ArrayLibrary]:
@@ -218,60 +199,19 @@ def _float64(array: Any) -> Any:
     return np.asarray(array).astype(np.float64)
 
 
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
 ENOUGH = 0.05
 REPEATS = 3
 """A call is repeated for this many seconds, and this many times at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The result of a call, its median time in seconds, and its peak memory in bytes (``None`` if unknown here)."""
-
-    value: Any
-    seconds: float
-    peak: int | None
-
-
-def measure(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int | None] | None = None) -> Measured:
-    """Measure a call that may be slow: once, and several times if it is not.
-
-    The call returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a
-    call in bytes, by default that of the process's resident memory.
-    """
-    value, peak = call(), (resident_peak if peak_of is None else peak_of)(call)
-    times, begun = list[float](), time.perf_counter()
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of a call, which is there when it returns, and its median time in seconds."""
+    value, times, begun = call(), list[float](), time.perf_counter()
     while len(times) < REPEATS and not (times and time.perf_counter() - begun > ENOUGH):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return Measured(value, median(times), peak)
-
-
-def resident_peak(call: Callable[[], Any]) -> int | None:
-    _trim()
-    try:
-        CLEAR_REFS.write_text("5")  # resets the high-water mark
-        before = _status("VmRSS")
-        call()
-        return max(0, _status("VmHWM") - before)
-    except OSError:
-        return None
-
-
-def _status(field: str) -> int:
-    match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    if match is None:
-        raise OSError(f"{STATUS} has no {field}")
-    return int(match[1]) * 1024
-
-
-def _trim() -> None:
-    """Return freed heap pages to the system, so that the call's use of them is visible."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATUS.exists() else None
-    if trim is not None:
-        trim(0)
+    return value, median(times)
 
 
 Session = Callable[[dict[str, Any]], list[Any]]
@@ -293,8 +233,7 @@ class Runtime:
         runner = export.opener(self.key)(export.Source(model, None), self.provider)
         if runner.misplaced:  # pragma: gpu only
             raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")
-        run: Session = runner.run
-        return run
+        return runner.run
 
 
 def _onnxruntime() -> Iterator[Runtime]:

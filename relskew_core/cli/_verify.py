@@ -16,7 +16,7 @@ from rich.text import Text
 from relskew_core import BlockSpec, Span, __version__, attention_block, init_weights
 from relskew_core._block.weights import starts_at_zero
 from relskew_core._reference import TOLERANCES, reference_block
-from relskew_core.cli._console import CliError, as_bytes, as_time, count, reason, show_table
+from relskew_core.cli._console import CliError, as_time, count, reason, show_table
 from relskew_core.cli._libraries import (
     PROBES,
     RUNTIME_PROBES,
@@ -24,9 +24,9 @@ from relskew_core.cli._libraries import (
     Missing,
     Runtime,
     libraries,
-    measure,
     runtimes,
     show_missing,
+    timed,
 )
 
 BATCH, QUERIES, MEMORY = 2, 128, 160
@@ -132,7 +132,6 @@ class Finding:
     error: float | None
     gate: float
     seconds: float | None
-    peak_bytes: int | None
     ok: bool
     detail: str = ""
 
@@ -213,19 +212,17 @@ def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInp
     gate = TOLERANCES[dtype]
     run = _on_library if isinstance(backend, ArrayLibrary) else _on_runtime
     try:
-        got, seconds, peak = run(backend, dtype, case, given)  # type: ignore[arg-type]
+        got, seconds = run(backend, dtype, case, given)  # type: ignore[arg-type]
         error = relative_error(got, given.expected)
     except Exception as failure:  # any exception of a library is a result
-        return Finding(*about, None, gate, None, None, False, reason(failure))
+        return Finding(*about, None, gate, None, False, reason(failure))
     if not np.isfinite(error):
-        return Finding(*about, None, gate, seconds, peak, False, "a shape differs, or a number is NaN or inf")
+        return Finding(*about, None, gate, seconds, False, "a shape differs, or a number is NaN or inf")
     detail = "" if error <= gate else "the error is above the gate"
-    return Finding(*about, error, gate, seconds, peak, error <= gate, detail)
+    return Finding(*about, error, gate, seconds, error <= gate, detail)
 
 
-def _on_library(
-    library: ArrayLibrary, dtype: str, case: Case, given: CaseInputs
-) -> tuple[list[Any], float, int | None]:
+def _on_library(library: ArrayLibrary, dtype: str, case: Case, given: CaseInputs) -> tuple[list[Any], float]:
     def make(array: Any) -> Any:
         return None if array is None else library.make(array, dtype)
 
@@ -241,11 +238,11 @@ def _on_library(
             return call(case, block, x, memory, past)
 
         compiled = library.compiled(function)
-        measured = measure(lambda: library.finish(compiled(weights, x, memory, past)), library.peak_of)
-        return [library.to_numpy(array) for array in measured.value], measured.seconds, measured.peak
+        found, seconds = timed(lambda: library.finish(compiled(weights, x, memory, past)))
+        return [library.to_numpy(array) for array in found], seconds
 
 
-def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> tuple[list[Any], float, int | None]:
+def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> tuple[list[Any], float]:
     export = importlib.import_module("relskew_core.export")
     model = export.to_onnx(case.spec, given.weights, profile=runtime.profile, dtype=dtype, past=given.past is not None)
     session = runtime.load(model)
@@ -260,25 +257,23 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     x = given.x.astype(dtype)
     memory = None if given.memory is None else given.memory.astype(dtype)
     past = None if given.past is None else tuple(array.astype(dtype) for array in given.past)
-    # The memory of a runtime on a device is not part of the resident memory.
-    peak_of = None if runtime.device == "cpu" else lambda call: None
-    measured = measure(lambda: call(case, block, x, memory, past), peak_of)
-    return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak
+    found, seconds = timed(lambda: call(case, block, x, memory, past))
+    return [np.asarray(array, dtype=np.float64) for array in found], seconds
 
 
 def show(found: Verification, console: Console, *, every: bool = False) -> None:
     """Print one line for each library, device and dtype, or for every case; then failures and missing libraries."""
     cases = "case" if every else "cases (worst)"
     columns = dict.fromkeys(("library", "device", "dtype", cases), False)
-    columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
+    columns |= dict.fromkeys(("error", "gate", "time"), True) | {"ok": False}
     groups = [list(rows) for _, rows in groupby(found.rows, lambda row: (row.library, row.device, row.dtype))]
     rows: list[tuple[list[str | Text], bool]] = []
     for group, after in zip_longest(groups, groups[1:]):
         lines = [[row] for row in group] if every else [group]
         ends = after is None or after[0].library != group[0].library
         rows += [(_line(line), line is lines[-1] and ends) for line in lines]
-    spare = ("peak memory", "device", "gate", "time")
-    show_table("One block on every library here, against float64", columns, rows, console, spare=spare)
+    title, spare = "One block on every library here, against float64", ("device", "gate", "time")
+    show_table(title, columns, rows, console, spare=spare)
     console.print(
         "error: relative L2, the largest of the cases; time: median of up to 3, mean of the cases.", style="dim"
     )
@@ -300,7 +295,6 @@ def _line(rows: list[Finding]) -> list[str | Text]:
     worst = max(rows, key=lambda row: (not row.ok, float("inf") if row.error is None else row.error))
     case = worst.case if len(rows) == 1 else f"{len(rows)} ({worst.case})"
     times = [row.seconds for row in rows if row.seconds is not None]
-    peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
     return [
         worst.library,
         worst.device,
@@ -309,6 +303,5 @@ def _line(rows: list[Finding]) -> list[str | Text]:
         Text("–" if worst.error is None else f"{worst.error:.1e}", style="green" if worst.ok else "bold red"),
         f"{worst.gate:.0e}",
         as_time(sum(times) / len(times) if times else None),
-        as_bytes(max(peaks, default=None)),
         Text("yes", style="green") if worst.ok else Text("NO", style="bold red"),
     ]

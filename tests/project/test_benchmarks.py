@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import __main__ as cli
 from benchmarks import calls, contenders, families, graphs, models, runtimes, short, unverified
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
+from benchmarks.memory import resident_peak
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
-from relskew_core.cli._libraries import resident_peak
 from relskew_core.export._files.library import found_library
 from tracked import IN_GIT
 
@@ -401,3 +401,14 @@ def test_what_is_unverified_is_run_and_written(tmp_path: Path) -> None:
     assert "| bad | failed |" in text
     assert "old" not in text
     assert text.endswith(f"{unverified.MARKS[1]}\nrest\n")
+
+
+@NO_MEMORY
+def test_the_peak_of_memory_is_that_of_the_call() -> None:
+    def call() -> int:
+        return int(np.ones(8 * 2**20).sum())  # 64 MiB, written and freed
+
+    for low, function, high in ((60, call, 80), (60, call, 80), (0, lambda: None, 1)):
+        peak = resident_peak(function)
+        assert peak is not None
+        assert low * 2**20 <= peak < high * 2**20
