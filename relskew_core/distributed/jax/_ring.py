@@ -98,8 +98,7 @@ class TracedRing:
 
         function.defvjp(forward, backward)
         # Here, so that JAX sums the gradients of the tables over the devices.
-        found: tuple[Any, Any] = function(varying(arrays, axes))
-        return found
+        return function(varying(arrays, axes))
 
     def _forward(self, x: Arrays, axes: frozenset[str]) -> tuple[Any, Any]:
         wide = jnp.promote_types(x["q"].dtype, jnp.float32)
@@ -235,7 +234,9 @@ class TracedPart:
         arrays |= {name: x[name][..., queries, :] for name in BY_QUERY if name in x}
         arrays |= {name: self._rows(name, x[name]) for name in TABLES if name in x}
         if "mask" in x:
-            arrays["mask"] = self._of_mask(x["mask"])
+            mask = x["mask"]
+            mask = mask[..., self.queries.here, :] if mask.ndim > 1 and mask.shape[-2] > 1 else mask
+            arrays["mask"] = mask if mask.shape[-1] == 1 else jnp.take(mask, self._columns(), axis=-1)
         segments = None
         if "q_segments" in x:
             segments = x["q_segments"][..., queries], held["k_segments"][..., keys]
@@ -258,8 +259,7 @@ class TracedPart:
         rows, dtype = self.queries.here, given.q.dtype
         cotangents = {name: results[name][..., rows, :].astype(dtype) for name in ("d_out", "out")}
         cotangents["d_lse"] = results["d_lse"][..., rows]
-        arguments = {field.name: getattr(given, field.name) for field in fields(given)}
-        found = pull_back(Backward(**cotangents, **arguments), part, results["sums"][..., rows, :])
+        found = pull_back(Backward(**cotangents, **vars(given)), part, results["sums"][..., rows, :])
         travelling = {
             name: total.at[..., self.keys.here, :].add(getattr(found, name)) for name, total in travelling.items()
         }
@@ -294,11 +294,6 @@ class TracedPart:
 
     def _columns(self) -> Any:
         return self.start + self.pairs.step * jnp.arange(self.keys.count, dtype=int)
-
-    def _of_mask(self, mask: Any) -> Any:
-        if mask.ndim > 1 and mask.shape[-2] > 1:
-            mask = mask[..., self.queries.here, :]
-        return mask if mask.shape[-1] == 1 else jnp.take(mask, self._columns(), axis=-1)
 
 
 @dataclass(eq=False)

@@ -49,18 +49,9 @@ def _exchanged(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor
     return joined(ranks.exchanged(parts), -2, layout)
 
 
-def _exchange(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor:
+def exchange(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool = False) -> Tensor:
     apply: Any = _Exchange.apply
-    found: Tensor = apply(x, ranks, layout, back)
-    return found
-
-
-def to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    return _exchange(x, ranks, layout, back=False)
-
-
-def to_positions(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    return _exchange(x, ranks, layout, back=True)
+    return apply(x, ranks, layout, back)
 
 
 def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
@@ -74,7 +65,7 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
             # there are fewer key heads than ranks: each rank has a copy of the one that it needs
             if x.shape[HEADS] % size:
                 x = x.repeat_interleave(size // x.shape[HEADS], dim=HEADS)
-            changed[name] = to_heads(x, ranks, layout)
+            changed[name] = exchange(x, ranks, layout)
         elif KINDS[name] is MASK:
             changed[name] = _mask(x, own, given, ranks, layout)
         elif "heads" in KINDS[name].along(x, given.q):
@@ -84,7 +75,7 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
         changed["segments"] = tuple(whole(x, ranks, -1, layout) for x in pair)
     if given.sinks is not None:
         by_head = given.sinks.ndim == 1
-        changed["sinks"] = given.sinks[own] if by_head else to_heads(given.sinks[..., None], ranks, layout)[..., 0]
+        changed["sinks"] = given.sinks[own] if by_head else exchange(given.sinks[..., None], ranks, layout)[..., 0]
     return replace(given, **changed)
 
 
@@ -93,7 +84,7 @@ def _mask(mask: Tensor, own: slice, given: Arguments, ranks: Ranks, layout: Layo
     if mask.ndim < 2 or mask.shape[-2] != given.q.shape[-2]:
         return mask[..., own, :, :] if by_head else mask
     sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every backend sends booleans
-    sent = to_heads(sent, ranks, layout) if by_head else whole(sent, ranks, -2, layout)
+    sent = exchange(sent, ranks, layout) if by_head else whole(sent, ranks, -2, layout)
     return sent.bool() if mask.dtype == torch.bool else sent
 
 
@@ -212,8 +203,7 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     True
     >>> torch.distributed.destroy_process_group()
     """
-    found: Tensor | tuple[Tensor, Tensor] = _untraced(given)
-    return found
+    return _untraced(given)
 
 
 def _attend(given: _Parallel) -> Any:
@@ -256,8 +246,8 @@ def _attend(given: _Parallel) -> Any:
         out, sums = with_sinks(out, sums, sinks, xp=xp)
     out = out.to(arguments.q.dtype)
     if heads is not None:
-        out = to_positions(out, heads, within)
-        sums = to_positions(sums, heads, within) if given.return_lse else None
+        out = exchange(out, heads, within, back=True)
+        sums = exchange(sums, heads, within, back=True) if given.return_lse else None
     return (out, log_sum_exp(sums)) if given.return_lse else out
 
 

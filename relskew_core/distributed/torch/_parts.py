@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._array.precision import undisturbed
 from relskew_core._functions.attention import Backward, attend, pull_back
 from relskew_core._kernel.call import BY_KEY, DIFFERENTIABLE, TABLES, Arguments, Part
 from relskew_core._kernel.merge import merged
@@ -40,17 +41,10 @@ class Ring:
     distances: Sequence[int]  # how many ranks the keys have passed, for each round
 
     def forward(self, held: Held, step: Step) -> Held:
-        """Attend to the keys of every rank while the next are in transit; return what the backward pass needs."""
-        own, at = held, 0
-        for index, distance in enumerate(self.distances):
-            if distance > at:  # the first round has the keys of another rank
-                held, at = self.ranks.send_round(held, distance - at)(), distance
-            coming = None
-            if index + 1 < len(self.distances):
-                coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
-            step(distance, self._keys(distance), held)
-            held = held if coming is None else coming()
-        return own
+        """Attend to the keys of every rank; return what the backward pass needs."""
+        for distance, _, given in self._rounds(held):
+            step(distance, self._keys(distance), given)
+        return held
 
     def backward(self, held: Held, like: Held, step: Step) -> Held:
         """Visit the keys again; return the gradients of those held here, shaped ``like`` them, from all ranks.
@@ -59,24 +53,27 @@ class Ring:
         """
         own: Held | None = None
         travelling: Held | None = None
-        at = 0
-        for index, distance in enumerate(self.distances):
-            if distance > at:
-                held, at = self.ranks.send_round(held, distance - at)(), distance
-            coming, ahead = None, self.ranks.size
-            if index + 1 < len(self.distances):
-                ahead = self.distances[index + 1]
-                coming, at = self.ranks.send_round(held, ahead - distance), ahead
-            found = step(distance, self._keys(distance), held)
+        for distance, ahead, given in self._rounds(held):
+            found = step(distance, self._keys(distance), given)
             if distance == 0:
                 own = found
             else:
                 found = found if travelling is None else _sum(found, travelling)
                 travelling = self.ranks.send_round(found, ahead - distance)()
-            held = held if coming is None else coming()
         if own is None or travelling is None:
             return own or travelling or [torch.zeros_like(x) for x in like]
         return _sum(own, travelling)
+
+    def _rounds(self, held: Held) -> Iterator[tuple[int, int, Held]]:
+        """Yield the distance of each round, that of the next, and its keys, while the next are in transit."""
+        at = 0
+        for distance, ahead in pairwise((*self.distances, self.ranks.size)):
+            if distance > at:  # the first round has the keys of another rank
+                held = self.ranks.send_round(held, distance)()
+            last = ahead == self.ranks.size
+            coming, at = None if last else self.ranks.send_round(held, ahead - distance), ahead
+            yield distance, ahead, held
+            held = held if coming is None else coming()
 
     def _keys(self, distance: int) -> Sequence[Run]:
         return self.keys[(self.ranks.rank - distance) % self.ranks.size]
@@ -210,7 +207,7 @@ class PartsAttention(torch.autograd.Function):
                         more, more_sums = call.attend()
                         out[rows], sums[rows] = merged([out[rows], more], [sums[rows], more_sums], xp=xp)
 
-        with without_autocast(q):
+        with undisturbed(q):
             tables = plan.tables(x)
             held = plan.rounds.forward(_held(x), step)
         ctx.save_for_backward(*arrays, *held, out, sums)
@@ -240,8 +237,7 @@ class PartsAttention(torch.autograd.Function):
                     rows = (..., run.here, slice(None))
                     cotangents = {"d_out": d_out[rows].to(q.dtype), "out": out[rows].to(q.dtype)}
                     cotangents["d_lse"] = d_lse[..., run.here]
-                    arguments = {field.name: getattr(call.given, field.name) for field in fields(call.given)}
-                    found = pull_back(Backward(**cotangents, **arguments), call.part, of_whole[rows])
+                    found = pull_back(Backward(**cotangents, **vars(call.given)), call.part, of_whole[rows])
                     for name, total in zip(by_key, d_given, strict=True):
                         total[..., other.here, :] += getattr(found, name)
                     for name, total in sums.items():
@@ -252,7 +248,7 @@ class PartsAttention(torch.autograd.Function):
             tables.end(distance)
             return d_given
 
-        with without_autocast(q):
+        with undisturbed(q):
             tables = plan.tables(x)
             tables.want(wanted, out.dtype)
             d_held = plan.rounds.backward(held, _like(x, out.dtype), step)
@@ -272,8 +268,3 @@ def _by_key(x: dict[str, Any]) -> list[str]:
 
 def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
     return [x[name].to(dtype) for name in _by_key(x)]
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
-    return context

@@ -249,5 +249,4 @@ class _WholeSequence(torch.autograd.Function):
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
     apply: Any = _WholeSequence.apply
-    found: Tensor = apply(x, ranks, axis, layout)
-    return found
+    return apply(x, ranks, axis, layout)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import describe
-from relskew_core._kernel.call import TABLES, Arguments, kind_of_table
+from relskew_core._kernel.call import TABLES, kind_of_table
 from relskew_core._positions.pairs import Pairs, Rows
 from relskew_core._positions.span import Span, check_span_given
 from relskew_core.distributed.torch._sequence import Ranks, distributed, groups
@@ -80,11 +80,12 @@ def check_sharded(given: Any, ranks: Ranks) -> Any:
         )
     if given.span.rows < ranks.size:
         raise ValueError(f"`span` must have a row for each of {ranks.size} ranks to be sharded, got {given.span}")
-    return _as_if_whole(given, given.span, ranks)
+    return as_if_whole(given, ranks)
 
 
-def _as_if_whole(given: Any, span: Span, ranks: Ranks) -> Any:
-    changed = {}
+def as_if_whole(given: Any, ranks: Ranks) -> Any:
+    """Return a call whose tables only have the right shapes."""
+    span, changed = given.span, {}
     for name in TABLES:
         table, axis = getattr(given, name), kind_of_table(name).row_axis
         if table is None:
@@ -96,13 +97,6 @@ def _as_if_whole(given: Any, span: Span, ranks: Ranks) -> Any:
         shape[axis] = span.rows
         changed[name] = table.narrow(axis, 0, 1).expand(shape)
     return replace(given, **changed)
-
-
-def as_if_whole(given: Arguments, ranks: Ranks) -> Arguments:
-    """Return a checked call whose tables only have the right shapes."""
-    assert given.span is not None
-    found: Arguments = _as_if_whole(given, given.span, ranks)
-    return found
 
 
 @dataclass(slots=True)
