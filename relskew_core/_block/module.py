@@ -128,7 +128,6 @@ class Attends:
         unfilled: Array | None = None,
         **options: Any,
     ) -> Any:
-        """Attend with the module's tables and options; padding and unfilled positions of a cache are hidden."""
         padding = key_padding_mask
         if padding is not None:
             warn_of_hidden(check_padding(padding, k, xp=self.xp))
@@ -235,8 +234,7 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
         check_inputs(x, memory, self.spec)
         past, attend = self._attention(past, seen)
         q, k, v, visible, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
-        found: X = attend(q, k, v, function=weights_alone, **visible)
-        return found
+        return attend(q, k, v, function=weights_alone, **visible)
 
     def _attention(self, past: Any, given: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
         options = {name: value for name, value in given.items() if value is not None}

@@ -200,10 +200,6 @@ class BlockSpec:
         **options
             Other arguments of :class:`BlockSpec`: ``causal``, ``num_kv_heads``, ``window``, ``cross`` …
 
-        See Also
-        --------
-        relskew_core.alibi_bias : the bias as an array.
-
         Notes
         -----
         Press et al. 2022, "Train Short, Test Long", section 3; :func:`relskew_core.alibi_bias` has the slopes. Without

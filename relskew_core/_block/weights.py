@@ -85,6 +85,8 @@ def starts_at_zero(key: str) -> bool:
 
 
 def uniform_bound(spec: BlockSpec, key: str) -> float:
+    if starts_at_zero(key):
+        return 0.0
     return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
 
 

@@ -17,7 +17,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import Growing, SlidingCache, check_fixed
 from relskew_core._block.module import ModuleBlock
 from relskew_core._block.spec import BlockSpec
-from relskew_core._block.weights import starts_at_zero, uniform_bound
+from relskew_core._block.weights import uniform_bound
 
 
 class FixedCache(NamedTuple):
@@ -99,8 +99,5 @@ class JaxBlock(ModuleBlock[FixedCache, SlidingCache]):
 
 
 def drawn(spec: BlockSpec, name: str, key: Array, dtype: Any) -> Array:
-    shape = spec.weight_shapes()[name]
-    if starts_at_zero(name):
-        return jnp.zeros(shape, dtype)
-    bound = uniform_bound(spec, name)
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    shape, bound = spec.weight_shapes()[name], uniform_bound(spec, name)
+    return jax.random.uniform(key, shape, dtype, -bound, bound) if bound else jnp.zeros(shape, dtype)

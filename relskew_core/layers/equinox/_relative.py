@@ -109,8 +109,7 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
     @classmethod
     def _filled(cls, weights: dict[str, Array], spec: BlockSpec, options: dict[str, Any]) -> Self:
         module = eqx.filter_eval_shape(lambda: cls(spec, **{"key": jax.random.key(0), **options}))
-        filled: Self = eqx.tree_at(attrgetter(*weights), module, tuple(weights.values()))
-        return filled
+        return eqx.tree_at(attrgetter(*weights), module, tuple(weights.values()))
 
     @overload
     def __call__(self, x: X, memory: Array | None = None, **options: Unpack[SeenByEquinox]) -> X: ...
@@ -151,5 +150,4 @@ def _linear(spec: BlockSpec, name: str, key: Array, dtype: Any) -> eqx.nn.Linear
     linear = eqx.nn.Linear(source, width, spec.bias, dtype, key=key)
     parts = ("weight", "bias") if spec.bias else ("weight",)
     made = tuple(drawn(spec, f"{name}.{part}", key, dtype) for part in parts)
-    filled: eqx.nn.Linear = eqx.tree_at(lambda x: tuple(getattr(x, part) for part in parts), linear, made)
-    return filled
+    return eqx.tree_at(lambda x: tuple(getattr(x, part) for part in parts), linear, made)

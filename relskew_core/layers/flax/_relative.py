@@ -138,13 +138,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         return found
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Set the options that ``nnx.view`` passes.
-
-        Parameters
-        ----------
-        deterministic : bool, optional
-            Leave dropout out.
-        """
+        """Set the option that ``nnx.view`` passes, to leave dropout out."""
         if deterministic is not None:
             self.deterministic = deterministic
 

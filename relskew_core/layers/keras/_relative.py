@@ -14,7 +14,7 @@ from relskew_core._array.typing import Array, Impl, Namespace
 from relskew_core._block.cache import SlidingCache
 from relskew_core._block.module import ModuleBlock, Settings, called
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core._block.weights import starts_at_zero, uniform_bound
+from relskew_core._block.weights import uniform_bound
 
 BACKEND = keras.backend.backend()
 PARTS = {
@@ -55,11 +55,6 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
     **options
         Of ``keras.layers.Layer``: ``name``, ``dtype``, ``trainable``. Weights are drawn in the bounds of
         :func:`relskew_core.init_weights`.
-
-    See Also
-    --------
-    relskew_core.BlockSpec : describes the block.
-    relskew_core.attention_block : the same as a function.
 
     Examples
     --------
@@ -105,7 +100,7 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
             if part == "weight":
                 getattr(self, owner).build((None, None, shape[1]))
             elif not owner:
-                bound = 0.0 if starts_at_zero(name) else uniform_bound(self.spec, name)
+                bound = uniform_bound(self.spec, name)
                 drawn = keras.initializers.RandomUniform(-bound, bound) if bound else "zeros"
                 setattr(self, name, self.add_weight(name=name, shape=shape, initializer=drawn))
 
@@ -122,8 +117,7 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
     @staticmethod
     def _copied(x: Any) -> Array:
         if BACKEND == "jax":
-            copied: Array = own.JaxBlock._copied(x)
-            return copied
+            return own.JaxBlock._copied(x)
         return x.detach().clone() if is_torch(x) else keras.ops.copy(keras.ops.convert_to_tensor(x))
 
     def block_weights(self) -> dict[str, Array]:
@@ -187,26 +181,14 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
         attention_mask: Array | None = None,
         **options: Any,
     ) -> Array:
-        """Return the weights of the layer's attention, for pictures and inspection: without dropout.
+        """Return the weights of the layer's attention, ``(..., H, Lq, Lk)``, without dropout.
 
-        Parameters
-        ----------
-        x, memory, attention_mask
-            As where the layer is called.
-        **options
-            ``past``, ``key_padding_mask``, ``offset``, ``segments`` and ``positions``, as there.
-
-        Returns
-        -------
-        array, shape (..., H, Lq, Lk)
-            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
-            ones.
+        The options are ``past``, ``key_padding_mask``, ``offset``, ``segments`` and ``positions``, as in :meth:`call`.
         """
         if not self.built:
             self.build()
         given = [None if value is None else keras.ops.convert_to_tensor(value) for value in (x, memory, attention_mask)]
-        found: Array = super().attention_weights(*given[:2], mask=given[2], **options)
-        return found
+        return super().attention_weights(*given[:2], mask=given[2], **options)
 
     def compute_output_spec(self, x: Any, memory: Any = None, *, past: Any = None, **options: Any) -> Any:
         """Return the shape and dtype of the output, and of the cache with ``past``."""

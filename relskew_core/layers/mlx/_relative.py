@@ -17,7 +17,7 @@ from relskew_core._block.block import Past, Seen, X
 from relskew_core._block.cache import SlidingCache, check_fixed
 from relskew_core._block.module import ModuleBlock, Settings, called
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core._block.weights import starts_at_zero, uniform_bound
+from relskew_core._block.weights import uniform_bound
 
 
 class FixedCache(NamedTuple):
@@ -165,5 +165,5 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
 
 
 def _drawn(spec: BlockSpec, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    bound = 0.0 if starts_at_zero(name) else uniform_bound(spec, name)
+    bound = uniform_bound(spec, name)
     return mx.random.uniform(-bound, bound, shape, dtype) if bound else mx.zeros(shape, dtype)

@@ -16,7 +16,7 @@ from relskew_core._block.block import Past, Seen, apply_block, check_inputs
 from relskew_core._block.cache import Growing, SlidingCache
 from relskew_core._block.module import CalledBlock, called
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core._block.weights import starts_at_zero, uniform_bound
+from relskew_core._block.weights import uniform_bound
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention, check_multihead, check_tensor, fill
 from relskew_core.layers.torch._caches import Appended, FixedCache, by_item
@@ -177,7 +177,7 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
         for key in sorted(self.spec.weight_shapes(), key=lambda key: "." in key):
             path, _, name = key.rpartition(".")
             owner = self.get_submodule(path)
-            bound = 0.0 if starts_at_zero(key) else uniform_bound(self.spec, key)
+            bound = uniform_bound(self.spec, key)
             if getattr(owner, name, None) is not None or path:
                 fill(owner, name, partial(nn.init.uniform_, a=-bound, b=bound) if bound else nn.init.zeros_)
 
