@@ -25,7 +25,6 @@ from relskew_core.backends._torch.transformations import (
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that support a call, or why there are none."""
     device = call.given.q.device.type
     if differentiates_by_function() or has_tangents(call.given):
         return "torch.func.grad and forward mode go through the portable code alone"
@@ -48,7 +47,7 @@ def _on_cpus(call: Problem) -> Path | str:
     supports = _ragged.SUPPORTED if is_ragged else _compiled.SUPPORTED
     reason = _ragged.refusal(options) if is_ragged else None
     if is_watched(call.given):
-        attend, reason = operator.attention, reason or _compiled.missing()
+        attend, reason = operator.OPERATOR, reason or _compiled.missing()
         # A learned softcap would be compiled again for every value.
         supports = supports - {"softcap"} if varies(options.softcap) else supports
     else:
@@ -87,11 +86,11 @@ def instead(call: Problem) -> Path:
     # without kernels.
     one_step = operands.q.device.type == "cpu" and _compiled.missing() is not None and is_watched(operands)
     if one_step or torch.compiler.is_exporting() or hasattr(operands.q, "placements"):
-        return Path(recomputed.attention, pulled_back(recomputed.attention_vjp, recomputed.OPERATOR))
+        return Path(recomputed.OPERATOR, pulled_back(PORTABLE.attention_vjp, recomputed.OPERATOR))
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not requires_gradients(operands):
         return PORTABLE
-    return Path(recomputed.attention, recomputed.attention_vjp)
+    return Path(recomputed.OPERATOR, PORTABLE.attention_vjp)
 
 
 def _fused(call: Problem) -> Path | str:

@@ -87,8 +87,7 @@ def flat(options: Options) -> list[Any]:
 
 def options_of(operands: Operands, numbers: Sequence[Any]) -> Options:
     """Return the options from the result of :func:`flat`."""
-    options: Options = _make_options(operands, iter(numbers))
-    return options
+    return _make_options(operands, iter(numbers))
 
 
 def _maker(kind: Any) -> Callable[[Operands, Iterator[Any]], Any]:
@@ -121,12 +120,10 @@ class TwoOperators:
 
     @property
     def op(self) -> Any:
-        """The first."""
         return self._offered(self._op)
 
     @property
     def vjp(self) -> Any:
-        """The second."""
         return self._offered(self._vjp_op)
 
     def _offered(self, operator: Any) -> Any:
@@ -200,7 +197,7 @@ class Operator(TwoOperators):
         self.vjp.register_vmap(self._vmap_vjp)
         decomposed.decompose(self.overloads[0], self._fake, self._decomposed)
 
-    def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
         """Attend; the sums of weights are ``None`` unless requested."""
         out, sums = self.op(*operands, *flat(options))
         return out, sums if options.return_lse else None

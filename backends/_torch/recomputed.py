@@ -25,16 +25,6 @@ _exclude = private("_C._SetExcludeDispatchKeyGuard", None)
 _autograd = private("_C.DispatchKey.AutogradFunctionality", None)  # excluded in the kernels of operators
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if requested, the sums of weights."""
-    return OPERATOR(operands, options)
-
-
-def attention_vjp(d_out: Tensor, operands: Operands, options: Options, *, xp: Any, **results: Any) -> Gradients:
-    """Return the gradients of every operand."""
-    return backward.attention_vjp(d_out, operands, options, xp=xp, **results)
-
-
 def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if requested, the sums of weights, without autograd."""
     kernel = partial(grids.attention, kernel=_attend_part) if options.sides else forward.attention
@@ -45,7 +35,6 @@ def attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]
 def pull_back(
     d_out: Tensor, operands: Operands, options: Options, *, wanted: Container[str], d_lse: Any, **results: Any
 ) -> Gradients | dict[str, Tensor]:
-    """Return the gradients of the wanted operands."""
     with torch.autocast(operands.q.device.type, enabled=False):
         if options.sides:
             given = d_out, operands, options, wanted, d_lse

@@ -6,10 +6,7 @@ kernels, the portable ones do the same work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import array_api_compat.torch as xp
 import torch
@@ -23,20 +20,8 @@ from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.operator import Operator
 
 
-def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, if requested, the sums of weights."""
-    return OPERATOR(operands, options)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Disable the caller's autograd and autocast inside an operator."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
 def _attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
-    with _undisturbed():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if _compiled.serves(operands, options):
             return compiled.attention(operands, compiled.call_of(operands, options))
     out, sums = recomputed.attend(_wide(operands), replace(options, return_lse=True))
@@ -53,7 +38,7 @@ def _pull_back(
     d_lse: Tensor | None,
     wanted: frozenset[str],
 ) -> Gradients | dict[str, Tensor]:
-    with _undisturbed():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if _compiled.serves(operands, options):
             return compiled.attention_vjp(d_out, operands, options, out, sums, d_lse, wanted)
     d_out = d_out.to(wide(d_out.dtype, xp=xp))
