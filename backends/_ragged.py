@@ -66,7 +66,6 @@ def refusal(options: Options) -> str | None:
 def attention(
     operands: Operands, options: Options, *, xp: Namespace, attend: Callable[..., Any], split: Split
 ) -> tuple[Array, Array | None]:
-    """Return the output and, if requested, the sums of weights."""
     found = [attend(*run) for run in runs(operands, options, xp=xp, split=split)]
     outs, sums = zip(*found, strict=True)
     out = xp.reshape(xp.concat(outs), shape_of_out(operands))
@@ -83,7 +82,6 @@ def attention_vjp(
     split: Split,
     **results: Array | None,
 ) -> Gradients:
-    """Return the gradients of every operand."""
     sizes, like = _sizes(options), flattened(operands, xp=xp)
     axes = operands.q.ndim - 3
     named = {"d_out": d_out, **results}

@@ -18,11 +18,6 @@ def set_numpy_threads(threads: int | None) -> None:
         At least 1; ``None``, the default, uses as many as the environment variable ``OMP_NUM_THREADS`` says, which
         limits NumPy's matrix products and torch too, or else all processors of this process.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If ``threads`` is neither.
-
     See Also
     --------
     available : lists the implementations on this machine.
@@ -38,7 +33,6 @@ def set_numpy_threads(threads: int | None) -> None:
 
 
 def numpy_threads() -> int:
-    """Return their number."""
     return _numpy_threads or _of_environment() or _processors()
 
 

@@ -159,8 +159,7 @@ def _bias(
         power = 2 ** int(np.log2(spec.num_heads))
         slopes = 2.0 ** (-8 * np.arange(1, power + 1, dtype=np.float64) / power)
         more = 2.0 ** (-4 * np.arange(1, 2 * power + 1, 2, dtype=np.float64) / power)
-        bias: F64 = -np.concatenate([slopes, more])[: spec.num_heads, None] * np.abs(relative)
-        return bias
+        return -np.concatenate([slopes, more])[: spec.num_heads, None] * np.abs(relative)
     table = np.asarray(tables["rel_bias"], np.float64)
     if spec.rel_bias == "t5":
         return table[[_t5_bucket(spec, int(r)) for r in relative]].T.reshape(spec.num_heads, -1)

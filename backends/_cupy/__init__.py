@@ -18,7 +18,6 @@ from relskew_core.backends._path import Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that support a call, or why there are none."""
     reason = torch_refusal(call.operands(half=True), call.options)
     return FUSED if reason is None else f"CuPy's fused kernels are those of torch, and {reason}"
 

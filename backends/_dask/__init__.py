@@ -17,7 +17,6 @@ SUPPORTED_BACKWARD = EVERY - {"offset_by_item"}
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that support a call, or why there are none."""
     if 0 in (*call.given.q.shape, *call.given.k.shape):
         return "dask's is for calls with something in them"
     if call.given.seed is not None:

@@ -41,8 +41,7 @@ def _pull_back(options: Options, arrays: Arrays, results: Arrays) -> Arrays:
     call = Problem(operands, options, xp, operands.q.dtype, heads=True, ragged=None, sinks=None, scales=None)
     cotangents = {name: results.get(name) for name in ("d_out", "out", "sums", "d_lse")}
     path = kernels("attention_vjp", call)
-    found: Arrays = path.attention_vjp(operands=operands, options=options, **cotangents, xp=xp)._asdict()
-    return found
+    return path.attention_vjp(operands=operands, options=options, **cotangents, xp=xp)._asdict()
 
 
 def _array(shares: Any, like: Any) -> Any:

@@ -27,7 +27,6 @@ LIBRARIES = {"cupy": _cupy, "numpy": _numpy}
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     x = Blocks.of(operands)
     q, v = x.arrays["q"], x.arrays["v"]
     queries, keys = runs(q.chunks[LENGTH]), runs(x.arrays["k"].chunks[LENGTH])
@@ -76,7 +75,6 @@ class Pair:
         return cls(pairs, pairs.rows(options.span), queries, keys, given)
 
     def attend(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
-        """Return output and sums of weights."""
         labels = [arrays.pop(name, None) for name in ("q_segments", "k_segments")]
         segments = None if labels[0] is None else tuple(labels)
         for name in TABLES:
@@ -85,8 +83,7 @@ class Pair:
         span = self.rows.span if any(name in arrays for name in TABLES) else None
         given = Arguments(**arrays, span=span, segments=segments, **self.options)
         call = problem(given, return_lse=True, part=Part(of_more=True))
-        results: tuple[Any, Any] = kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
-        return results
+        return kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
 
     def _of_table(self, name: str, table: Any) -> Any:
         xp, beyond = namespace_of_arrays({name: table}), self.rows.span.beyond

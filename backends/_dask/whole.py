@@ -9,12 +9,10 @@ from relskew_core._kernel.call import Gradients, Operands, Options
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     return forward.attention(Operands(*map(_whole, operands)), options, xp=xp)
 
 
 def attention_vjp(d_out: Any, operands: Operands, options: Options, *, xp: Any, **results: Any) -> Gradients:
-    """Return the gradients of every operand."""
     given = {name: _whole(x) for name, x in results.items()}
     return backward.attention_vjp(_whole(d_out), Operands(*map(_whole, operands)), options, **given, xp=xp)
 

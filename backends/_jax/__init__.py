@@ -31,16 +31,13 @@ LARGEST_ON_CPUS = 64
 
 
 def serve(function: str, call: Problem) -> Path:
-    """Return the kernels for a call."""
     serves = compiled.serves if function == "attention" else compiled.serves_backward
     passes = COMPILED if serves(call.operands(), call.options) else tangent.LOOPS
     return Path(partial(attention, passes=passes), partial(attention_vjp, passes=passes), supports=EVERY)
 
 
 def attention(operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
-    result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options), passes)
-    return result
+    return tangent.attention(*_prepared(operands, options), passes)
 
 
 def attention_vjp(
@@ -52,7 +49,6 @@ def attention_vjp(
     passes: tangent.Passes,
     **results: Array | None,
 ) -> Gradients:
-    """Return the gradients of every operand."""
     cotangents, operands = varying((Cotangents(d_out, **results), operands), axes_of((d_out, results, operands)))
     return passes.pull_back(cotangents, *_prepared(operands, options))
 

@@ -54,12 +54,10 @@ def serves_backward(x: Operands, options: Options) -> bool:
 
 
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    """Return the results of ``passes.attention``."""
     if not explicitly_split(operands):
         return _attend(options, operands)
     like = operands.q, operands.q[..., 0] if options.return_lse else None
-    results: tuple[Array, Array | None] = split_by_compiler(partial(_attend, options), like, operands)
-    return results
+    return split_by_compiler(partial(_attend, options), like, operands)
 
 
 def _attend(options: Options, operands: Operands) -> tuple[Array, Array | None]:
@@ -72,8 +70,7 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array | None]:
 def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, ranges: Ranges | None) -> Gradients:
     """Return the results of ``passes.attention_vjp``, except for the gradient of a mask."""
     like = {name: x for name in pulled(operands._asdict()) if (x := getattr(operands, name)) is not None}
-    gradients: Gradients = split_by_compiler(partial(_pull_back, options), Gradients(**like), cotangents, operands)
-    return gradients
+    return split_by_compiler(partial(_pull_back, options), Gradients(**like), cotangents, operands)
 
 
 @attention_vjp.defjvp
@@ -132,8 +129,7 @@ def watched() -> bool:
 
 @partial(jax.jit, static_argnums=0, static_argnames=("names", "options", "maps"))
 def _jitted(primitive: Primitive, *arrays: Array, **parameters: Any) -> list[Array]:
-    found: list[Array] = primitive.bind(*arrays, **parameters)
-    return found
+    return primitive.bind(*arrays, **parameters)
 
 
 def _eagerly(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Array]:
@@ -166,7 +162,6 @@ def _by_loops(*arrays: Array, names: tuple[str, ...], options: Options, maps: in
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, **parameters: Any) -> Any:
-    """Lower a primitive for CPUs."""
     function = _by_kernels if _has_the_whole(ctx.module_context) else _by_loops
     return mlir.lower_fun(partial(function, **parameters), multiple_results=True)(ctx, *arrays)
 

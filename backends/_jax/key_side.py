@@ -57,8 +57,7 @@ def _forward(keys: Array, columns: Array) -> tuple[Array, tuple[Array, Array]]:
 def _backward(given: tuple[Array, Array], d_product: Array) -> tuple[Array, Array]:
     keys, columns = given
     _, pull = jax.vjp(jnp.matmul, keys, weighed(columns, d_product, xp=jnp))
-    gradients: tuple[Array, Array] = pull(d_product)
-    return gradients
+    return pull(d_product)
 
 
 product_of_seen.defvjp(_forward, _backward)

@@ -25,8 +25,7 @@ def _axes(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
     # the name before JAX 0.10
-    axes: frozenset[str] = getattr(kind, "vma", frozenset()) if manual is None else manual.varying
-    return axes
+    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
 
 
 def _cast(x: Any, missing: tuple[str, ...]) -> Any:

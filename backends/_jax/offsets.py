@@ -22,7 +22,6 @@ class AnyOffset(Visibility):
     """
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """Return all keys."""
         return 0, self.n_keys
 
     def positions(self) -> tuple[int, int] | None:

@@ -33,10 +33,8 @@ from relskew_core.backends._jax.view import ScannedCall, TracedView
 
 @partial(jax.jit, static_argnames="options")
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     like = operands.q, operands.q[..., 0] if options.return_lse else None
-    results: tuple[Array, Array | None] = split_by_compiler(partial(_attention, options), like, operands, ranges)
-    return results
+    return split_by_compiler(partial(_attention, options), like, operands, ranges)
 
 
 def _attention(options: Options, operands: Operands, ranges: Ranges | None) -> tuple[Array, Array | None]:
@@ -64,8 +62,7 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, 
     """Return the gradients of every operand, ``None`` for a boolean mask."""
     floating = {name: x for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None and x.dtype != bool}
     function = partial(_attention_vjp, options)
-    gradients: Gradients = split_by_compiler(function, Gradients(**floating), cotangents, operands, ranges)
-    return gradients
+    return split_by_compiler(function, Gradients(**floating), cotangents, operands, ranges)
 
 
 def _attention_vjp(options: Options, cotangents: Cotangents, operands: Operands, ranges: Ranges | None) -> Gradients:
@@ -76,7 +73,6 @@ def _attention_vjp(options: Options, cotangents: Cotangents, operands: Operands,
     totals = jax.tree.map(jnp.zeros_like, {**given, **keys, **tables})
 
     def step(loop: Loop, totals: dict[str, Array], place: ChunkPlace) -> dict[str, Array]:
-        """Add one chunk's gradients."""
         sums = CarriedSums(totals)
         pull_back(TracedView(call, loop, place), cotangents, sums)
         return sums.totals

@@ -32,8 +32,6 @@ else:  # the same class without `jax.extend`, which imports Pallas in a fifth of
 
 
 class Passes(NamedTuple):
-    """The kernels of a call and of its gradients."""
-
     attention: Callable[[Operands, Options, Ranges | None], Results]
     pull_back: Callable[[Cotangents, Operands, Options, Ranges | None], Gradients]
     keeps_sums: bool = False  # whether the backward pass uses the sums of weights
@@ -76,7 +74,6 @@ class Change:
     known: Any  # the tree of operands, ranges, the saved sums and results
 
     def push(self, known: Arrays, tangents: Arrays) -> Arrays:
-        """Return the changes of the results."""
         operands, ranges, *_ = jax.tree.unflatten(self.known, known)
 
         def results(*moved: Array) -> Any:
@@ -86,7 +83,6 @@ class Change:
         return jax.jvp(results, tuple(getattr(operands, name) for name in self.names), tangents)[1]
 
     def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
-        """Return the gradients of the operands."""
         operands, ranges, sums, (out, _) = jax.tree.unflatten(self.known, known)
         d_out, d_sums = (*cotangents, None)[:2]
         d_lse = None if d_sums is None else d_sums[..., 1]
@@ -102,11 +98,9 @@ class Mapped:
     axes: tuple[int | None, ...]
 
     def push(self, known: Arrays, tangents: Arrays) -> Arrays:
-        """Return the changes of the results."""
         return jax.vmap(self.change.push, in_axes=(self.axes, 0))(known, tangents)
 
     def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
-        """Return the gradients of the operands."""
         return jax.vmap(self.change.pull, in_axes=(self.axes, 0))(known, cotangents)
 
 

@@ -21,7 +21,6 @@ def instead(call: Problem) -> Path:
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     visibility: Any = options.visibility
     if isinstance(visibility, RaggedVisibility):  # only arguments are mapped

@@ -13,7 +13,6 @@ from relskew_core.backends._path import Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that support a call, or why there are none."""
     x, options, half = call.given, call.options, call.is_final
     if not isinstance(options.visibility, RaggedVisibility):
         reason = _compiled.refusal(x, options)

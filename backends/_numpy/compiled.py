@@ -19,7 +19,6 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return the description of a call for the kernels, which support it."""
     return Call.of(flattened(operands, xp=xp), options)
 
 
@@ -56,7 +55,6 @@ def attention_vjp(
     library: Library | None = None,
     **_: Any,
 ) -> Gradients:
-    """Return the gradients of every operand."""
     x, wanted = flattened(operands, xp=xp), replace(options, return_lse=True)
     out, sums = _compiled.results(out, sums, partial(attention, operands, wanted), xp=xp)
     d_out, out, sums = (by_batch(each, xp=xp) for each in (d_out, out, sums))

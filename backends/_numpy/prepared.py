@@ -21,7 +21,6 @@ HALF = True
 
 
 def ordinary() -> bool:
-    """Whether nothing traces, records or changes the computation."""
     return True
 
 
@@ -34,5 +33,4 @@ attend = partial(compiled.attend, summed=True)
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None

@@ -33,8 +33,7 @@ _is_batched = private("_C._functorch.is_legacy_batchedtensor", lambda _: True)
 
 
 def _level() -> int:
-    level: int = getattr(forward_ad, "_current_level", 0)
-    return level
+    return getattr(forward_ad, "_current_level", 0)
 
 
 def is_transformed() -> bool:

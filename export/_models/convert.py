@@ -199,8 +199,7 @@ def checked_model(model: Any) -> nn.Module:
         if value.device.type != "cpu":
             way = "load its weights" if value.device.type == "meta" else "call `model.cpu()`"
             raise ValueError(f"`model` must be on the CPU: {way} first, got {name!r} on {value.device}")
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager
@@ -261,8 +260,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def torch_dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
-    named: torch.dtype = getattr(torch, check_dtype(dtype))
-    return named
+    return getattr(torch, check_dtype(dtype))
 
 
 def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:

@@ -232,8 +232,7 @@ class Encoder(nn.Module):
         if self.broadcasts:
             dtype = self.model.dtype
             mask = (1 - mask[:, None, None]).to(dtype) * torch.finfo(dtype).min
-        memory: Tensor = self.model.get_encoder()(**{self.argument: source}, attention_mask=mask)[0]
-        return memory
+        return self.model.get_encoder()(**{self.argument: source}, attention_mask=mask)[0]
 
 
 class _TextDecoder(nn.Module):

@@ -44,11 +44,6 @@ def register_exporters(*, chunk_size: int | Literal["auto"] | None = "auto", ope
         If an argument does not fit. Later, in ``OnnxExporter.export``: if the opset is not supported, or a call cannot
         be translated, such as one with dropout.
 
-    See Also
-    --------
-    torch_to_onnx : any torch model, compared with torch in onnxruntime.
-    torch_translation_table : the same for your own ``torch.onnx.export``.
-
     Examples
     --------
     T5, here small and random:

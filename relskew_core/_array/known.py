@@ -62,8 +62,7 @@ def comparable(number: int) -> bool:
     """Whether an int can be compared while ``torch.compile`` traces it, which one that a program computes cannot."""
     if not is_compiling():
         return True
-    known: bool = sys.modules["torch"].fx.experimental.symbolic_shapes.guard_or_false(number < 2**62)
-    return known
+    return sys.modules["torch"].fx.experimental.symbolic_shapes.guard_or_false(number < 2**62)
 
 
 def same_length(n: Any, m: Any) -> bool:

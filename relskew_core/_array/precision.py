@@ -150,8 +150,7 @@ def undisturbed(x: Any) -> AbstractContextManager[Any]:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or not _casts(torch, x.device.type):
         return nullcontext()
-    off: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
-    return off
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _first(values: Iterable[Any]) -> Any:

@@ -233,10 +233,6 @@ def relative_attention_vjp(given: Backward) -> Gradients:
         A named tuple with a field for every floating array argument, of its shape and dtype; ``None`` for absent
         arguments, numbers and boolean masks.
 
-    See Also
-    --------
-    relative_attention : the call whose gradients these are.
-
     Notes
     -----
     The gradient of the product with a table is ``unskew`` of the gradient of the logits.

@@ -254,7 +254,6 @@ def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtyp
 
     See Also
     --------
-    alibi_bias : a linear bias.
     relative_attention : takes the bias as ``rel_bias``.
 
     Examples

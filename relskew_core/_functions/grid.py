@@ -60,7 +60,6 @@ def relative_logits_2d(
 
     See Also
     --------
-    relative_attention_2d : attention with these logits.
     relative_logits_nd : the same for any number of axes.
 
     Notes
@@ -140,7 +139,6 @@ def relative_logits_nd(
     See Also
     --------
     relative_attention_nd : attention with these logits.
-    relative_logits_2d : the same for height and width.
 
     Examples
     --------
@@ -251,7 +249,6 @@ def toeplitz_nd(
 
     See Also
     --------
-    toeplitz_2d : the same for height and width.
     relative_attention_nd : takes the bias as ``rel_bias``.
 
     Notes

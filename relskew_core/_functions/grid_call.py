@@ -70,7 +70,6 @@ class GridForm:
         cls, grids: Grids, tables: Sequence[Array | None], spans: tuple[Span, ...], bias_spans: tuple[Span, ...],
         *, prefixed: bool, heads: bool, xp: Namespace,
     ) -> GridForm:  # fmt: skip
-        """Return the form of a call."""
         return cls(
             grids, spans, bias_spans, prefixed, heads, xp,
             has_tables=any(table is not None for table in tables),
@@ -80,7 +79,6 @@ class GridForm:
         )  # fmt: skip
 
     def operands(self, arrays: Arrays, tables: Sequence[Array | None]) -> Operands:
-        """Return the arrays of a call for kernels."""
         q, k, v, rel_bias, prefix_bias, mask = arrays
         if not self.heads:
             q, k, v = q[None, ...], k[None, ...], v[None, ...]
@@ -144,14 +142,12 @@ class Matrix:
 
     @classmethod
     def of(cls, made: GridForm, x: Operands, options: Options) -> Matrix:
-        """Return the form of a call."""
         span = options.span
         queries, keys = places(options.sides, x.q.shape[-2], x.k.shape[-2], span.rows)
         pairs = (min(max(key - query, -span.left), span.right) + span.left for query in queries for key in keys)
         return cls(made, array("q", pairs), (x.q.shape[-2], x.k.shape[-2]))
 
     def operands(self, arrays: Arrays, tables: Sequence[Array | None]) -> Operands:
-        """Return the arrays of a call for kernels."""
         return self.of_numbers(self.form.operands(arrays, tables))
 
     def of_numbers(self, x: Operands) -> Operands:
@@ -173,7 +169,6 @@ def _checked(
     k_step: Any, window: Any, neighborhood: Any, scale: Any, rel_scale: Any, chunk_size: Any, return_lse: Any,
     *, axes: int | None,
 ) -> tuple[Problem, GridForm]:  # fmt: skip
-    """Check a call; every error names its argument."""
     q, k, v, rel_bias, prefix_bias, mask = arrays
     given = tables if isinstance(tables, (tuple, list)) else (tables,)
     grids = Grids.of(

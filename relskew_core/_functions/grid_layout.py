@@ -23,8 +23,6 @@ OF_TWO = (("table_h", "table_w"), ("span_h", "span_w"))
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """The grids of queries and keys, their positions, and the distances of neighbours."""
-
     queries: Sides
     keys: Sides
     offset: Sides
@@ -70,12 +68,10 @@ class Grids:
 
     @property
     def axes(self) -> range:
-        """The axes."""
         return range(len(self.queries))
 
     @property
     def n_queries(self) -> int:
-        """The number of queries on the grid."""
         return math.prod(self.queries)
 
     def reach(self, axis: int) -> tuple[int, int]:
@@ -91,12 +87,10 @@ class Grids:
         )
 
     def sides(self, seen: Surroundings | None = None) -> tuple[Side, ...]:
-        """Return the sides of the grids, and what a query sees along each."""
         sides = zip(self.queries, self.keys, self.q_step, self.k_step, self.offset, strict=True)
         return tuple(Side(*side, *(() if seen is None else seen.along(axis))) for axis, side in enumerate(sides))
 
     def check_reach(self, name: str, axis: int, span: Span, seen: Surroundings) -> None:
-        """Refuse a table of an axis that is too short for what some query sees."""
         n, m = extent(self.queries[axis], self.q_step[axis]), extent(self.keys[axis], self.k_step[axis])
         along = Visibility(n, m, self.offset[axis], *seen.reach(axis))
         if seen.neighborhood is None:
@@ -114,7 +108,6 @@ class Surroundings:
 
     @classmethod
     def of(cls, window: Any, neighborhood: Any, grids: Grids) -> Surroundings:
-        """Return the checked visibility of a call."""
         count = len(grids.queries)
         if window is not None and neighborhood is not None:
             raise ValueError(f"`neighborhood` must be None with `window`, got {describe(neighborhood)}")
@@ -136,7 +129,6 @@ class Surroundings:
 
     @property
     def all(self) -> bool:
-        """Whether every query sees every key."""
         return self.window is None and self.neighborhood is None
 
     def along(self, axis: int) -> tuple[int, int, int]:
@@ -174,7 +166,6 @@ def extent(count: int, step: int) -> int:
 
 
 def check_sides(name: str, value: Any, axes: int | None, *, minimum: int | None = None) -> Sides:
-    """Return ``value`` as an int for each axis."""
     if not isinstance(value, (tuple, list)) or len(value) == 0 or (axes is not None and len(value) != axes):
         kinds = {None: "a tuple of ints, one for each axis", 2: "a pair (height, width) of ints"}
         wanted = kinds.get(axes, f"a tuple of ints, one for each of the {axes} axes")

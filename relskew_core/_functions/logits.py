@@ -248,7 +248,6 @@ def relative_values(
 
     See Also
     --------
-    relative_logits : the products of queries with a table.
     unskew : the view that it rests on.
 
     Notes

@@ -187,8 +187,7 @@ def _at_once(
         own = xp.reshape(xp.take(x, places, axis=0), (rows, total, *x.shape[2:]))
         gathered.append(xp.permute_dims(xp.where(there[:, :, None, None], own, 0.0), (0, 2, 1, 3)))
     mask = None if options["causal"] else there[:, None, None, :]
-    found: Any = relative_attention(q, *gathered, rel_q=rel_q, mask=mask, offset=counts - q.shape[-2], **options)
-    return found
+    return relative_attention(q, *gathered, rel_q=rel_q, mask=mask, offset=counts - q.shape[-2], **options)
 
 
 def _integers(name: str, value: Any, q: Array, rank: int, *, xp: Namespace) -> Any:

@@ -196,13 +196,11 @@ def kind_on_grids(arrays: Values, tables: Any, options: Values) -> Hashable | No
 
 
 def attend_on_grids(kind: Hashable, arrays: Values, tables: Any) -> Any:
-    """Return the results of a call of a known kind on grids, ``None`` if it is unknown or not for the kernels."""
     checked: Any = _checked.get(kind)
     return None if checked is None else checked.attend(arrays, tables)
 
 
 def remember_on_grids(kind: Hashable, call: Problem, form: Any, arrays: Values, tables: Any) -> Any:
-    """Remember a checked call on grids, and return its results; ``None`` if the kernels do not support it."""
     kernels, x, mask = backends.prepared(type(arrays[0])), call.given, arrays[-1]
     if x.mask is not None and x.mask.dtype != mask.dtype:  # a weakly typed one
         return None
@@ -220,8 +218,6 @@ def remember_on_grids(kind: Hashable, call: Problem, form: Any, arrays: Values, 
 
 @dataclass(frozen=True, slots=True)
 class OnGrids:
-    """The remembered facts about equal calls on grids."""
-
     kernels: Any  # of a library
     problem: Problem  # holds no arrays
     call: Any  # the description for the kernels

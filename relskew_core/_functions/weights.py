@@ -51,7 +51,6 @@ def attention_weights(given: Any) -> Array:
 
     See Also
     --------
-    relative_attention : the output, without materialised weights.
     relskew_core.draw.draw_weights : a picture of weights.
 
     Examples
@@ -100,8 +99,7 @@ def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array
     places = integers(0, k.shape[-2], device=device(k), xp=xp)
     one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export does not support `eye` of a symbol
     each = xp.broadcast_to(one_hot, (*k.shape[:-1], k.shape[-2]))
-    out: Array = relative_attention(**arguments, v=each)
-    return out
+    return relative_attention(**arguments, v=each)
 
 
 def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
@@ -140,10 +138,6 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     ------
     ValueError, TypeError
         If the sequences are empty, differ in length, or their arrays do not fit; the message names the argument.
-
-    See Also
-    --------
-    relative_attention : with ``return_lse=True`` it gives the parts.
 
     Notes
     -----

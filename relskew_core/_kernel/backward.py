@@ -60,7 +60,6 @@ def attention_vjp(
 
 
 def pull_back(view: View, cotangents: Cotangents, sums: Sums) -> None:
-    """Add a chunk's gradients."""
     operands, options, tables, xp = view.operands, view.options, view.tables, view.xp
     d_out, whole = view.fresh(cotangents.d_out), cotangents.sums
     q, rel_q = view.scaled_queries()

@@ -62,12 +62,11 @@ class HeadScales:
         return check_real(name, x) if varies(x) else None
 
     def applied(self, given: Arguments) -> Arguments:
-        """Return a call whose factors are numbers."""
         changed: dict[str, Any] = {"q": self._times(given.q, self.scale)}
         if given.rel_k is None and given.key_table is None and not self.alike:
             # it scales no product, but gets a gradient of zeros
             changed["q"] = depending(changed["q"], [self.rel_scale], xp=self.xp)
-        if given.rel_k is not None and self._has_own_queries(given):
+        if given.rel_k is not None and (given.rel_q is not None or not self.alike):  # these products need own queries
             changed["rel_q"] = self._times(given.q if given.rel_q is None else given.rel_q, self.rel_scale)
         if given.key_table is not None and self.rel_scale is not None:
             changed["key_table"] = self._times(_with_heads(given.key_table, self.rel_scale), self.rel_scale)
@@ -76,10 +75,6 @@ class HeadScales:
         if self.rel_scale is not None:
             changed["rel_scale"] = 1.0
         return replace(given, **changed)
-
-    def _has_own_queries(self, given: Arguments) -> bool:
-        """Whether the products with ``rel_k`` need a separate array of queries."""
-        return given.rel_q is not None or not self.alike
 
     def _times(self, x: Array, factor: Array | float | None) -> Array:
         if factor is None:
@@ -109,7 +104,6 @@ class HeadScales:
         return with_gradients(found, **changed)
 
     def _of_all_heads(self, table: Array) -> Array:
-        """Sum (H, R, D) over the heads."""
         [wide] = widened([table], table.dtype, xp=self.xp)
         return cast(self.xp.sum(wide, axis=0), table.dtype, xp=self.xp)
 

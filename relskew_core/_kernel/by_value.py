@@ -25,12 +25,10 @@ class LookUpChunk(Chunk):
     unreached: Array | None  # which pairs are beyond the table; an error if they are visible
 
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
-        """Relative layout (..., n, width) to absolute layout (..., n, m)."""
         found = gather(x, self.index, xp=xp)
         return found if self.there is None else xp.where(self.there, found, 0.0)
 
     def relative(self, s: Array, *, xp: Namespace) -> Array:
-        """Absolute layout (..., n, m) to relative layout (..., n, width)."""
         s = s if self.there is None else xp.where(self.there, s, 0.0)
         return scatter_add(s, self.index, self.width, xp=xp)
 

@@ -63,7 +63,6 @@ class Arguments:
         return {name: getattr(self, name) for name in DIFFERENTIABLE}
 
     def autocast(self) -> Self:
-        """Return the arguments as cast by the surrounding autocast region."""
         by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
         arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
@@ -115,7 +114,6 @@ def kind_of_table(name: str) -> TableKind:
 
 
 def names_of(*wanted: Kind) -> list[str]:
-    """Return the names of the arrays of some kinds."""
     return [name for name, kind in KINDS.items() if kind in wanted]
 
 
@@ -189,7 +187,6 @@ class Side(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of relative positions."""
         return (self.queries - 1) * self.query_step + (self.keys - 1) * self.key_step + 1
 
     @property

@@ -42,7 +42,6 @@ class Chunk:
 
     @classmethod
     def of(cls, options: Options, start: int, stop: int, documents: Documents | None = None) -> Chunk:
-        """Lay out a chunk."""
         visibility, span = options.visibility, options.span
         first, end = visibility.keys(start, stop)
         if documents is not None:

@@ -43,7 +43,6 @@ def is_small(x: Operands, options: Options) -> bool:
 
 
 def attention(x: Operands, options: Options, *, kernel: Kernel, xp: Namespace) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if requested, the sums of weights (..., H, Lq, 2)."""
     found = [kernel(own, of_part, xp=xp) for _, own, of_part in parts(x, options, xp=xp)]
     outs, sums = ([results[which] for results in found] for which in (0, 1))
     return joined(outs, axis=-2, xp=xp), joined(sums, axis=-2, xp=xp) if options.return_lse else None

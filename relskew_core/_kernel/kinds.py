@@ -80,7 +80,6 @@ class TableKind(Kind):
 
     @property
     def row_axis(self) -> int:
-        """The axis of the relative positions."""
         return 1 - len(self.axes)
 
     def check(self, name: str, x: Array, q: Array) -> int:

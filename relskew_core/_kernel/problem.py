@@ -132,7 +132,6 @@ def _scaled(given: Arguments, scales: HeadScales | None, *, xp: Namespace) -> Ar
 
 
 def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOLE) -> Problem:
-    """Check a call; every error names its argument."""
     given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
     alike = {name: x for name, x in given.arrays().items() if KINDS[name] is not MASK}

@@ -67,8 +67,6 @@ class RunningSum:
 
 @dataclass
 class GradientSums:
-    """The gradients, accumulated over the chunks."""
-
     operands: Operands
     tables: Tables
     xp: Namespace
@@ -117,7 +115,6 @@ class GradientSums:
         self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
 
     def add_mask(self, view: View, d_logits: Array) -> None:
-        """Add a chunk's gradient of an additive mask."""
         mask, xp = self.operands.mask, self.xp
         if mask is None or xp.isdtype(mask.dtype, "bool"):
             return
@@ -130,8 +127,7 @@ class GradientSums:
             self._mask.append(piece)
 
     def gradients(self) -> Gradients:
-        """Return all gradients, summed."""
-        xp, operands = self.xp, self.operands
+        xp, operands, mask = self.xp, self.operands, self.operands.mask
 
         def table(name: str) -> Array | None:
             value = getattr(operands, name)
@@ -141,17 +137,11 @@ class GradientSums:
             return xp.zeros_like(value) if found is None else self.tables.gradient(name, found, xp=xp)
 
         return Gradients(
-            mask=self._mask_gradient(),
+            mask=None if mask is None or xp.isdtype(mask.dtype, "bool") else _joined(self._mask, mask, xp=xp),
             **{name: _joined(pieces, getattr(operands, name), xp=xp) for name, pieces in self._by_query.items()},
             **{name: total.total() for name, total in self._by_key.items()},
             **{name: table(name) for name in TABLES},
         )
-
-    def _mask_gradient(self) -> Array | None:
-        mask, xp = self.operands.mask, self.xp
-        if mask is None or xp.isdtype(mask.dtype, "bool"):
-            return None
-        return _joined(self._mask, mask, xp=xp)
 
 
 def _joined(pieces: list[Array], like: Array, *, xp: Namespace) -> Array:

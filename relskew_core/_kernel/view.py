@@ -112,8 +112,7 @@ class View:
 
     def table(self, name: str) -> Table:
         """Return a table with the columns of the chunk's window."""
-        table: Table = getattr(self.tables, name)
-        return table
+        return getattr(self.tables, name)
 
     def labels(self, queries: Array, keys: Array) -> tuple[Array, Array]:
         """Return integers of the chunk's queries and keys, with axes for heads, queries and keys."""
@@ -141,7 +140,6 @@ class View:
         return joint(visible, queries == keys, xp=self.xp)
 
     def hashes(self) -> tuple[Array, Array]:
-        """Return what dropout draws from: hashes of the queries, (..., H, n, 1), and of the keys, (m,)."""
         return dropout.hashes(self.operands, self.options, self.chunk, xp=self.xp)
 
     def factors(self) -> Array | None:
@@ -150,7 +148,6 @@ class View:
         return dropout.kept(*self.hashes(), share, self.operands.q, xp=self.xp) if share else None
 
     def absolute(self, x: Array) -> Array:
-        """Relative layout (..., n, width) to absolute layout (..., n, m)."""
         return self.chunk.absolute(x, xp=self.xp)
 
     def relative(self, s: Array) -> tuple[Array, int, int]:
@@ -173,7 +170,6 @@ class View:
         return self.table(name).mix(relative, low, high, looked_up=looked_up, xp=self.xp)
 
     def scaled_queries(self) -> tuple[Array, Array]:
-        """Return the queries for the keys and those for ``rel_k``, scaled."""
         operands, options = self.operands, self.options
         q = self.queries(operands.q) * options.scale
         if operands.rel_k is None or (operands.rel_q is None and options.rel_scale == options.scale):
@@ -203,11 +199,9 @@ class View:
         return None if bias is None else self.xp.broadcast_to(bias, (*bias.shape[:-2], rel_q.shape[-2], bias.shape[-1]))
 
     def key_side_logits(self, keys: Array) -> Array:
-        """Return ``k_j · e_r`` for the chunk's scaled keys, (..., H, n, m)."""
         return key_side.logits(self, keys)
 
     def key_side_gradient(self, d_logits: Array, keys: Array, sums: Sums) -> Array:
-        """Return the gradient of the chunk's keys through ``key_table``, and add to that of the table."""
         return key_side.gradient(self, d_logits, keys, sums)
 
     def weights(self, logits: Array, *, sums: bool) -> tuple[Array, Array | None]:

@@ -77,8 +77,7 @@ def known_items(x: Array) -> list[list[int]] | None:
         return None if values is None else [values]
     for _ in range(x.ndim - 2):
         values = list(chain.from_iterable(values))
-    items: list[list[int]] = values
-    return items
+    return values
 
 
 def consecutive_offsets(positions: Pair) -> list[int] | None:

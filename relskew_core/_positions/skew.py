@@ -32,11 +32,6 @@ def skew(x: Array) -> Array:
     array, shape (..., n, m)
         ``s[..., i, j] = x[..., i, n - 1 - i + j]``. A view of ``x`` if the last two axes of ``x`` are contiguous.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If ``x`` is not an array of that shape.
-
     See Also
     --------
     unskew : the adjoint.
@@ -77,14 +72,8 @@ def unskew(s: Array) -> Array:
     array, shape (..., n, n + m - 1)
         ``x[..., i, n - 1 - i + j] = s[..., i, j]``, zero elsewhere.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If ``s`` is not an array of that shape.
-
     See Also
     --------
-    skew : the adjoint.
     relative_values : the product of weights and a table.
 
     Examples

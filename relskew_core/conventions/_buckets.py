@@ -83,17 +83,7 @@ class T5:
     def store(self, rel_bias: Array, span: Span) -> Array:
         """Write a bias as T5's table; the inverse of :meth:`load`.
 
-        Parameters
-        ----------
-        rel_bias : array, shape (H, R)
-            Numbers of ascending relative positions.
-        span : Span
-            Which relative positions they are.
-
-        Returns
-        -------
-        array, shape (num_buckets, H)
-            Each bucket has the bias of its position nearest to the query; one without a position in ``span``, zeros.
+        Each bucket has the bias of its position nearest to the query; one without a position in ``span``, zeros.
         """
         xp = namespace_of_arrays({"rel_bias": rel_bias})
         check_span_given(span)
@@ -174,17 +164,7 @@ class DeBERTa:
     def store(self, table: Array, span: Span) -> Array:
         """Write rows by relative position as DeBERTa's; the inverse of :meth:`load`.
 
-        Parameters
-        ----------
-        table : array, shape (R, D) or (H, R, D)
-            Rows of ascending relative positions.
-        span : Span
-            Which relative positions they are.
-
-        Returns
-        -------
-        array, shape (2S, D) or (H, 2S, D)
-            Each row is that of its position nearest to the query; one without a position in ``span``, zeros.
+        Each row is that of its position nearest to the query; one without a position in ``span``, zeros.
         """
         check_rows("table", table, span)
         xp = namespace_of_arrays({"table": table})

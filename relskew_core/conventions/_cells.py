@@ -72,19 +72,7 @@ class Swin:
         return xp.flip(grid, axis=tuple(range(1, len(rows) + 1))), *self.spans
 
     def store(self, rel_bias: Array, *spans: Span) -> Array:
-        """Write a bias as Swin's table; the inverse of :meth:`load`.
-
-        Parameters
-        ----------
-        rel_bias : array, shape (H, 2h - 1, 2w - 1)
-            Numbers of ascending relative heights and widths.
-        *spans : Span
-            Which relative heights and widths they are: all of the window.
-
-        Returns
-        -------
-        array, shape ((2h-1) · (2w-1), H)
-        """
+        """Write a bias as Swin's table; the inverse of :meth:`load`."""
         xp = namespace_of_arrays({"rel_bias": rel_bias})
         if spans != self.spans:
             raise ValueError(f"`spans` must be {self.spans}, all of the window {self.window}, got {spans}")
@@ -150,21 +138,7 @@ class BEiT:
         return rel_bias, xp.matrix_transpose(_exchanged(table[-3:, :])), span_h, span_w
 
     def store(self, rel_bias: Array, prefix_bias: Array, span_h: Span, span_w: Span) -> Array:
-        """Write biases as BEiT's table; the inverse of :meth:`load`.
-
-        Parameters
-        ----------
-        rel_bias : array, shape (H, 2h - 1, 2w - 1)
-            Numbers of ascending relative heights and widths.
-        prefix_bias : array, shape (H, 3)
-            In the order of :meth:`load`.
-        span_h, span_w : Span
-            Which relative heights and widths they are: all of the window.
-
-        Returns
-        -------
-        array, shape ((2h-1) · (2w-1) + 3, H)
-        """
+        """Write biases as BEiT's table; the inverse of :meth:`load`."""
         xp = namespace_of_arrays({"rel_bias": rel_bias, "prefix_bias": prefix_bias})
         cells = Swin(window=self.window).store(rel_bias, span_h, span_w)
         if tuple(prefix_bias.shape) != (rel_bias.shape[0], 3):

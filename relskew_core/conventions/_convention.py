@@ -92,21 +92,7 @@ class Convention:
     def store(self, table: Array, span: Span) -> Array:
         """Write a table in the order of the other code base; the inverse of :meth:`load`.
 
-        Parameters
-        ----------
-        table : array, shape (R, D) or (H, R, D)
-            Rows of ascending relative positions.
-        span : Span
-            Which relative positions they are.
-
-        Returns
-        -------
-        array
-
-        Raises
-        ------
-        ValueError, TypeError
-            If their tables cannot say the same; the message names why.
+        A table or span that theirs cannot hold raises an error that says why.
         """
         check_rows("table", table, span)
         if (misfit := _misfit(self.reach, span)) is not None:

@@ -46,10 +46,7 @@ def register_masks() -> None:
 
     def keys(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
         if mask_function is not masking.bidirectional_mask_function:
-            mask: Tensor | None = masking.sdpa_mask(
-                mask_function=mask_function, attention_mask=attention_mask, **options
-            )
-            return mask
+            return masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
         traced = torch.compiler.is_compiling() or masking.is_tracing(attention_mask)
         if attention_mask is None or (not traced and bool(attention_mask.all())):
             return None
@@ -210,8 +207,7 @@ class DropIn(Whole):
         return split(q(x), heads), split(k(source), heads), split(v(source), heads)
 
     def finish(self, out: Tensor) -> Tensor:
-        y: Tensor = getattr(self, self.projections[3])(join(out))
-        return y
+        return getattr(self, self.projections[3])(join(out))
 
     def share_dropped(self) -> float:
         share: Any = getattr(self, self.drops)
@@ -302,8 +298,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     if dropout:
         options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}
     fix_heads(q, k, v)
-    out: Any = relative_attention(q, k, v, **options)
-    return out
+    return relative_attention(q, k, v, **options)
 
 
 def _is_banded(

@@ -146,10 +146,9 @@ def _masks_of_frames(
     options = _context(encoder.att_context_style, *att_context_size)
     replaced = all(isinstance(layer.self_attn, DropIn) for layer in encoder.layers)
     if options is None or not replaced or offset is not None:  # an offset: a cache, and few queries
-        masks: tuple[Tensor, Any] = kind_of(encoder)._create_masks(
+        return kind_of(encoder)._create_masks(
             encoder, att_context_size, padding_length, max_audio_length, offset, device
         )
-        return masks
     keys = torch.arange(max_audio_length, dtype=torch.int64, device=device) < padding_length[:, None]
     return ~keys, Visible(keys, options)
 

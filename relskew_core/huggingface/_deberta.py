@@ -110,8 +110,7 @@ class DebertaRelativeAttention(DebertaV2RelativeAttention):
         return q, k, v
 
     def _projection(self, which: str) -> nn.Module:
-        projection: nn.Module = self.pos_proj if which == "c2p" else self.pos_q_proj
-        return projection
+        return self.pos_proj if which == "c2p" else self.pos_q_proj
 
 
 class WavLMRelativeAttention(DropIn):
@@ -148,5 +147,4 @@ class WavLMRelativeAttention(DropIn):
     def _gate(self, hidden_states: Tensor) -> Tensor:
         parts = self.gru_rel_pos_linear(split(hidden_states, self.num_heads)).unflatten(-1, (2, 4)).sum(-1)
         a, b = torch.sigmoid(parts).chunk(2, dim=-1)
-        gate: Tensor = a * (b * self.gru_rel_pos_const - 1.0) + 2.0
-        return gate
+        return a * (b * self.gru_rel_pos_const - 1.0) + 2.0

@@ -78,8 +78,7 @@ class WindowRelativeAttention(DropIn):
         return all(hasattr(original, name) for name in wanted.split())
 
     def forward(self, x: Tensor, mask: Maybe = None) -> Tensor:
-        y: Tensor = self.proj_drop(self.inside(x, mask))
-        return y
+        return self.proj_drop(self.inside(x, mask))
 
     def set_window_size(self, window_size: Any) -> None:
         self.kind.set_window_size(self, window_size)
@@ -250,8 +249,7 @@ class BeitRelativeAttention(DropIn):
             )  # fmt: skip
         else:
             out = self.attend(q, k, v, mask=bias.matrix() if isinstance(bias, GridBias) else bias)
-        y: Tensor = out
-        return y
+        return out
 
 
 class Data2VecVisionRelativeBias(BeitRelativeBias):
@@ -321,8 +319,7 @@ class SamRelativeAttention(DropIn):
             out: Any = self.attend(q, k, v, mask=bias)
         else:
             out = relative_attention_2d(q, k, v, *tables, q_grid=grid, k_grid=grid, rel_scale=1.0)
-        y: Tensor = getattr(self, self.projections[3])(join(out).unflatten(1, grid))
-        return y
+        return getattr(self, self.projections[3])(join(out).unflatten(1, grid))
 
     def _held(self, q: Tensor) -> bool:
         """Whether the products with the tables are materialised for all pairs: if they are few, or with dropout."""

@@ -327,7 +327,6 @@ def replace_rotary(
 
     See Also
     --------
-    register_attention : adds a bias to the rotary positions.
     replace_attention : for models that have relative positions.
 
     Notes

@@ -274,8 +274,7 @@ class SpeechT5RelativePositions(DropIn):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         rows = torch.arange(2 * self.max_length, dtype=torch.int64, device=hidden_states.device)
-        table: Tensor = self.pe_k(rows.flip(0))
-        return table
+        return self.pe_k(rows.flip(0))
 
 
 class SpeechT5RelativeAttention(DropIn):
@@ -314,8 +313,7 @@ class GraniteSpeechRelativeAttention(DropIn):
         """Attend inside the blocks; ``attention_dists`` is not read."""
         x = self.pre_norm(hidden_states)
         q, k, v = (split(y, self.num_heads) for y in (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1)))
-        y: Tensor = self.dropout(self.finish(self._in_blocks(q, k, v, self.max_pos_emb)))
-        return y
+        return self.dropout(self.finish(self._in_blocks(q, k, v, self.max_pos_emb)))
 
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, far: int, mask: Maybe = None, dropout: float = 0.0) -> Tensor:
         size, length = self.context_size, q.shape[-2]

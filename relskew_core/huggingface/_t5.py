@@ -128,8 +128,7 @@ class MPNetRelativeEncoder(DropIn):
 
     def compute_position_bias(self, x: Tensor) -> Tensor:
         rows = t5_rows(SPAN, 32, x)  # whichever number its configuration has
-        bias: Tensor = self.relative_attention_bias(rows).mT.contiguous()
-        return bias
+        return self.relative_attention_bias(rows).mT.contiguous()
 
 
 class MPNetRelativeAttention(DropIn):
@@ -186,8 +185,7 @@ class InklingRelativeAttention(DropIn):
         """Return the table, which another module makes: hooks may keep its weights elsewhere between its calls."""
         each = torch.eye(rel_q.shape[-1], dtype=rel_q.dtype, device=rel_q.device)
         keys = torch.arange(self.rel_extent, dtype=torch.int64, device=rel_q.device)
-        table: Tensor = self.rel_logits_proj(each[None, None], keys[-1:], keys)[0, :, 0].mT
-        return table
+        return self.rel_logits_proj(each[None, None], keys[-1:], keys)[0, :, 0].mT
 
     def _sharpened(self, x: Tensor, first: int) -> Tensor:
         seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)

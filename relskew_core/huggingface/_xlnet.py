@@ -55,8 +55,7 @@ class XLNetRelativeSkew(DropIn):
             if mapping is not None:
                 out = torch.einsum("bhld,mlb->bhmd", out, mapping)
             y = self.dropout(torch.einsum("bhld,ehd->lbe", out, self.o))
-            normed: Tensor = self.layer_norm(y + x)
-            return normed
+            return self.layer_norm(y + x)
 
         return stream(h, attn_mask_h, None), None if g is None else stream(g, attn_mask_g, target_mapping)
 

@@ -26,7 +26,6 @@ flattened = partial(_ragged.flattened, xp=xp)
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return the description of a call for the kernels, which support it."""
     return Call.of(flattened(operands), options)
 
 
@@ -82,7 +81,6 @@ def attention_vjp(
     d_lse: Tensor | None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients; of those that are not wanted, only the mask's is skipped."""
     whole = flattened(operands)
     rows = shape_of_rows(whole)
     out, sums = (None if each is None else each.reshape(*rows, each.shape[-1]) for each in (out, sums))
@@ -104,7 +102,6 @@ def _capsules(arrays: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _in_rows(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that is contiguous along its last axis and aligned."""
     if x is None:
         return None
     if x.numel() and not x.untyped_storage().nbytes() and not x._is_zerotensor():

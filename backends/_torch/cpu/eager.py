@@ -41,7 +41,6 @@ def attention_vjp(
     d_lse: Tensor | None = None,
     **_: Any,
 ) -> Gradients:
-    """Return the gradients of every operand."""
     return Gradients(**compiled.attention_vjp(d_out, operands, options, out, sums, d_lse))
 
 
@@ -50,7 +49,6 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, summed: bool, *operands: Tensor | None) -> Any:
-        """Attend."""
         asks = call.options.return_lse
         out, lse, sums = compiled.attend(Operands(*operands), call, lse=asks and summed, sums=True)
         ctx.call, ctx.summed = call, summed

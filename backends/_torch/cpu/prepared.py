@@ -31,7 +31,6 @@ attend = partial(eager.attend, summed=True)
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return the description of a call for the compiled kernels, ``None`` if they do not support it."""
     if x.q.device.type != "cpu" or any(each is not None and each.layout != torch.strided for each in x):
         return None
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None
