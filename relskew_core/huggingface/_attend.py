@@ -298,7 +298,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     if dropout:
         options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}
     fix_heads(q, k, v)
-    return relative_attention(q, k, v, **options)
+    out: Any = relative_attention(q, k, v, **options)
+    return out
 
 
 def _is_banded(

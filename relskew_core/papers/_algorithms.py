@@ -198,7 +198,7 @@ def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather"
     xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
     table = "H R Dv" if form == "gather" else "- R Dv"
     check_axes({}, weights=(weights, "... n m"), v=(v, "... m Dv"), rel_v=(rel_v, table))
-    a = _lookup("rel_v", rel_v, *weights.shape[-2:], offset)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset)
     if form == "gather":
         return xp.sum(weights[..., None] * (v[..., None, :, :] + a), axis=-2)
     return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
