@@ -92,7 +92,7 @@ class Convention:
     def store(self, table: Array, span: Span) -> Array:
         """Write a table in the order of the other code base; the inverse of :meth:`load`.
 
-        A table or span that theirs cannot hold raises an error that says why.
+        A table or span that the other code cannot hold raises an error that says why.
         """
         check_rows("table", table, span)
         if (misfit := _misfit(self.reach, span)) is not None:
