@@ -20,6 +20,7 @@ INPUTS = (
     "q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "key_table", "mask", "added", "sinks",
     "q_segments", "k_segments", "q_positions", "k_positions", "offset", "span_left", "span_right",
     "past_key", "past_value", "past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale",
+    "rel_k_int8", "rel_v_int8", "rel_k_scale", "rel_v_scale",
 )  # fmt: skip
 """The inputs of a node in order, as in `onnx_operator.cpp`: all except the first three are optional.
 

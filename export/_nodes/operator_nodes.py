@@ -1,9 +1,9 @@
-"""Operator nodes that write the caches that they read, and that read projections with heads side by side."""
+"""Operator nodes that write the caches that they read, read tables in int8, and projections with heads side by side."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx
@@ -127,6 +127,31 @@ def _quantising(kind: str, filled: str) -> Iterator[onnx.NodeProto]:
     yield node("Unsqueeze", "filled_scale cache/last", "scale_of_row")
     yield node("Mul", "numbers scale_of_row", "dequantised")
     yield helper.make_node("CastLike", [f"dequantised/{kind}", f"new/{kind}"], [filled])
+
+
+def tables_in_int8(model: onnx.ModelProto, node: onnx.NodeProto, stored: Mapping[str, Sequence[str]]) -> None:
+    """Let a node read tables in int8, by the names of their inputs, with a scale for each row."""
+    (function,) = (one for one in model.functions if (one.name, one.overload) == (NAME, node.overload))
+    made, count = copy.deepcopy(function), len(INPUTS)
+    made.overload = node.overload = "_".join([node.overload, *stored, "int8"])
+    inputs = [*node.input, *[""] * (count - len(node.input))]
+    named = [*made.input, *(f"none_{place}" for place in range(len(made.input), count))]
+    nodes = [helper.make_node("Constant", [], ["table/last"], value_ints=[-1])]
+    for name, tensors in stored.items():
+        place, rows, scales = (INPUTS.index(f"{name}{end}") for end in ("", "_int8", SCALE))
+        inputs[place], inputs[rows], inputs[scales] = "", *tensors
+        table, named[place] = named[place], f"none_{place}"
+        nodes += [
+            helper.make_node("Cast", [named[rows]], [f"table/{name}"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", [named[scales], "table/last"], [f"table/{name}{SCALE}"]),
+            helper.make_node("Mul", [f"table/{name}", f"table/{name}{SCALE}"], [table]),
+        ]
+    while not inputs[-1]:
+        inputs.pop()
+    node.input[:], made.input[:] = inputs, named[: len(inputs)]
+    refill(made.node, [*nodes, *made.node])
+    if all(one.overload != made.overload for one in model.functions):
+        model.functions.append(made)
 
 
 def drop_unused(model: onnx.ModelProto) -> None:

@@ -23,6 +23,8 @@ from relskew_core._array.namespace import check_plain
 from relskew_core._files import writing
 from relskew_core.export._files.save import save
 from relskew_core.export._nodes import functions
+from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME
+from relskew_core.export._nodes.operator_nodes import drop_unused, tables_in_int8
 from relskew_core.export._quantise import table_products as table_products
 from relskew_core.export._quantise.embeddings import store_in_blocks
 from relskew_core.export._quantise.table_products import is_large, round_tables
@@ -139,6 +141,7 @@ def quantised(
     elif opset >= table_products.OLDEST:
         table_products.multiply_in_bits(made, LEAST)
     _tables(made)
+    _tables_of_operators(made)
     _convolutions(made)
     return made, _left(made)
 
@@ -225,20 +228,20 @@ def _convolutions(model: onnx.ModelProto) -> None:
     for tensor in list(graph.initializer):
         found = {node.op_type if tensor.name in node.input[1:2] else "" for node in readers.get(tensor.name, ())}
         if is_large(tensor, LEAST) and tensor.name not in results and len(found) == 1 and (op := found.pop()) in axes:
-            names, path = _store_as_int8(graph, tensor, axes[op]), f"{tensor.name}/dequantize"
+            names, path = _store_as_int8(graph, tensor, [axes[op]]), f"{tensor.name}/dequantize"
             node = helper.make_node("DequantizeLinear", names, [tensor.name], path, axis=axes[op])
             functions.refill(graph.node, [node, *graph.node])
 
 
-def _store_as_int8(graph: onnx.GraphProto, tensor: onnx.TensorProto, axis: int) -> list[str]:
-    """Replace a tensor by int8 and scales along an axis; return their names."""
+def _store_as_int8(graph: onnx.GraphProto, tensor: onnx.TensorProto, axes: Sequence[int]) -> list[str]:
+    """Replace a tensor by int8 and scales along some axes; return their names."""
     table = numpy_helper.to_array(tensor)
-    others = tuple(place for place in range(table.ndim) if place != axis % table.ndim)
+    others = tuple({*range(table.ndim)} - {axis % table.ndim for axis in axes})
     scale = np.maximum(np.max(np.abs(table), axis=others, keepdims=True) / 127, np.float32(1e-30))
     made = [f"{tensor.name}_int8", f"{tensor.name}_scale"]
     graph.initializer.remove(tensor)
     graph.initializer.append(numpy_helper.from_array(np.rint(table / scale).astype(np.int8), made[0]))
-    graph.initializer.append(numpy_helper.from_array(scale.ravel().astype(np.float32), made[1]))
+    graph.initializer.append(numpy_helper.from_array(np.squeeze(scale, others).astype(np.float32), made[1]))
     return made
 
 
@@ -383,7 +386,27 @@ def _tables(model: onnx.ModelProto) -> None:
     for part in functions.all_graphs(graph):
         _cut_as_int8(part, cut)
     for name, axis in cut.items():
-        _store_as_int8(graph, stored[name], axis)
+        _store_as_int8(graph, stored[name], [axis])
+
+
+def _tables_of_operators(model: onnx.ModelProto) -> None:
+    """Store the tables that only the operator's nodes read in int8, with a scale for each row."""
+    graph = model.graph
+    readers, results = functions.readers_of(graph), functions.results_of(graph)
+    places = {name: INPUTS.index(name) for name in ("rel_k", "rel_v")}
+    stored: dict[str, list[str]] = {}
+    for tensor in list(graph.initializer):
+        found = [(node.domain, node.op_type, place) for node in readers.get(tensor.name, ())
+                 for place, name in enumerate(node.input) if name == tensor.name]  # fmt: skip
+        own = found and all(one[:2] == (DOMAIN, NAME) and one[2] in places.values() for one in found)
+        if own and tensor.name not in results and is_large(tensor, LEAST):
+            stored[tensor.name] = _store_as_int8(graph, tensor, range(len(tensor.dims) - 1))
+    for node in graph.node:
+        if (node.domain, node.op_type) == (DOMAIN, NAME):
+            read = {name: node.input[place] for name, place in places.items() if place < len(node.input)}
+            if tables := {name: stored[table] for name, table in read.items() if table in stored}:
+                tables_in_int8(model, node, tables)
+    drop_unused(model)
 
 
 def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:

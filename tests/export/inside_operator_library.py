@@ -46,6 +46,7 @@ def call(length: int = 50) -> dict[str, Any]:
 
 
 QUANTISED = ("past_key_int8", "past_value_int8", "past_key_scale", "past_value_scale")
+TABLES = ("rel_k_int8", "rel_v_int8", "rel_k_scale", "rel_v_scale")
 CAUSAL: dict[str, Any] = {"left": 63, "right": 0, "causal": 1}
 
 
@@ -83,7 +84,7 @@ def test_every_option_of_a_call_is_the_definition(case: dense.Case, dtype: str) 
 
 def test_the_cases_have_every_input_of_a_node() -> None:
     found = set().union(*(node_of(case, "float32")[0] for case in CASES))
-    assert set(INPUTS) - found == {"offset", "span_left", "span_right", "past_key", "past_value", *QUANTISED}
+    assert set(INPUTS) - found == {"offset", "span_left", "span_right", "past_key", "past_value", *QUANTISED, *TABLES}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -253,6 +254,21 @@ def test_caches_in_int8_of_other_dtypes_are_within_their_gates(dtype: str, fille
         np.testing.assert_array_equal(x, presents[name])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("filled", [0, 49], ids="after {}".format)
+def test_tables_in_int8_are_read_where_the_call_needs_them(dtype: str, filled: int) -> None:
+    """Tables with rows before and after those of the call, next to caches in int8."""
+    arrays = {name: x.astype(dtype) for name, x in call().items() if name != "rel_k"}
+    given, _, whole = quantised(arrays, filled, filled)
+    for name, heads in (("rel_k", 4), ("rel_v", 1)):
+        rows, scales = given[f"{name}_int8"], given[f"{name}_scale"] = in_int8(random(heads, 80, 16, seed=heads))
+        whole[name] = (rows * scales[..., None]).astype(dtype)[:, 7:71]
+    names = ("out", *(name for name in OUTPUTS if name.startswith("present") and name.endswith(("int8", "scale"))))
+    out, *_ = run(given, names, **{**CAUSAL, "lead": 70})
+    expected = oracles.relative_attention(**whole, span=SPAN, causal=True).out[:, :, filled:]
+    assert oracles.relative_error(out, expected) < GATES["float16" if dtype == "float16" else "float32"]
+
+
 def test_caches_in_int8_are_written_where_each_item_ends() -> None:
     arrays, filled = call(), np.array([30, 40])
     given, presents, _ = quantised(arrays, 40, 60)
@@ -326,6 +342,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**quantised(call(), 0, 9)[0], QUANTISED[0]: np.zeros((2, 2, 9, 8), np.int8)}, {}, "the sizes of the new keys"),
     ({**quantised(call(), 0, 9)[0], QUANTISED[2]: random(2, 2, 8)}, {}, "a past in int8 must have one scale"),
     (quantised(call(), 0, 9)[0], {}, "must give the present"),
+    ({"rel_v_int8": np.zeros((4, 64, 16), np.int8)}, {}, "a table in int8 must have one scale for each of its rows"),
+    ({"rel_v_scale": random(4, 64)}, {}, "a table in int8 must have one scale"),
+    ({"rel_k_int8": np.zeros((4, 64, 16), np.int8), "rel_k_scale": random(4, 64)}, {}, "a table either in int8 or not"),
+    ({"rel_v_int8": np.zeros((4, 64, 16), np.int8), "rel_v_scale": random(4, 63)}, {}, "`rel_v_scale` has a different"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""``relskew_attention`` of relskew.h with keys and values in int8, called through its structures."""
+"""``relskew_attention`` of relskew.h with keys, values and tables in int8, called through its structures."""
 
 import _ctypes
 import ctypes
@@ -86,6 +86,34 @@ def test_arrays_in_int8_may_have_any_strides(queries: int, width: int) -> None:
     assert oracles.relative_error(out, expected) < GATES["float32"]
 
 
+def tables(rows: int, width: int) -> dict[str, Any]:
+    """Return tables in int8, with rows that lie apart, one for each head and one for all."""
+    draw = np.random.default_rng(1)
+    rel_k, rel_v = (draw.integers(-127, 128, (heads, rows, width + 3), np.int8)[..., :width] for heads in (4, 1))
+    scales = (draw.random((heads, rows), np.float32) / 64 for heads in (4, 1))
+    return {"rel_k": rel_k, "rel_v": rel_v, **dict(zip(("rel_k_scale", "rel_v_scale"), scales, strict=True))}
+
+
+@pytest.mark.parametrize("width", [16, 21])
+@pytest.mark.parametrize("rows", [600, 40], ids=["whole", "clipped"])
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("of_keys", [False, True], ids=["", "and keys"])
+def test_tables_in_int8_are_the_tables_that_they_round_to(
+    queries: int, rows: int, width: int, *, of_keys: bool
+) -> None:
+    given, keys = {**arrays(queries, 600, width), **tables(rows, width)}, 600
+    del given["key_table"]
+    for name in () if of_keys else "kv":
+        given[name] = given[name] * given.pop(f"{name}_scale")[..., None]
+    views, offset = {name: view(x) for name, x in given.items()}, keys - queries
+    assert not attend(views, left=rows - 1, beyond=1, offset=offset, threads=2)
+    out = given.pop("out")
+    for name in ("rel_k", "rel_v", *("kv" if of_keys else ())):
+        given[name] = given[name] * given.pop(f"{name}_scale")[..., None]
+    expected = oracles.relative_attention(**given, span=Span.causal(rows, "clip"), causal=True, offset=offset).out
+    assert oracles.relative_error(out, expected) < GATES["float32"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_library_stays_for_threads_that_begin_after_it_is_closed(tmp_path: Path) -> None:
     copy = shutil.copy(custom_ops_library(), tmp_path)
@@ -111,6 +139,10 @@ WRONG: list[tuple[str, Callable[[Array], object], str]] = [
     ("k_scale", lambda x: resized(x, 2, 59), "`k_scale` has a different size"),
     ("v_scale", lambda x: resized(x, 1, 4), "`v_scale` has a different size"),
     ("v", lambda x: resized(x, 2, 61), "`v` has a different size"),
+    ("rel_k", lambda x: setattr(x, "data", None), "`rel_k` is missing"),
+    ("rel_v", lambda x: resized(x, 1, 59), "`rel_v` has a different size"),
+    ("rel_k_scale", lambda x: resized(x, 1, 59), "`rel_k_scale` has a different size"),
+    ("rel_v_scale", lambda x: resized(x, 0, 3), "`rel_v_scale` has a different size"),
     ("k", lambda x: resized(x, 3, 17), "`k` has a different size"),
     ("k", lambda x: x.steps.__setitem__(3, 2), "`k` must be contiguous along its last axis"),
 ]
@@ -118,7 +150,7 @@ WRONG: list[tuple[str, Callable[[Array], object], str]] = [
 
 @pytest.mark.parametrize(("name", "spoil", "message"), WRONG, ids=[f"{name}: {message}" for name, _, message in WRONG])
 def test_wrong_arrays_in_int8_are_refused(name: str, spoil: Callable[[Array], object], message: str) -> None:
-    given = arrays(2, 60, 16)
+    given = {**arrays(2, 60, 16), **tables(60, 16)}
     views = {own: view(x) for own, x in given.items()}
     spoil(views[name])
     assert message in attend(views, left=59, offset=58)

@@ -192,11 +192,11 @@ def test_decoders_with_a_bias_for_the_length_that_comes(cache_dtype: Any, tmp_pa
 class Decoder(nn.Module):
     """Two layers of which each has a cache."""
 
-    def __init__(self, heads: int = 2) -> None:
+    def __init__(self, heads: int = 2, rows: int = 24, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(10, 16)
-        spec = BlockSpec(16, 4, Span.causal(24), causal=True, num_kv_heads=heads)
+        spec = BlockSpec(16, 4, Span.causal(rows), causal=True, num_kv_heads=heads, **options)
         self.layers = nn.ModuleList(RelativeMultiheadAttention(spec) for _ in range(2))
 
     def forward(self, tokens: Tensor, past: Any) -> Any:
@@ -250,6 +250,39 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
     np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_dtype": "int8", "in_place": True}], ids=str)
+def test_decoders_with_tables_in_int8(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check compares with torch; a table that another node reads stays."""
+    model = Decoder(rows=100, rel_values=True)
+    made = decoder_to_onnx(model, tmp_path / "int8.onnx", operator=True, weights="weights-8", **options)
+    graph = onnx.load(made)
+    types = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in graph.graph.initializer}
+    for node in nodes(graph):
+        tables = [node.input[INPUTS.index(name)] for name in ("rel_k", "rel_v")]
+        rows = [node.input[INPUTS.index(name)] for name in ("rel_k_int8", "rel_v_int8")]
+        scales = [node.input[INPUTS.index(name)] for name in ("rel_k_scale", "rel_v_scale")]
+        assert tables == ["", ""]
+        assert [types[name] for name in rows] == [(onnx.TensorProto.INT8, [4, 100, 4])] * 2
+        assert [types[name] for name in scales] == [(onnx.TensorProto.FLOAT, [4, 100])] * 2
+    ids, past = np.array([[3, 1, 4, 1, 5]]), np.zeros((1, 2, 0, 4), np.float32)
+
+    def logits(path: Any, library: bool) -> Any:
+        session = opened(path, library=library)
+        given = {value.name: past for value in session.get_inputs()[1:]}
+        return session.run(["logits"], {"input_ids": ids, **given})[0]
+
+    if not options:
+        inlined = save(without_operator(made), tmp_path / "inlined.onnx")
+        whole = logits(decoder_to_onnx(model, tmp_path / "plain.onnx", check=False), False)
+        first = logits(made, True)
+        assert 1e-4 < np.linalg.norm(first - whole) / np.linalg.norm(whole) < 0.02
+        for other in (logits(made, False), logits(inlined, False)):
+            np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-5)
+    wanted = generate(made, [[1, 2, 3], [4, 5, 6]], 12)
+    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
+    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
 
 
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

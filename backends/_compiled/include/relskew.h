@@ -44,6 +44,7 @@ typedef struct relskew_call {
     relskew_array q, k, v;               /* (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); Hkv divides H */
     relskew_array k_scale, v_scale;      /* (B, Hkv, Lk), float: if given, k and v are int8, times these */
     relskew_array rel_k, rel_v;          /* (1 or H, R, D), (1 or H, R, Dv) with R = left + right + 1 */
+    relskew_array rel_k_scale, rel_v_scale;  /* (1 or H, R), float: if given, that table is int8, times these */
     relskew_array rel_bias;              /* (1 or H, R) */
     relskew_array rel_q;                 /* (B, H, Lq, D of rel_k), q by default */
     relskew_array key_table;             /* (1 or H, R, D): a table that is multiplied by keys */

@@ -107,7 +107,7 @@ struct Few {
         }
     }
 
-    bool apart() const { return x.rel_k && (x.rel_q || x.rel_scale != x.scale); }
+    bool apart() const { return x.has_rel_k() && (x.rel_q || x.rel_scale != x.scale); }
     Real *same(Index n) const { return queries.get() + n * query_row; }
     Real *rel_q(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
     Real *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
@@ -121,7 +121,10 @@ struct Few {
         for (Index n = 0; n < count; n++) take(item, head, n, i);
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);
-            if (x.rel_k || x.rel_bias) write_relative(head, count, key - p, keys);
+            if (x.rel_k_int8)
+                write_relative(x.rel_k_int8, head, count, key - p, keys);
+            else if (x.rel_k || x.rel_bias)
+                write_relative(x.rel_k, head, count, key - p, keys);
             for (Index n = 0; n < count; n++)
                 if (x.in_int8)
                     process(item, head, n, i, key, keys, x.k_int8, x.v_int8);
@@ -151,7 +154,7 @@ struct Few {
         multiply_rows(same(n), keys, k.row, count, x.width, s);
         if (x.key_table) add_key_side(keys, k.row, head + n, r, count, s);
         if (x.in_int8) multiply_by(x.k_scale.of(item, own, key), x.k_scale.row, s, count, s);
-        if (x.rel_k || x.rel_bias)
+        if (x.has_rel_k() || x.rel_bias)
             for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
         const Row row{s, 0, count};
         finish_logits(x, item, head + n, i, row, key);
@@ -159,7 +162,8 @@ struct Few {
         Kept::of(x, item, head + n, i, key).drop(row);
         if (factor != 1)
             for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
-        if (x.rel_v) mix_table(s, head + n, r, count, out);
+        if (x.rel_v) mix_table(x.rel_v, s, head + n, r, count, of_table(n), out);
+        if (x.rel_v_int8) mix_table(x.rel_v_int8, s, head + n, r, count, of_table(n), out);
         if (x.in_int8) multiply_by(x.v_scale.of(item, own, key), x.v_scale.row, s, count, s);
         mix_rows(s, values, v.row, count, x.value_width, out);
     }
@@ -175,30 +179,38 @@ struct Few {
     };
 
     // Write the relative part of the logits of n keys from the relative position r on, for some heads.
-    void write_relative(Index head, Index count, Index r, Index n) const {
+    template <class T>
+    void write_relative(const Array<const T> &table, Index head, Index count, Index r, Index n) const {
         const Overlap at = Overlap::of(x, r, n);
-        const Index rows = x.rel_k && x.rel_k.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
-        for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
-        for (Index j = 0; x.rel_k && j < at.inside; j += rows)
+        const Index rows = table && table.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
+        for (Index h = 0; !table && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
+        for (Index j = 0; table && j < at.inside; j += rows)
             for (Index h = 0; h < count; h++)
-                multiply_rows(rel_q(h), x.rel_k.of(entry, head + h, at.row + j), x.rel_k.row,
-                              std::min(rows, at.inside - j), x.rel_width, of_table(h) + at.before + j);
+                multiply_rows(rel_q(h), table.of(entry, head + h, at.row + j), table.row, std::min(rows, at.inside - j),
+                              x.rel_width, of_table(h) + at.before + j);
         for (Index h = 0; h < count; h++) {
+            Real *inside = of_table(h) + at.before;
+            scale_rows(x.rel_k_scale, head + h, at, inside, inside);
             if (x.rel_bias)
-                for (Index j = 0; j < at.inside; j++)
-                    of_table(h)[at.before + j] += x.rel_bias.of(entry, head + h)[at.row + j];
-            write_edge(head, h, 0, 0, at.before);
-            write_edge(head, h, x.rows - 1, at.before + at.inside, n);
+                for (Index j = 0; j < at.inside; j++) inside[j] += x.rel_bias.of(entry, head + h)[at.row + j];
+            write_edge(table, head, h, 0, 0, at.before);
+            write_edge(table, head, h, x.rows - 1, at.before + at.inside, n);
         }
     }
 
+    // Multiply a number for each row of a table by the scale of the row, if the table has scales.
+    void scale_rows(const Array<const float> &scales, Index head, const Overlap &at, const Real *from, Real *to) const {
+        if (scales && at.inside) multiply_by(scales.of(entry, head, at.row), scales.row, from, at.inside, to);
+    }
+
     // Write the product with an edge row into the logits of the keys low … high - 1, which are beyond the table.
-    void write_edge(Index head, Index h, Index row, Index low, Index high) const {
+    template <class T>
+    void write_edge(const Array<const T> &table, Index head, Index h, Index row, Index low, Index high) const {
         if (low >= high) return;
         Real edge = 0;
-        if (x.clip)
-            edge = (x.rel_k ? dot(rel_q(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
-                   (x.rel_bias ? Real(x.rel_bias.of(entry, head + h)[row]) : 0);
+        if (x.clip && table) edge = dot(rel_q(h), table.of(entry, head + h, row), x.rel_width);
+        if (x.clip && x.rel_k_scale) edge *= Real(*x.rel_k_scale.of(entry, head + h, row));
+        if (x.clip && x.rel_bias) edge += Real(x.rel_bias.of(entry, head + h)[row]);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
@@ -211,18 +223,24 @@ struct Few {
         }
     }
 
-    void mix_table(const Real *weights, Index head, Index r, Index n, Real *out) const {
+    // Add rows of a table, multiplied by their weights, to an output; there is room for n numbers at `scaled`.
+    template <class T>
+    void mix_table(const Array<const T> &table, const Real *weights, Index head, Index r, Index n, Real *scaled,
+                   Real *out) const {
         const Overlap at = Overlap::of(x, r, n);
-        if (at.inside)
-            mix_rows(weights + at.before, x.rel_v.of(entry, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
+        const Real *inside = x.rel_v_scale ? scaled : weights + at.before;
+        scale_rows(x.rel_v_scale, head, at, weights + at.before, scaled);
+        if (at.inside) mix_rows(inside, table.of(entry, head, at.row), table.row, at.inside, x.value_width, out);
         if (!x.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;
             if (low >= high) continue;
             Real weight = 0;
             for (Index j = low; j < high; j++) weight += weights[j];
-            const Stored *row = x.rel_v.of(entry, head, side ? x.rows - 1 : 0);
-            for (Index d = 0; d < x.value_width && weight != 0; d++) out[d] += weight * row[d];
+            const Index edge = side ? x.rows - 1 : 0;
+            const T *row = table.of(entry, head, edge);
+            if (x.rel_v_scale) weight *= Real(*x.rel_v_scale.of(entry, head, edge));
+            for (Index d = 0; d < x.value_width && weight != 0; d++) out[d] += weight * Real(row[d]);
         }
     }
 };

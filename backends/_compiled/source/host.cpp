@@ -21,29 +21,15 @@ const Level &best() {
 const Level &chosen = best();
 
 // An array of a call, by its name in problem.hpp.
+#define OF(NAME) {#NAME, &relskew_call::NAME}
 const relskew_array *named(const relskew_call &call, const char *name) {
     constexpr struct {
         const char *name;
         relskew_array relskew_call::*at;
-    } ALL[] = {
-        {"q", &relskew_call::q},
-        {"k", &relskew_call::k},
-        {"v", &relskew_call::v},
-        {"rel_k", &relskew_call::rel_k},
-        {"rel_v", &relskew_call::rel_v},
-        {"rel_bias", &relskew_call::rel_bias},
-        {"rel_q", &relskew_call::rel_q},
-        {"key_table", &relskew_call::key_table},
-        {"mask", &relskew_call::mask},
-        {"k_scale", &relskew_call::k_scale},
-        {"out", &relskew_call::out},
-        {"v_scale", &relskew_call::v_scale},
-        {"lse", &relskew_call::lse},
-        {"q_segments", &relskew_call::q_segments},
-        {"k_segments", &relskew_call::k_segments},
-        {"q_positions", &relskew_call::q_positions},
-        {"k_positions", &relskew_call::k_positions},
-    };
+    } ALL[] = {OF(q),          OF(k),          OF(v),           OF(rel_k),       OF(rel_v),
+               OF(rel_bias),   OF(rel_q),      OF(key_table),   OF(mask),        OF(k_scale),
+               OF(out),        OF(v_scale),    OF(rel_k_scale), OF(rel_v_scale), OF(lse),
+               OF(q_segments), OF(k_segments), OF(q_positions), OF(k_positions)};
     for (const auto &[own, at] : ALL)
         if (!std::strcmp(own, name)) return &(call.*at);
     return nullptr;
@@ -151,6 +137,7 @@ void read_numbers(const relskew_call &call, ProblemOf<Stored> &x) {
     const double scale = std::isnan(call.scale) ? 1 / std::sqrt(static_cast<double>(x.width)) : call.scale;
     x.offset = call.offset, x.mask_adds = call.mask_adds != 0, x.kept = 1;
     x.in_int8 = call.k_scale.data || call.v_scale.data;
+    x.rel_k_in_int8 = call.rel_k_scale.data != nullptr, x.rel_v_in_int8 = call.rel_v_scale.data != nullptr;
     x.scale = static_cast<Real>(scale);
     x.rel_scale = static_cast<Real>(std::isnan(call.rel_scale) ? scale : call.rel_scale);
     x.softcap = static_cast<Real>(call.softcap);
@@ -183,6 +170,24 @@ void count_sinks(const ProblemOf<Stored> &x, const Array<const Stored> &sinks) {
             }
 }
 
+// Dequantise a table, which more than few queries read repeatedly; false if there is no memory.
+template <class Stored>
+bool dequantise(const ProblemOf<Stored> &x, const Array<const std::int8_t> &from, const Array<const float> &scales,
+                Array<const Stored> &to, Memory<Stored> &own) {
+    using Real = typename ProblemOf<Stored>::Real;
+    if (!from || is_few(x)) return true;
+    const Index heads = from.sizes[1], width = from.sizes[3];
+    if (!(own = memory<Stored>(heads * x.rows * width, false))) return false;
+    to.at = own.get(), to.head = heads > 1 ? x.rows * width : 0, to.row = width, to.column = 1;
+    Stored *at = own.get();
+    for (Index head = 0; head < heads; head++)
+        for (Index row = 0; row < x.rows; row++)
+            for (Index d = 0; d < width; d++)
+                *at++ =
+                    Stored(static_cast<Real>(from.of(0, head, row)[d]) * static_cast<Real>(*scales.of(0, head, row)));
+    return true;
+}
+
 template <class Stored>
 bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     ProblemOf<Stored> x{};
@@ -191,7 +196,7 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     if (call.block_size < 0) return error.refuse("`block_size` must not be negative");
     if (x.is_too_large()) return error.refuse("the call is too large");
     HostArguments from{call, error};
-    if (!x.arrays(from) || (x.in_int8 && !x.quantised(from)) || !x.integers(from) || !x.results(from)) return false;
+    if (!x.arrays(from) || !x.quantised(from) || !x.integers(from) || !x.results(from)) return false;
     Array<const Stored> sinks;
     if (call.sinks.data && !read_sinks(call.sinks, x, sinks))
         return error.refuse("`sinks` must have a number for each head, or for each query of each head");
@@ -202,6 +207,10 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     Memory<typename ProblemOf<Stored>::Real> sums;
     if (sinks && !(sums = make_sums(x))) return error.refuse("not enough memory");
     x.narrow();
+    Memory<Stored> rel_k, rel_v;
+    if (!dequantise(x, x.rel_k_int8, x.rel_k_scale, x.rel_k, rel_k) ||
+        !dequantise(x, x.rel_v_int8, x.rel_v_scale, x.rel_v, rel_v))
+        return error.refuse("not enough memory");
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain_of_attend(x));
     const auto threads = [&team](void (*work)(void *), void *of, Index count) { team.run(team.of, work, of, count); };
     if (!tasks.make() || !run_tasks(chosen.of<Stored>().attend, x, tasks, threads, std::max<Index>(1, team.threads)))

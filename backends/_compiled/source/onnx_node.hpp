@@ -18,21 +18,8 @@ struct Input {
     relskew_array relskew_call::*at;
     Type type;  // UNDEFINED: the type of the operator
 };
-enum : std::size_t {
-    Q,
-    K,
-    V,
-    MASK = 8,
-    ADDED,
-    Q_SEGMENTS = 11,
-    K_SEGMENTS,
-    OFFSET = 15,
-    SPAN_LEFT,
-    SPAN_RIGHT,
-    PAST,
-    PAST_INT8 = PAST + 2,
-    PAST_SCALE = PAST_INT8 + 2
-};
+constexpr std::size_t Q = 0, V = 2, MASK = 8, ADDED = 9, OFFSET = 15, SPAN_LEFT = 16, SPAN_RIGHT = 17, PAST = 18,
+                      PAST_INT8 = 20, PAST_SCALE = 22, TABLES_INT8 = 24, TABLES_SCALE = 26;
 constexpr Input INPUTS[] = {
     {"q", &relskew_call::q, UNDEFINED},
     {"k", &relskew_call::k, UNDEFINED},
@@ -58,6 +45,10 @@ constexpr Input INPUTS[] = {
     {"past_value_int8", nullptr, INT8},
     {"past_key_scale", nullptr, FLOAT32},
     {"past_value_scale", nullptr, FLOAT32},
+    {"rel_k_int8", &relskew_call::rel_k, INT8},
+    {"rel_v_int8", &relskew_call::rel_v, INT8},
+    {"rel_k_scale", &relskew_call::rel_k_scale, FLOAT32},
+    {"rel_v_scale", &relskew_call::rel_v_scale, FLOAT32},
 };
 constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 8;
 enum : std::size_t { OUT, PRESENT, LSE = 3, PRESENT_INT8, PRESENT_SCALE = PRESENT_INT8 + 2 };

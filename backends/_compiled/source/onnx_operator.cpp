@@ -38,10 +38,15 @@ private:
     bool read() {
         for (std::size_t i = 0; i < INPUT_COUNT; i++) {
             if (!read(i, inputs_[i])) return false;
-            if (INPUTS[i].at && inputs_[i].data) call_.*INPUTS[i].at = inputs_[i];
+            if (!INPUTS[i].at || !inputs_[i].data) continue;
+            if ((call_.*INPUTS[i].at).data)
+                return calls.refuse(
+                    "relskew: pass either `mask` or `added`, not both, and a table either in int8 or not");
+            call_.*INPUTS[i].at = inputs_[i];
         }
-        if (inputs_[MASK].data && inputs_[ADDED].data)
-            return calls.refuse("relskew: pass either `mask` or `added`, not both");
+        for (std::size_t i = 0; i < 2; i++)
+            if (!inputs_[TABLES_INT8 + i].data != !inputs_[TABLES_SCALE + i].data)
+                return calls.refuse("relskew: a table in int8 must have one scale for each of its rows");
         call_.mask_adds = inputs_[ADDED].data != nullptr;
         for (const auto &[number, to] : {End{SPAN_LEFT, &call_.left}, End{SPAN_RIGHT, &call_.right}}) {
             const relskew_array &given = inputs_[number];
@@ -72,11 +77,16 @@ private:
     // Skip the rows of tables before and after those of the call.
     void cut_tables() {
         const Index first = node_.lead - call_.left, rows = call_.left + call_.right + 1;
-        for (relskew_array *x : {&call_.rel_k, &call_.rel_v, &call_.key_table, &call_.rel_bias}) {
-            const int axis = x->axes - (x == &call_.rel_bias ? 1 : 2);
-            if (!x->data || axis < 0 || node_.lead < 0 || first < 0 || x->sizes[axis] < first + rows) continue;
-            x->data = static_cast<char *>(x->data) + first * x->steps[axis] * node_.of.bytes, x->sizes[axis] = rows;
-        }
+        const auto cut = [&](relskew_array &x, int axes_behind, Index bytes) {
+            const int axis = x.axes - 1 - axes_behind;
+            if (!x.data || axis < 0 || node_.lead < 0 || first < 0 || x.sizes[axis] < first + rows) return;
+            x.data = static_cast<char *>(x.data) + first * x.steps[axis] * bytes, x.sizes[axis] = rows;
+        };
+        const Index bytes = node_.of.bytes;
+        cut(call_.rel_k, 1, call_.rel_k_scale.data ? 1 : bytes);
+        cut(call_.rel_v, 1, call_.rel_v_scale.data ? 1 : bytes);
+        cut(call_.rel_k_scale, 0, sizeof(float)), cut(call_.rel_v_scale, 0, sizeof(float));
+        cut(call_.key_table, 1, bytes), cut(call_.rel_bias, 0, bytes);
     }
 
     // Read an input if there is one, (batch, length, heads · width) as four axes.

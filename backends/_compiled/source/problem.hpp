@@ -64,8 +64,8 @@ constexpr const char *NO_MEMORY = "not enough memory";
     EACH(q, rows_of(width), Need::MUST)                                        \
     EACH(k, keys_of(width), in_int8 ? Need::NOT : Need::MUST)                  \
     EACH(v, keys_of(value_width), in_int8 ? Need::NOT : Need::MUST)            \
-    EACH(rel_k, table(rel_width), Need::MAY)                                   \
-    EACH(rel_v, table(value_width), Need::MAY)                                 \
+    EACH(rel_k, table(rel_width), rel_k_in_int8 ? Need::NOT : Need::MAY)       \
+    EACH(rel_v, table(value_width), rel_v_in_int8 ? Need::NOT : Need::MAY)     \
     EACH(rel_bias, (Axes{of_entry(), any(heads), NONE, of_rows()}), Need::MAY) \
     EACH(rel_q, rows_of(rel_width), Need::MAY)                                 \
     EACH(key_table, table(width), Need::MAY)                                   \
@@ -92,8 +92,9 @@ struct Sizes {
     Index offset;         // the position of query 0
     Index mask_adds;      // whether a mask is to be added
     Index in_int8 = 0;    // whether keys and values are `k_int8` and `v_int8`
-    Index threshold;      // dropout: the hash of a weight that is kept reaches this
-    Index entries = 1;    // of a mapped call: each has the same number of items, and separate tables
+    Index rel_k_in_int8 = 0, rel_v_in_int8 = 0;  // and the tables
+    Index threshold;                             // dropout: the hash of a weight that is kept reaches this
+    Index entries = 1;  // of a mapped call: each has the same number of items, and separate tables
 
     static constexpr Index SIDES = 4;
     // of the grids whose cells, row by row, are the last queries and keys; missing sides come first and are 0
@@ -150,9 +151,9 @@ struct ProblemOf : Sizes {
     Array<Real> d_added;
     Array<const unsigned char> seen;  // a boolean mask
 
-    // Keys and values, each row of which is multiplied by its scale.
-    Array<const std::int8_t> k_int8, v_int8;
-    Array<const float> k_scale, v_scale;
+    // Keys, values and tables, each row of which is multiplied by its scale. Tables are only read so by few queries.
+    Array<const std::int8_t> k_int8, v_int8, rel_k_int8, rel_v_int8;
+    Array<const float> k_scale, v_scale, rel_k_scale, rel_v_scale;
 
     // The segments of queries and keys: a query sees the keys of its segment. Their positions, unless consecutive.
     Integers segments[2], positions[2];
@@ -205,13 +206,22 @@ struct ProblemOf : Sizes {
 #undef VISIT
     }
 
-    // Visit keys and values in int8, which only hosts without Python pass.
+    // Visit the arrays in int8, which only hosts without Python pass.
     template <class Visit>
     bool quantised(Visit &&visit) {
-        const Axes of_scales{{items}, {key_heads}, {keys}, NONE};
-        return visit("k", k_int8, Need::MUST, keys_of(width)) && visit("v", v_int8, Need::MUST, keys_of(value_width)) &&
-               visit("k_scale", k_scale, Need::MUST, of_scales) && visit("v_scale", v_scale, Need::MUST, of_scales);
+        const auto both = [&](bool there, const char *name, auto &to, const Axes &axes, const char *scale_name,
+                              auto &scales) {
+            return !there || (visit(name, to, Need::MUST, axes) &&
+                              visit(scale_name, scales, Need::MUST, Axes{axes.item, axes.head, axes.row, NONE}));
+        };
+        return both(in_int8, "k", k_int8, keys_of(width), "k_scale", k_scale) &&
+               both(in_int8, "v", v_int8, keys_of(value_width), "v_scale", v_scale) &&
+               both(rel_k_in_int8, "rel_k", rel_k_int8, table(rel_width), "rel_k_scale", rel_k_scale) &&
+               both(rel_v_in_int8, "rel_v", rel_v_int8, table(value_width), "rel_v_scale", rel_v_scale);
     }
+
+    bool has_rel_k() const { return rel_k || rel_k_int8; }
+    bool has_rel_v() const { return rel_v || rel_v_int8; }
 
     // Visit the integers of queries and keys.
     template <class Visit>
@@ -261,7 +271,7 @@ struct ProblemOf : Sizes {
         if (keys < 0 || rel_width < 0 || block < 0 || behind < 0) return "a number of the call is invalid";
         if (heads % key_heads || items % entries)
             return "`heads` must be a multiple of `key_heads`, and `items` of `entries`";
-        if (rel_k && !rel_q && rel_width != width) return "queries and the table must have the same width";
+        if (has_rel_k() && !rel_q && rel_width != width) return "queries and the table must have the same width";
         if (axis_tables && rel_width != width) return "queries and the tables of the axes must have the same width";
         if ((axis_tables || on_grids()) && !sides_fit()) return "the sides of the grids do not fit the call";
         if (positions[1] && rows > Index{1} << 30) return "positions support no table with more than 2**30 rows";
@@ -289,6 +299,7 @@ struct ProblemOf : Sizes {
 #define MOVE(NAME, AXES, NEED) move(AXES, NAME, d_##NAME);
         ARRAYS(MOVE)
 #undef MOVE
+        move(table(1), rel_k_int8, rel_k_scale, rel_v_int8, rel_v_scale);
     }
 
 private:

@@ -198,8 +198,8 @@ bool is_few(const ProblemOf<Stored> &x) {
 
 template <class Stored>
 double multiplications(const ProblemOf<Stored> &x) {
-    const Index of_logits = x.width + (x.rel_k ? x.rel_width : 0) + (x.key_table ? x.width : 0);
-    return static_cast<double>(of_logits + x.value_width * (x.rel_v ? 2 : 1));
+    const Index of_logits = x.width + (x.has_rel_k() ? x.rel_width : 0) + (x.key_table ? x.width : 0);
+    return static_cast<double>(of_logits + x.value_width * (x.has_rel_v() ? 2 : 1));
 }
 
 template <class Stored>
