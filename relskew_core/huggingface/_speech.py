@@ -152,7 +152,7 @@ class NemotronRelativeAttention(ParakeetRelativeAttention):
     ) -> tuple[Tensor, None]:
         cache = cache_given(cache, kwargs)
         q, k, v = self.project(hidden_states)
-        options = {}
+        options: dict[str, Any] = {}
         if cache is not None:
             k, v = extend(cache, k, v, self.layer_idx)
             options["offset"] = k.shape[-2] - q.shape[-2]

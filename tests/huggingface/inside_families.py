@@ -107,7 +107,8 @@ def test_a_growing_cache_of_transformers_is_copied_once_in_many_tokens(mode: Any
     cache, memory = DynamicCache(), []
     with mode():
         for place in range(600):
-            found = extend(cache, *(y[:, :, place : place + 1] for y in (keys, values)), 0)
+            k, v = (y[:, :, place : place + 1] for y in (keys, values))
+            found = extend(cache, k, v, 0)
             memory.append(tuple(y.data_ptr() for y in found))
     assert len(set(memory)) == 4  # the first token, and room for 256 at once
     assert cache.copies == 1
