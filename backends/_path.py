@@ -19,7 +19,7 @@ EVERY = COMMON | {
 }  # fmt: skip
 """All arrays and options by name, so that a path that supports them refuses those that are added later."""
 
-FUSED = COMMON | {"q_segments", "k_segments", "seed", "softcap", "blocks_before", "dropout"}
+FUSED = EVERY - {"offset_by_item"}
 """The arrays and options that the fused kernels support."""
 
 

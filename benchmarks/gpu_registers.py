@@ -38,8 +38,11 @@ TERMS = {
     "clipped": (Span.clipped(64), False),
     "clipped, values": (Span.clipped(64), True),
     "everything": (Span.causal(1024), True),
+    "keys": (Span.full(1024), False),
+    "positions": (Span.clipped(64), True),
+    "keys, positions": (Span.clipped(64), False),
 }
-"""The terms of the compiled calls: tables for keys, and for values; or all terms."""
+"""The terms of the compiled calls: tables for keys, and values; all terms; a ``key_table``; positions in any order."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_BYTES = {
@@ -60,13 +63,16 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
     bias, mask = torch.empty((2, 1024), dtype=dtype), torch.empty((1024, 1024), dtype=dtype)
     others: dict[str, Any] = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
     others = others if terms == "everything" else {}
+    places = torch.arange(1024, dtype=torch.int64)
+    others |= {"key_table": table} if "keys" in terms else {}
+    others |= {"positions": (places, places.flip(0))} if "positions" in terms else {}
     return tiled(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others), capability)
 
 
 def tiled(arguments: Arguments, capability: int) -> TiledCall:
     given = problem(arguments)
     call, device = TiledCall.of(given.given, given.options), Limits(capability // 10, SHARED_BYTES[capability])
-    found = tiles(call.operands.q.dtype, widest(call.operands), device)
+    found = tiles(call.operands.q.dtype, widest(call.operands), device, by_value=call.by_value)
     assert found is not None
     return replace(call, forward=found[0], backward=found[1])
 
@@ -75,24 +81,27 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Return the names of a call's kernels with their arguments."""
     x, numbers = call.operands, torch.empty(1)
     yield "forward", forward_kernels.forward_kernel, {
-        **call.arguments(call.forward), "out": x.q, "row_sums": numbers, "keys_of_program": 1024,
+        **call.arguments(call.forward), "out": x.q, "row_sums": numbers,
+        "keys_of_program": None if x.mask is None else 1024,
     }  # fmt: skip
     given = {**call.arguments(call.backward), "d_out": x.q, "row_sums": numbers, "delta": numbers}
+    chunk = {"chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048}
     yield "keys", key_kernels.key_gradient_kernel, {
         **given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages, "d_mask": numbers if call.of_keys else None,
+        "d_logits": None if x.key_table is None else numbers if call.by_value else x.k, "far_logits": numbers, **chunk,
     }  # fmt: skip
-    logits = None if x.rel_k is None and x.rel_bias is None else x.q
+    buffer = numbers if call.by_value else x.q
+    logits = None if x.rel_k is None and x.rel_bias is None else buffer
     yield "queries", query_kernels.query_gradient_kernel, {
-        **given, "d_q": x.q, "d_logits": logits, "weights": None if x.rel_v is None else x.q, "far_logits": numbers,
-        "far_weights": numbers, "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
-        "d_rel_q": x.rel_q, "d_mask": None if call.of_keys else x.mask, "APART": call.apart,
+        **given, "d_q": x.q, "d_logits": logits, "weights": None if x.rel_v is None else buffer, "far_logits": numbers,
+        "far_weights": numbers, "d_rel_q": x.rel_q, "d_mask": None if call.of_keys else x.mask, **chunk,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
         yield "tables", key_kernels.table_gradient_kernel, {
-            "x": x.q, "rows": rows_of(x.q), "sums": numbers, "batch": 2, "chunk_start": 0, "chunk_stop": 1024,
-            "width": 2048, "first_column": 0, "all_columns": 2048, "slab_rows": 2048, "D": width,
-            "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision,
+            "x": buffer, "rows": rows_of(x.q), "sums": numbers, "batch": 2, "group": 1, "chunk_start": 0,
+            "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048, "slab_rows": 2048, "D": width,
+            "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision, "HIDDEN": False,
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
@@ -145,7 +154,7 @@ class GPURegisters(Benchmark):
 
     def cases(self) -> Iterator[Case]:
         """Return capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` set others."""
-        terms = list(TERMS)[:-1]
+        terms = list(TERMS)[:4]
         for capability, (half, width), term in itertools.product((90, 80), TILES, terms):
             dtype = "bfloat16" if half else "float32"
             yield {"capability": capability, "dtype": dtype, "width": width, "terms": term, "tf32": False}

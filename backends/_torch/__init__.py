@@ -11,7 +11,7 @@ from relskew_core._array.known import compiled_for_any, varies
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _compiled, _ragged
-from relskew_core.backends._path import FUSED, PORTABLE, Path
+from relskew_core.backends._path import EVERY, FUSED, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import eager, operator
 from relskew_core.backends._torch.cpu import prepared as prepared
@@ -98,8 +98,7 @@ def _fused(call: Problem) -> Path | str:
     from relskew_core.backends._torch.triton import operator as fused
 
     if isinstance(call.options.visibility, RaggedVisibility):
-        supports = FUSED | {"offset_by_item"}
         reason = _ragged.refusal(call.options)
-        return reason or _by_run(fused.attention, fused.attention_vjp, supports, half=True)
+        return reason or _by_run(fused.attention, fused.attention_vjp, EVERY, half=True)
     pull_back = pulled_back(fused.attention_vjp, fused.OPERATOR)
     return Path(fused.attention, pull_back, supports=FUSED, half=True)

@@ -81,6 +81,9 @@ def test_tiles_fit_the_device() -> None:
         (torch.bfloat16, 128, "everything", 90),  # the three that need the most shared memory
         (torch.bfloat16, 256, "everything", 86),
         (torch.bfloat16, 128, "everything", 89),
+        (torch.bfloat16, 64, "keys", 90),
+        (torch.bfloat16, 64, "positions", 90),
+        (torch.bfloat16, 128, "keys, positions", 89),
         (torch.bfloat16, 64, "full", 100),
         (torch.bfloat16, 64, "full", 120),
     ],

@@ -59,6 +59,14 @@ FEW = [
          mask_shape=(2, 1, 1, 330)),
     Case("a cache, keys divided among programs", n=1, m=3000, d=64, heads=4, kv_heads=2, span=Span.causal(3000),
          tables="rel_k rel_v", options={"causal": True, "offset": 2999}),
+    Case("large, keys and a table", n=200, m=260, d=64, heads=4, kv_heads=2, tables="rel_k key_table",
+         options={"offset": 30}),
+    Case("large, keys and a clipped table", n=390, m=390, d=64, span=Span.clipped(16), tables="rel_k key_table",
+         own_tables=False),
+    Case("large, positions", n=200, m=260, d=64, span=Span(400, 400), tables="rel_k rel_v rel_bias",
+         labels={"positions": ([7 * i % 200 for i in range(200)], list(range(259, -1, -1)))}, options={"causal": True}),
+    Case("large, positions that ascend, clipped", n=300, m=300, d=64, heads=4, kv_heads=2, span=Span.clipped(30),
+         tables="rel_k rel_v key_table", labels={"positions": (2 * [[*range(170), *range(400, 530)]],) * 2}),
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]  # fmt: skip
 
@@ -105,9 +113,10 @@ def test_output_and_gradients(case: Case, dtype: str) -> None:
         assert_close(getattr(gradients, name), x, 5 * libraries.GATES[dtype])
 
 
-def test_offsets_by_item_are_separate_calls() -> None:
-    case = Case("offsets by item", n=5, m=40, d=64, lead=(3,), span=Span.causal(40), tables="rel_k rel_bias",
-                options={"causal": True})  # fmt: skip
+@pytest.mark.parametrize("own_tables", [True, False], ids=["own tables", "shared"])
+def test_offsets_by_item_are_separate_calls(own_tables: bool) -> None:
+    case = Case("offsets by item", n=5, m=40, d=64, lead=(3,), span=Span.causal(40), own_tables=own_tables,
+                tables="rel_k rel_bias key_table", options={"causal": True})  # fmt: skip
     arrays, offsets = on_device(case, "float32"), [35, 20, 20]
     given: dict[str, Any] = {name: x.requires_grad_() for name, x in arrays.items()}
     out = attend(**given, offset=offsets, span=case.span, causal=True, impl="native")

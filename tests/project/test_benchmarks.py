@@ -189,6 +189,26 @@ def test_pages_get_records_of_commits_on_a_quiet_machine(
         cli.main(["short", "--docs"])
 
 
+def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Facts(Benchmark):
+        names, measures, page = ("one",), frozenset[str](), "page.md"
+
+        def cases(self) -> list[Any]:
+            return [{}]
+
+        def prepare(self, case: Any, contender: str) -> Any:
+            return lambda: None
+
+        def texts(self, record: Record) -> dict[str, str]:
+            return {}
+
+    monkeypatch.setattr(cli, "machine", lambda device: {"commit": "abc", "load_average": 1.6, "cores": 2})
+    monkeypatch.setattr(cli, "load", lambda name: Facts())
+    monkeypatch.setattr(Record, "path", lambda self, name: tmp_path / "record.json")
+    assert cli.main(["short", "--docs"]) == 0
+    assert [row.contender for row in Record.load(tmp_path / "record.json").rows] == ["one"]
+
+
 @pytest.mark.skipif(not IN_GIT, reason="the history is in git")
 def test_pages_name_commits_of_the_history_that_are_not_old() -> None:
     """A record is old after 300 commits that change what it measures."""

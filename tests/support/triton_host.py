@@ -17,13 +17,15 @@ from relskew_core import Span
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options, Part
 from relskew_core._kernel.problem import Problem
 from relskew_core.backends._torch.operator import flat
-from triton_kernels import W, assert_close, backward, checked, forward
+from triton_kernels import W, assert_close, backward, checked, forward, stamps
 
 CLIPPED = Case("clipped", n=34, m=40, d=W, lead=(1,), heads=1, span=Span.clipped(1), tables="rel_k rel_v rel_bias")
 FULL = Case("full", n=34, m=18, d=W, lead=(1,), heads=1, tables="rel_k rel_v rel_bias", mask="additive")
+KEYS = replace(CLIPPED, name="keys", kv_heads=1, heads=2, tables="rel_k key_table")
+STAMPS = replace(KEYS, name="positions", labels={"positions": (stamps(34, reach=9), stamps(40, reach=9))})
 
 
-@pytest.mark.parametrize("case", [CLIPPED, FULL], ids=str)
+@pytest.mark.parametrize("case", [CLIPPED, FULL, KEYS, STAMPS], ids=str)
 def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core.backends._torch.triton import backward as triton_backward
 
@@ -40,7 +42,7 @@ def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             assert_close(slabbed, one.double(), 1e-6)
 
 
-@pytest.mark.parametrize("case", [CLIPPED, FULL], ids=str)
+@pytest.mark.parametrize("case", [CLIPPED, FULL, KEYS, STAMPS], ids=str)
 def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core.backends._torch.triton import backward as triton_backward
 
@@ -259,7 +261,8 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("features",
                          [("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
                           ("rel_k", "rel_q", "mask", "left", "zero", "softcap"), ("block_size", "right", "zero"),
-                          ("q_segments", "k_segments", "seed", "block_size", "blocks_before", "zero")],
+                          ("q_segments", "k_segments", "seed", "block_size", "blocks_before", "zero"),
+                          ("rel_k", "rel_v", "key_table", "q_positions", "k_positions", "right", "clip")],
                          ids=" ".join)  # fmt: skip
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core._kernel.problem import problem

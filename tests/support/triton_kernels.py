@@ -24,6 +24,13 @@ from relskew_core._kernel.problem import Problem, problem
 
 W = 66  # a width with tiles of 16, so that few rows make many tiles
 
+
+def stamps(*shape: int, reach: int, seed: int = 0) -> list[Any]:
+    """Return positions in any order, some of them twice."""
+    drawn: list[Any] = np.random.default_rng(seed).integers(-reach, reach + 1, shape).tolist()
+    return drawn
+
+
 CASES = [
     Case("no tables", n=35, m=20, d=W, lead=(1,), tables=""),
     Case("full range", n=37, m=37, d=W, lead=(1,), dv=5, heads=1, tables="rel_k rel_v rel_bias"),
@@ -84,6 +91,37 @@ CASES = [
     Case("a query of many keys", n=1, m=300, d=W, heads=4, kv_heads=1, span=Span.clipped(70), tables="rel_k rel_v",
          mask="boolean", mask_shape=(2, 1, 1, 300), options={"causal": True, "offset": 299}),
     Case("no heads axis", n=18, m=18, d=W, lead=(), heads=None, tables="rel_k rel_v rel_bias"),
+    Case("keys and a table, both ways", n=37, m=37, d=W, lead=(1,), tables="rel_k key_table"),
+    Case("keys and a clipped table, grouped", n=50, m=60, d=W, heads=4, kv_heads=2, span=Span.clipped(3),
+         tables="rel_k rel_bias key_table"),
+    Case("keys and a shared table, another scale", n=34, m=50, d=W, lead=(1,), heads=2, kv_heads=1, own_tables=False,
+         span=Span(20, 9), tables="key_table", options={"window": (20, 9), "offset": 13, "rel_scale": -0.7}),
+    Case("keys and a table, zero beyond", n=50, m=40, d=W, lead=(1,), heads=1, span=Span(2, 5, "zero"), rel_q_width=5,
+         tables="rel_k rel_v key_table", options={"offset": -20, "softcap": 2.0}),
+    Case("keys and a table clipped on the past, causal", n=33, m=50, d=W, lead=(1,), span=Span(2, 0, "clip"),
+         tables="key_table", options={"causal": True, "offset": 17}),
+    Case("keys and a table, documents", n=50, m=50, d=W, heads=1, span=Span.full(50), tables="rel_k key_table",
+         labels={"segments": [[0] * 7 + [1] * 28 + [2] * 15, [0] * 34 + [1] * 16]}),
+    Case("positions in any order", n=34, m=40, d=W, span=Span(60, 60), tables="rel_k rel_v rel_bias",
+         labels={"positions": (stamps(2, 34, reach=30), stamps(40, reach=30, seed=1))}),
+    Case("positions, clipped, causal, grouped", n=34, m=40, d=W, heads=4, kv_heads=2, span=Span.clipped(9),
+         tables="rel_k rel_v key_table", own_tables=False, options={"causal": True, "rel_scale": 0.3},
+         labels={"positions": (stamps(34, reach=50), stamps(2, 40, reach=50, seed=1))}),
+    Case("positions, zero beyond, some see nothing", n=34, m=40, d=W, lead=(1,), heads=1, span=Span(20, 3, "zero"),
+         tables="rel_k rel_v rel_bias key_table", options={"window": (25, 5), "softcap": 2.0},
+         labels={"positions": (stamps(34, reach=90), stamps(40, reach=50, seed=1))}),
+    Case("positions that ascend with gaps", n=50, m=50, d=W, lead=(1,), span=Span.causal(120), tables="rel_k key_table",
+         labels={"positions": ([*range(30), *range(90, 110)], [*range(30), *range(90, 110)])},
+         options={"causal": True, "dropout": 0.2, "seed": 5}),
+    Case("positions in blocks, a mask", n=34, m=40, d=W, heads=1, tables="rel_k", span=Span.clipped(40),
+         mask="additive with holes", options={"block_size": 11, "blocks_before": 1},
+         labels={"positions": (stamps(34, reach=50), stamps(40, reach=50, seed=1))}),
+    Case("far positions and documents, no tables", n=34, m=40, d=W, heads=1, tables="",
+         labels={"positions": ([2**60, -(2**60)] * 17, [*stamps(39, reach=50), 2**60]),
+                 "segments": ([3, 1] * 17, [1, 5, 3, 3] * 10)}, options={"window": (2**60, 2**63 - 1)}),
+    Case("a query of many keys, positions", n=1, m=300, d=W, lead=(1,), heads=4, kv_heads=1, span=Span.clipped(70),
+         tables="rel_k rel_v key_table", labels={"positions": ([150], stamps(300, reach=300))},
+         options={"causal": True}),
 ]  # fmt: skip
 
 
@@ -213,3 +251,50 @@ def test_what_nobody_sees_reaches_nothing(value: float) -> None:
     spoilt = replace(call, given=call.given._replace(**arrays))
     for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN
+@pytest.mark.parametrize("labels", [{"segments": ([0] * 20, [0, 1] * 20)},
+                                    {"positions": ([*range(0, 40, 2)], [5, 60] * 20)}], ids=str)  # fmt: skip
+def test_keys_between_others_that_nobody_sees_reach_nothing(labels: dict[str, Any]) -> None:
+    case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(70, 70), tables="rel_k rel_v key_table",
+                labels=labels, options={"causal": "positions" in labels})  # fmt: skip
+    call, arrays = checked(case)
+    clean = (*forward(call), *backward(case, call))
+    for name in ("k", "v"):
+        arrays[name][..., 1::2, :] = math.nan
+    if "positions" in labels:
+        for name in ("rel_k", "rel_v", "key_table"):
+            arrays[name][..., 76:, :] = math.nan  # further ahead
+    spoilt = replace(call, given=call.given._replace(**{name: x for name, x in arrays.items() if name not in labels}))
+    for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_positions_beyond_a_table_that_must_reach_them_give_nan() -> None:
+    """As in the portable code: where positions are read from a device, no error can be raised."""
+    import array_api_compat.torch as xp
+
+    from relskew_core._kernel.forward import attention as portable
+
+    case = Case(
+        "too far",
+        n=20,
+        m=40,
+        d=W,
+        lead=(1,),
+        heads=1,
+        span=Span(50, 50),
+        tables="rel_k rel_bias",
+        labels={"positions": ([*range(19, -1, -1)], [*range(19, -21, -1)])},
+        options={"causal": True},
+    )
+    call, arrays = checked(case)
+    tables = {name: arrays[name].narrow(axis, 25, 51) for name, axis in (("rel_k", 1), ("rel_bias", 1))}
+    short = replace(call, given=call.given._replace(**tables), options=replace(call.options, span=Span(25, 25)))
+    out, sums = forward(short)
+    expected, _ = portable(short.given, short.options, xp=xp)
+    assert 0 < int(expected.isnan().sum()) < expected.numel()
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert torch.equal(sums.isnan().any(-1), expected.isnan().any(-1))

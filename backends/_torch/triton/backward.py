@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,32 +64,33 @@ def _attention_vjp(
     rel_q = x.q if x.rel_q is None else x.rel_q
     logits = _Relative(call, rel_q, "rel_k", "rel_bias") if wanted & {"rel_k", "rel_bias"} else None
     weights = _Relative(call, given["d_out"], "rel_v") if "rel_v" in wanted else None
+    key_logits = _Relative(call, x.k, "key_table") if "key_table" in wanted else None
     mask = _Mask.of(call) if "mask" in wanted else None
 
-    if x.q.numel() and options.visibility.positions() is not None:
-        grid = (-(-options.visibility.n_keys // call.backward.size), call.batch * x.k.shape[1])
-        summed = mask.buffer if mask is not None and call.of_keys else None
-        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, d_mask=summed, **{**given, "num_stages": call.key_stages})
-        kept = [part for part in (logits, weights, None if call.of_keys else mask) if part is not None and part.wanted]
-        for start, stop in _chunks(call, sum(part.row_bytes for part in kept)):
-            for part in kept:
-                part.begin(start, stop)
+    if not call.is_empty:
+        of_keys = mask if call.of_keys else None
+        for start, stop in _chunks(call, x.k.shape[2], [key_logits]):
+            columns = call.columns(start, stop, mirrored=True)
+            key_gradient_kernel[-(-(stop - start) // call.backward.size), call.batch * x.k.shape[1]](
+                d_k=d_k, d_v=d_v, chunk_start=start, chunk_stop=stop, first_position=columns.first, width=columns.width,
+                **_kept("d_logits", "far_logits", key_logits), d_mask=None if of_keys is None else of_keys.buffer,
+                **{**given, "num_stages": call.key_stages},
+            )  # fmt: skip
+        of_pairs = None if call.of_keys else mask
+        for start, stop in _chunks(call, x.q.shape[2], [logits, weights, of_pairs]):
             columns = call.columns(start, stop)
-            grid = (-(-(stop - start) // call.backward.size), call.batch * call.heads)
-            query_gradient_kernel[grid](
+            query_gradient_kernel[-(-(stop - start) // call.backward.size), call.batch * call.heads](
                 d_q=d_q, d_rel_q=d_rel_q, chunk_start=start, chunk_stop=stop, first_position=columns.first,
                 width=columns.width, **_kept("d_logits", "far_logits", logits),
-                **_kept("weights", "far_weights", weights), d_mask=mask.buffer if mask in kept else None,
-                APART=call.apart, **given,
+                **_kept("weights", "far_weights", weights), d_mask=None if of_pairs is None else of_pairs.buffer,
+                **given,
             )  # fmt: skip
-            for part in kept:
-                part.end(start, stop)
-        if mask is not None and call.of_keys:
-            mask.end(0, 1)
+        if of_keys is not None:
+            of_keys.end(0, 1)
 
     found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
     shaped = {name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in found.items()}
-    for table in (logits, weights):
+    for table in (logits, weights, key_logits):
         shaped |= {} if table is None else table.gradients()
     if mask is not None and operands.mask is not None:
         shaped["mask"] = mask.gradient(operands.mask.shape, operands.q.shape[:-3])
@@ -107,12 +109,18 @@ def _delta(d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
     return delta
 
 
-def _chunks(call: TiledCall, row_bytes: int) -> list[tuple[int, int]]:
-    """Cut the queries into chunks of whole tiles."""
-    n, size = call.options.visibility.n_queries, call.backward.size
-    rows = BUFFER_BYTES // max(1, row_bytes) if call.options.chunk_size is None else call.options.chunk_size
-    rows = max(size, rows // size * size)
-    return [(start, min(start + rows, n)) for start in range(0, n, rows)]
+def _chunks(call: TiledCall, length: int, parts: list[_Relative | _Mask | None]) -> Iterator[tuple[int, int]]:
+    """Cut queries or keys into chunks of whole tiles, and let the parts begin and end each."""
+    kept, size = [part for part in parts if part is not None and part.wanted], call.backward.size
+    rows = call.options.chunk_size or BUFFER_BYTES // max(1, sum(part.row_bytes for part in kept))
+    rows = max(size, rows // size * size) if kept else length
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        for part in kept:
+            part.begin(start, stop)
+        yield start, stop
+        for part in kept:
+            part.end(start, stop)
 
 
 def _kept(buffer: str, far: str, relative: _Relative | None) -> dict[str, Any]:
@@ -136,30 +144,31 @@ class _Memory:
 
 
 class _Relative:
-    """Sums over all queries of their numbers by relative position times their rows: the gradient of a table."""
+    """Sums over all queries, or keys, of their numbers by relative position times their rows: a table's gradient."""
 
     def __init__(self, call: TiledCall, rows: Tensor, table: str, bias: str | None = None) -> None:
-        self.call, self.rows, self.names = call, rows, (table, bias)
+        self.call, self.rows, self.names, self.mirrored = call, rows, (table, bias), table == "key_table"
         self.table = getattr(call.operands, table)
         self.bias = None if bias is None else getattr(call.operands, bias)
         self.wanted = self.table is not None or self.bias is not None
-        self.all = call.columns(0, call.options.visibility.n_queries)
+        self.all = call.columns(0, rows.shape[2], mirrored=self.mirrored)
         programs = call.batch * call.heads
-        self.row_bytes = programs * self.all.width * rows.element_size()
         self.sums: Tensor | None = None
         self.bias_sums = torch.zeros((call.heads, self.all.width), dtype=torch.float32, device=rows.device)
         self.far = torch.zeros((2, programs, rows.shape[-2]), dtype=torch.float32, device=rows.device)
-        self.memory = _Memory(rows)
+        # pairs of one row of the table, which positions in any order may have, are added in the buffer
+        self.memory = _Memory(self.far if call.by_value else rows)
+        self.row_bytes = programs * self.all.width * self.memory.like.element_size()
 
     def begin(self, start: int, stop: int) -> None:
         """Clear the buffer of a chunk."""
         programs, rows = self.call.batch * self.call.heads, stop - start
-        shape = (programs, rows, self.call.columns(start, stop).width)
+        shape = (programs, rows, self.call.columns(start, stop, mirrored=self.mirrored).width)
         self.buffer = self.memory.zeros(shape, room=programs * rows * self.all.width)
 
     def end(self, start: int, stop: int) -> None:
         """Add the kernel's results of a chunk."""
-        here = self.call.columns(start, stop)
+        here = self.call.columns(start, stop, mirrored=self.mirrored)
         column = here.first - self.all.first
         if self.bias is not None:
             of_heads = self.buffer.unflatten(0, (self.call.batch, self.call.heads))
@@ -171,10 +180,11 @@ class _Relative:
         if self.sums is None:
             shape = (slabs, self.call.heads, self.all.width, width)
             self.sums = torch.zeros(shape, dtype=torch.float32, device=self.rows.device)
-        table_gradient_kernel[here.width // tile.size, self.call.heads, slabs](
-            self.buffer, rows_of(self.rows), self.sums, batch=self.call.batch, chunk_start=start, chunk_stop=stop,
+        table_gradient_kernel[-(-here.width // tile.size), self.call.heads, slabs](
+            self.buffer, rows_of(self.rows), self.sums, batch=self.call.batch, group=self.group, chunk_start=start,
+            chunk_stop=stop,
             width=here.width, first_column=column, all_columns=self.all.width, slab_rows=SLAB_ROWS,
-            D=width, BLOCK_D=block(width), B=tile.size, PRECISION=self.call.precision,
+            D=width, BLOCK_D=block(width), B=tile.size, PRECISION=self.call.precision, HIDDEN=self.mirrored,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -182,12 +192,13 @@ class _Relative:
         """Return the gradients of the table and of the bias, if present, in float32."""
         result, self.memory = {}, _Memory(self.rows)  # without the chunks' buffer
         self.buffer = self.rows
-        scale = self.call.options.rel_scale if self.names[0] == "rel_k" else 1.0
+        scale = 1.0 if self.names[0] == "rel_v" else self.call.options.rel_scale
         if self.table is not None:
             width = self.table.shape[-1]
             sums = self.bias_sums.new_zeros((1, *self.bias_sums.shape, width)) if self.sums is None else self.sums
             sums = sums[0] if len(sums) == 1 else sums.sum(0)
-            result[self.names[0]] = self._fold(sums, self.rows, self.table.ndim == 2).mul_(scale)
+            shared = self.table.ndim == 2 or self.table.shape[0] == 1  # those of ragged batches have an axis for heads
+            result[self.names[0]] = self._fold(sums, self.rows, shared).mul_(scale).reshape(self.table.shape)
         if self.bias is not None and self.names[1] is not None:
             bias = self._fold(self.bias_sums[..., None], None, self.bias.shape[0] == 1)
             result[self.names[1]] = bias.reshape(self.bias.shape)
@@ -195,17 +206,25 @@ class _Relative:
 
     def _fold(self, sums: Tensor, rows: Tensor | None, shared: bool) -> Tensor:
         """Fold (heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
-        span, heads = self.call.options.span, (self.call.batch, self.call.heads)
+        span, (first, width) = self.call.options.span, self.all
         axes = (0, 1) if shared else (0,)  # of items and heads
-        extension = Extension.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
+        if self.mirrored and not self.call.by_value:
+            sums, first = sums.flip(-2), 1 - first - width
+        extension = Extension.of(span.left, span.rows, span.beyond, first, first + width - 1)
         core = extension.fold((sums.sum(0) if shared else sums).mT, xp=torch)
         table = torch.nn.functional.pad(core, (extension.start, span.rows - extension.stop)).mT.contiguous()
-        if span.beyond == "clip":  # sums over the tiles that are entirely past the edges
+        if span.beyond == "clip" and not self.call.by_value:  # sums over the tiles that are entirely past the edges
             for row, far in ((0, self.far[0]), (-1, self.far[1])):
-                far = far.unflatten(0, heads)[..., None]
-                edge = far.sum(-2) if rows is None else (far * rows).sum(-2)  # not a product, which autocast may round
-                table[..., row, :] += edge.sum(axes)
+                far = far.unflatten(0, (self.call.batch, -1, self.group))[..., None]
+                if rows is not None:  # not a product, which autocast may round; hidden rows may contain NaN
+                    far = torch.where(far == 0, far, far * rows[:, :, None])
+                table[..., row, :] += far.sum(-2).flatten(1, 2).sum(axes)
         return table
+
+    @property
+    def group(self) -> int:
+        """The heads that have the same rows."""
+        return self.call.heads // self.rows.shape[1]
 
 
 class _Mask:

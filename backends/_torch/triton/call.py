@@ -10,10 +10,11 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, LABELS, Operands, Options
+from relskew_core._kernel.call import KINDS, LABELS, Operands, Options, has_tables
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.kinds import MASK, LabelKind, MaskKind, RowsKind
+from relskew_core._positions.visibility import FURTHEST
 from relskew_core.backends._torch.triton.kernels.shuffles import SIZE, WARPS
 
 
@@ -61,9 +62,9 @@ class Limits(NamedTuple):
     processors: int = 132  # those that run programs
 
 
-def tiles(dtype: torch.dtype, width: int, device: Limits) -> tuple[Tile, Tile] | None:
+def tiles(dtype: torch.dtype, width: int, device: Limits, *, by_value: bool = False) -> tuple[Tile, Tile] | None:
     """Return the tiles of the forward and of the backward kernels, ``None`` for heads too wide."""
-    half, table = dtype.itemsize == 2, TILES if device.major == 9 else ELSEWHERE
+    half, table = dtype.itemsize == 2, TILES if device.major == 9 and not by_value else ELSEWHERE
     found = next((table[key] for key in table if key[0] == half and width <= key[1]), None)
     return None if found is None else (fitted(found[0], width, device), fitted(found[1], width, device))
 
@@ -117,7 +118,8 @@ class TiledCall:
                 flat[name] = _rows(x)
         tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())
-        found = tiles(tiled.q.dtype, widest(operands), limits(tiled.q.device))
+        by_value = options.visibility.by_value  # look-ups leave registers for small tiles alone
+        found = tiles(tiled.q.dtype, widest(operands), limits(tiled.q.device), by_value=by_value)
         assert found is not None  # as choice.WIDEST says
         batch, heads, queries = tiled.q.shape[:3]
         drawn: Any = (None, None)
@@ -126,26 +128,45 @@ class TiledCall:
             drawn = drawn[0].expand(*operands.q.shape[:-1], 1).contiguous(), drawn[1].contiguous()
         return cls(tiled, options, heads, batch, *found, drawn)
 
-    def columns(self, start: int, stop: int) -> ColumnRange:
-        """Return the windows in which a chunk of queries stores gradients, in whole tiles."""
+    @property
+    def by_value(self) -> bool:
+        """Whether positions are not consecutive."""
+        return self.options.visibility.by_value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees a key."""
+        x = self.operands
+        return not x.q.numel() or not x.k.shape[2] or self.options.visibility.positions() is None
+
+    def columns(self, start: int, stop: int, *, mirrored: bool = False) -> ColumnRange:
+        """Return the windows in which a chunk of queries stores gradients, in whole tiles, or one of keys if mirrored.
+
+        With positions in any order, the columns are the table's rows.
+        """
         visibility, size = self.options.visibility, self.backward.size
+        if self.by_value:
+            return ColumnRange(-self.options.span.left, self.options.span.rows)
         low, high = self.options.positions()
         first_part, last_part, band_low, band_high = self.parts(size)
         if first_part == 0:
             low = max(low, band_low + 2 - 2 * size)
         if last_part == 2:
             high = min(high, band_high - 2 + 2 * size)
+        offset, length = visibility.offset, visibility.n_keys
+        if mirrored:
+            low, high, offset, length = -high, -low, -offset, visibility.n_queries
         # of key minus query, rounded to whole tiles
-        low = max(low + visibility.offset, 1 - stop) // size * size
-        high = max(low, min(high + visibility.offset, visibility.n_keys - 1 - start) // size * size)
-        return ColumnRange(low - visibility.offset, high - low + size)
+        low = max(low + offset, 1 - stop) // size * size
+        high = max(low, min(high + offset, length - 1 - start) // size * size)
+        return ColumnRange(low - offset, high - low + size)
 
     def parts(self, size: int) -> tuple[int, int, int, int]:
         """Return the first and the last part, depending on whether tiles fit around the band, and its ends."""
         x, span = self.operands, self.options.span
         low, high = self.options.positions()
         band_low, band_high = -span.left - (span.beyond == "zero"), span.right + (span.beyond == "zero")
-        if span.beyond == "error" or (x.rel_k is None and x.rel_v is None and x.rel_bias is None):
+        if self.by_value or span.beyond == "error" or not has_tables(x):
             return 1, 1, band_low, band_high
         return 0 if low < band_low - size else 1, 2 if high > band_high + size else 1, band_low, band_high
 
@@ -160,9 +181,9 @@ class TiledCall:
 
     @property
     def apart(self) -> bool:
-        """Return whether the products of queries with the table have another scale, or other queries."""
+        """Return whether the products with tables have another scale, or other queries."""
         x, options = self.operands, self.options
-        return x.rel_k is not None and (x.rel_q is not None or options.rel_scale != options.scale)
+        return x.rel_q is not None or (options.rel_scale != options.scale and not (x.rel_k is x.key_table is None))
 
     @property
     def precision(self) -> str:
@@ -192,27 +213,28 @@ class TiledCall:
         clip = span.beyond == "clip"
         widths = {"D": x.q.shape[-1], "DV": x.v.shape[-1], "DR": (x.q if x.rel_q is None else x.rel_q).shape[-1]}
         block_size = min(pattern.block_size or 1, self.furthest)
-        met_by_queries = met_by_keys = None
-        if x.q_segments is not None and x.k_segments is not None:
-            met_by_queries, met_by_keys = (met(x.q_segments, x.k_segments, size), met(x.k_segments, x.q_segments, size))
+        before, after, behind = (min(distance, self.furthest) for distance in (
+            pattern.left or 0, pattern.right or 0, pattern.whole_blocks_before * block_size))  # fmt: skip
+        met_by_queries, met_by_keys = self.met(size)
         constants = {
             **widths, **{f"BLOCK_{name}": block(width) for name, width in widths.items()}, "B": size,
             "BEFORE": pattern.left is not None, "AFTER": pattern.right is not None,
             "LOCAL": pattern.block_size is not None,
             "MASK": 0 if x.mask is None else 1 if x.mask.dtype == torch.uint8 else 2, "KEY_MASK": self.of_keys,
             "SOFTCAP": options.softcap is not None, "FIRST_PART": first_part, "LAST_PART": last_part,
-            "EDGES": clip, "PRECISION": self.precision, "SHUFFLES": tile.shuffles,
+            "EDGES": clip, "STRICT": span.beyond == "error" and has_tables(x), "APART": self.apart,
+            "PRECISION": self.precision, "SHUFFLES": tile.shuffles,
         }  # fmt: skip
         call = Call(
-            **{name: rows_of(getattr(x, name)) for name in ("q", "k", "v", "rel_q", "rel_k", "rel_v", "mask")},
+            **{name: rows_of(getattr(x, name))
+               for name in ("q", "k", "v", "rel_q", "rel_k", "rel_v", "key_table", "mask")},
             rel_bias=None if x.rel_bias is None else rows_of(x.rel_bias[..., None]),
             **{name: None if (labels := getattr(x, name)) is None else rows_of(labels[:, None, :, None])
-               for name in LABELS[:2]},
+               for name in LABELS},
             met_by_queries=met_by_queries, met_by_keys=met_by_keys,
             q_hashes=self.drawn[0], k_hashes=self.drawn[1],
             heads=self.heads, group=self.heads // x.k.shape[1],
-            before=pattern.left or 0, after=pattern.right or 0, block_size=block_size,
-            behind=min(pattern.whole_blocks_before, self.furthest // block_size + 1) * block_size,
+            before=before, after=after, block_size=block_size, behind=behind,
             span_left=span.left, table_rows=span.rows, scale=options.scale, rel_scale=options.rel_scale,
             softcap=options.softcap or 1.0, kept=1 / (1 - options.dropout),
             **{name: tl.constexpr(constant) for name, constant in constants.items()},
@@ -224,11 +246,37 @@ class TiledCall:
         )  # fmt: skip
         return {"x": call, "n": numbers, "num_warps": tile.warps, "num_stages": tile.stages}
 
+    def met(self, size: int) -> tuple[Any, Any]:
+        """Return for each tile of queries the first and the end of the tiles of keys that its labels may let it see.
+
+        The second result is that of the tiles of keys. Where labels ascend, as those of packed documents do, nothing
+        else is visited. Without labels, both are ``None``.
+        """
+        x, pattern = self.operands, self.options.visibility
+        may: Any = None
+        if x.q_segments is not None and x.k_segments is not None:
+            (low, high), (first, last) = ends(x.q_segments, size), ends(x.k_segments, size)
+            may = (first[:, None] <= high[..., None]) & (low[..., None] <= last[:, None])
+        if x.q_positions is not None and x.k_positions is not None:
+            (low, high), (first, last) = ends(x.q_positions, size), ends(x.k_positions, size)
+            may = torch.ones_like(first[:, None] <= high[..., None]) if may is None else may
+            if pattern.right is not None:
+                may = may & (first[:, None] <= high[..., None] + min(pattern.right, FURTHEST))
+            if pattern.left is not None:
+                may = may & (last[:, None] >= low[..., None] - min(pattern.left, FURTHEST))
+            if pattern.block_size is not None:
+                low, high, first, last = (
+                    labels // min(pattern.block_size, FURTHEST) for labels in (low, high, first, last)
+                )
+                may = may & (first[:, None] <= high[..., None])
+                may = may & (last[:, None] >= low[..., None] - min(pattern.whole_blocks_before, FURTHEST))
+        return (None, None) if may is None else (run_of(may, size), run_of(may.mT, size))
+
     @property
     def furthest(self) -> int:
-        """Return a distance that no position of a query or a key reaches; longer blocks are as good as this."""
+        """Return a distance that no position of a query or a key reaches; longer ones are as good as this."""
         pattern = self.options.visibility
-        return pattern.n_queries + pattern.n_keys + abs(pattern.offset)
+        return FURTHEST if self.by_value else pattern.n_queries + pattern.n_keys + abs(pattern.offset)
 
 
 def widest(operands: Operands) -> int:
@@ -262,21 +310,17 @@ def rows_of(x: Tensor | None) -> Any:
     return Rows(x, *([0, 0, *strides][-4:]))
 
 
-def met(own: Tensor, others: Tensor, size: int) -> Any:
-    """Return for each tile the first and the end of the tiles of others that may have one of its labels.
+def ends(labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest label of each tile, of (items or 1, length)."""
+    count = labels.shape[-1]
+    places = torch.arange(-(-count // size) * size, dtype=torch.int64, device=labels.device).clamp(max=count - 1)
+    low, high = labels[:, places].unflatten(-1, (-1, size)).aminmax(dim=-1)
+    return low, high
 
-    Labels are (items or 1, length); where they ascend, as those of packed documents do, nothing else is visited.
-    """
 
-    def ends(x: Tensor) -> tuple[Tensor, Tensor]:
-        places = torch.arange(-(-x.shape[-1] // size) * size, dtype=torch.int64, device=x.device).clamp(
-            max=x.shape[-1] - 1
-        )
-        low, high = x[:, places].unflatten(-1, (-1, size)).aminmax(dim=-1)
-        return low, high
-
-    (low, high), (first, last) = ends(own), ends(others)
-    may = ((first[:, None] <= high[..., None]) & (low[..., None] <= last[:, None])).to(torch.int32)
-    some, count = may.amax(-1), may.shape[-1]
-    found = torch.stack([may.argmax(-1) * size, (count - may.flip(-1).argmax(-1)) * size * some], -1)
+def run_of(may: Tensor, size: int) -> Any:
+    """Return the first and the end of the tiles that may be seen, of each row of (items or 1, tiles, tiles)."""
+    may, count = may.to(torch.int32), may.shape[-1]
+    end = (count - may.flip(-1).argmax(-1)) * size * may.amax(-1)
+    found = torch.stack([may.argmax(-1) * size, end], -1)
     return rows_of(found.to(torch.int32).flatten(1)[:, None, None].contiguous())

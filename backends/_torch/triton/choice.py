@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from relskew_core._kernel.call import Operands, Options, unsupported
-from relskew_core.backends._path import FUSED
+from relskew_core.backends._path import EVERY
 from relskew_core.backends._torch.triton import self_check
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
@@ -25,7 +25,7 @@ def refusal(operands: Operands, options: Options) -> str | None:
     """Return why the fused kernels do not support a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
     reason = reason or refusal_of_operands(operands) or refusal_of_options(options)
-    if reason or unsupported(operands, options, FUSED | {"offset_by_item"}):
+    if reason or unsupported(operands, options, EVERY):
         return reason  # what a path does not support, it names
     return self_check.refusal(operands, options)
 

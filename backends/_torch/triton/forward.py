@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import Operands, Options, shape_of_out, shape_of_rows
+from relskew_core._kernel.call import Operands, Options, shape_of_out, shape_of_sums
 from relskew_core.backends._torch.triton.call import Limits, TiledCall, limits, on_device_of
 from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
 
@@ -22,10 +22,9 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """
     call = TiledCall.of(operands, options)
     q = operands.q
-    shape = shape_of_rows(operands)
     out = q.new_empty(shape_of_out(operands), dtype=torch.float32 if options.part.of_more else q.dtype)
-    sums = q.new_empty((*shape, 2), dtype=torch.float32)
-    if math.prod(shape) == 0 or options.visibility.positions() is None:
+    sums = q.new_empty(shape_of_sums(operands), dtype=torch.float32)
+    if call.is_empty:
         return out.zero_(), sums.fill_(-math.inf)
     tile = call.forward
     tiles, programs = -(-options.visibility.n_queries // tile.size), call.batch * call.heads
@@ -36,7 +35,7 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     if count > 1:
         parts = tuple(x.new_empty((count, *x.shape), dtype=torch.float32) for x in parts)
     with on_device_of(q):
-        given = {"out": parts[0], "row_sums": parts[1], "keys_of_program": keys_of_program}
+        given = {"out": parts[0], "row_sums": parts[1], "keys_of_program": keys_of_program if count > 1 else None}
         forward_kernel[tiles, programs, count](**given, **call.arguments(tile))
         return merged(*parts, out) if count > 1 else parts
 

@@ -97,7 +97,8 @@ def trial(
 
     width, value_width, relative_width = widths
     span = Span(9, 7, "clip") if "clip" in features else Span(9, 7, "zero") if "zero" in features else Span.full(LENGTH)
-    shapes = {"rel_k": (span.rows, relative_width), "rel_v": (span.rows, value_width), "rel_bias": (span.rows,)}
+    shapes = {"rel_k": (span.rows, relative_width), "rel_v": (span.rows, value_width), "rel_bias": (span.rows,),
+              "key_table": (span.rows, width)}  # fmt: skip
     arrays: dict[str, Any] = {name: random(2, *shape) for name, shape in shapes.items() if name in features}
     if "rel_q" in features:
         arrays["rel_q"] = random(1, 2, LENGTH, relative_width)
@@ -105,9 +106,11 @@ def trial(
         mask = random(1, 1, LENGTH, LENGTH)
         arrays["mask"] = mask > -1 if "boolean" in features else mask
     window = (40 if "left" in features else None, 0 if "right" in features else None)
+    places = torch.arange(LENGTH, dtype=torch.int64, device=device)
     if "q_segments" in features:
-        places = torch.arange(LENGTH, dtype=torch.int64, device=device)
         arrays["segments"] = places // 90, places // 100
+    if "q_positions" in features:
+        arrays["positions"] = (places * 7) % LENGTH, places.flip(0)
     if "seed" in features:
         arrays |= {"dropout": 0.25, "seed": 3}
     return Arguments(

@@ -4,7 +4,8 @@ A program owns ``B`` queries of one head and goes over the keys in tiles of ``B`
 before the band of positions that a clipped table distinguishes, tiles that overlap it, and tiles wholly after it.
 Outside the band a query's relative term is one number. Inside, one product with ``B`` table rows a tile, the product of
 the tile before, and one gather (:func:`skew`) make the term; values with relative positions take the same way back
-(:func:`unskew`).
+(:func:`unskew`). Where positions are not consecutive, the windows are those of the rows that some pair of the tile has,
+and each pair gathers its number (:func:`looked_up`).
 """
 
 # Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
@@ -25,21 +26,26 @@ from relskew_core.backends._torch.triton.kernels.tiles import (
     load_row,
     load_rows,
     load_window,
+    looked_up,
+    looked_up_sums,
     masked,
     part_of,
     relative_edge,
     relative_window,
+    rows_of_pairs,
     skew,
     softcapped,
     store_rows,
     thinned,
     unskew,
+    weighed,
+    with_key_table,
 )
 
 
 @triton.jit(do_not_specialize=["n", "keys_of_program"])
 def forward_kernel(x, n, out, row_sums, keys_of_program):
-    """Attend for ``B`` queries of one head, to all keys or to a run of ``keys_of_program`` of them."""
+    """Attend for ``B`` queries of one head, to all keys or to a run of ``keys_of_program`` of them, if not ``None``."""
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * x.B  # with a causal pattern, the longest rows come first
     program = tl.program_id(1).to(tl.int64)
     b, h = program // x.heads, program % x.heads
@@ -53,12 +59,13 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
         rel_q_tile = load_rows(head_of(x.rel_q, b, h), i, x.rel_q.row, here, x.DR, x.BLOCK_DR)
     hashes = hashes_of(program, i, x, n)
 
-    key_low, key_high, first, band_start, band_stop, stop = keys_of(i0, b, x, n)
-    start = first + tl.program_id(2) * keys_of_program
-    end = start + keys_of_program
-    band_start = tl.minimum(tl.maximum(band_start, start), end)
-    band_stop = tl.minimum(tl.maximum(band_stop, start), end)
-    stop = tl.minimum(tl.maximum(stop, start), end)
+    key_low, key_high, start, band_start, band_stop, stop = keys_of(i0, b, x, n)
+    if keys_of_program is not None:  # bounds that are not known to be whole tiles take 25 registers more
+        start += tl.program_id(2) * keys_of_program
+        end = start + keys_of_program
+        band_start = tl.minimum(tl.maximum(band_start, start), end)
+        band_stop = tl.minimum(tl.maximum(band_stop, start), end)
+        stop = tl.minimum(tl.maximum(stop, start), end)
     largest = tl.full((x.B,), -float("inf"), tl.float32)
     total = tl.zeros((x.B,), tl.float32)
     sums = tl.zeros((x.B, x.BLOCK_DV), tl.float32)
@@ -67,7 +74,7 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
         far = tl.zeros((x.B,), tl.float32)  # weights beyond the edge of the part
     for PART in tl.static_range(x.FIRST_PART, x.LAST_PART + 1):
         part_start, part_stop = part_of(PART, start, band_start, band_stop, stop)
-        if PART == 1:
+        if PART == 1 and x.q_positions is None:
             earlier = relative_window(rel_q_tile, x.rel_k, x.rel_bias, h, part_start - position - x.B, x.rel_scale,
                                       x, n, x.DR, x.BLOCK_DR)  # fmt: skip
         else:
@@ -79,16 +86,20 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
             # Keys that no query of the tile sees are not loaded: a weight of zero does not hide NaN.
             seen = (j >= key_low) & (j < key_high)
             k_tile = load_rows(k, j, x.k.row, seen, x.D, x.BLOCK_D)
+            row = rows_of_pairs(i0, j0, b, x, n)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=x.PRECISION) * x.scale
             if x.rel_k is not None or x.rel_bias is not None:
-                if PART == 1:
+                if x.q_positions is not None:
+                    s += looked_up(rel_q_tile, x.rel_k, x.rel_bias, h, row, x.rel_scale, x, x.DR, x.BLOCK_DR)
+                elif PART == 1:
                     later = relative_window(rel_q_tile, x.rel_k, x.rel_bias, h, j0 - position, x.rel_scale,
                                             x, n, x.DR, x.BLOCK_DR)  # fmt: skip
                     s += skew(earlier, later, x.B, x.SHUFFLES, x.rel_k is None)
                     earlier = later
                 else:
                     s += relative
-            s = masked(softcapped(s, x.softcap, x.SOFTCAP), i0, j0, b, h, x, n)
+            s = with_key_table(s, k_tile, h, j0 - position, row, x, n, PART)
+            s = masked(softcapped(s, x.softcap, x.SOFTCAP), row, i0, j0, b, h, x, n)
 
             grown = tl.maximum(largest, tl.max(s, 1))
             shift = tl.where(grown == -float("inf"), 0.0, grown) * LOG2E
@@ -98,10 +109,14 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
             p = thinned(p, hashes, j0, x, n)
             largest = grown
             v_tile = load_rows(v, j, x.v.row, seen, x.DV, x.BLOCK_DV)
+            if x.met_by_queries is not None:
+                v_tile = weighed(v_tile, p)
             sums = sums * shrink[:, None]
             sums = tl.dot(p.to(v_tile.dtype), v_tile, sums, input_precision=x.PRECISION)
             if x.rel_v is not None:
-                if PART == 1:
+                if x.q_positions is not None:
+                    sums = looked_up_sums(sums, p, row, x.rel_v, h, None, i, here, x, x.DV, x.BLOCK_DV)
+                elif PART == 1:
                     p_earlier, p_later = unskew(p, x.B, x.SHUFFLES)
                     window = load_window(x.rel_v, h, j0 - position - x.B, x, n, x.DV, x.BLOCK_DV)
                     p_earlier += waiting * shrink[:, None]
@@ -109,19 +124,19 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
                     waiting = p_later
                 elif x.EDGES:
                     far = far * shrink + tl.sum(p, 1)
-        if x.rel_v is not None:
+        if x.rel_v is not None and x.q_positions is None:
             if PART == 1:
                 ends = part_start + tl.maximum(part_stop - part_start - 1, 0) // x.B * x.B  # the last tile of the band
                 window = load_window(x.rel_v, h, ends - position, x, n, x.DV, x.BLOCK_DV)
                 sums = tl.dot(waiting.to(window.dtype), window, sums, input_precision=x.PRECISION)
             elif x.EDGES:
-                row = 0 if PART == 0 else x.table_rows - 1
-                edge = load_row(x.rel_v.at + h * x.rel_v.h + row * x.rel_v.row, x.DV, x.BLOCK_DV)
+                last = 0 if PART == 0 else x.table_rows - 1
+                edge = load_row(x.rel_v.at + h * x.rel_v.h + last * x.rel_v.row, x.DV, x.BLOCK_DV)
                 sums += tl.where(far[:, None] > 0, far[:, None] * edge[None, :], 0.0)
                 far = tl.zeros((x.B,), tl.float32)
 
     seen_some = tl.where(total == 0, 1.0, total)
-    row = (tl.program_id(2) * tl.num_programs(1).to(tl.int64) + program) * n.n_queries
-    store_rows(out + row * x.DV, i, x.DV, here, sums / seen_some[:, None], x.DV, x.BLOCK_DV)
-    tl.store(row_sums + 2 * (row + i), largest, mask=here)
-    tl.store(row_sums + 2 * (row + i) + 1, tl.log(seen_some), mask=here)
+    before = (tl.program_id(2) * tl.num_programs(1).to(tl.int64) + program) * n.n_queries
+    store_rows(out + before * x.DV, i, x.DV, here, sums / seen_some[:, None], x.DV, x.BLOCK_DV)
+    tl.store(row_sums + 2 * (before + i), largest, mask=here)
+    tl.store(row_sums + 2 * (before + i) + 1, tl.log(seen_some), mask=here)

@@ -23,29 +23,34 @@ from relskew_core.backends._torch.triton.kernels.tiles import (
     load_row,
     load_rows,
     load_window,
+    looked_up_sums,
     masked,
     part_of,
     product,
     relative_edge,
+    rows_of_pairs,
     softcapped,
     store_rows,
     thinned,
     unskew,
+    weighed,
+    with_key_table,
 )
 
 
 @triton.jit
 def tile_gradient(
-    q_tile, rel_q_tile, do, k_tile, v_tile, edge, v_edge, most, log, delta, hashes, i0, j0, b, h, x, n,
+    q_tile, rel_q_tile, do, k_tile, v_tile, edge, v_edge, most, log, delta, hashes, row, i0, j0, b, h, x, n,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's weights, and the gradients of its logits, for the mask and before the softcap."""
     first = j0 - i0 - n.offset
-    s = product(q_tile, k_tile, x.scale, rel_q_tile, x.rel_k, x.rel_bias, h, first, x.rel_scale, edge, x, n,
+    s = product(q_tile, k_tile, x.scale, rel_q_tile, x.rel_k, x.rel_bias, h, first, x.rel_scale, edge, row, x, n,
                 PART, x.DR, x.BLOCK_DR)  # fmt: skip
-    dp = product(do, v_tile, 1.0, do, x.rel_v, None, h, first, 1.0, v_edge, x, n, PART, x.DV, x.BLOCK_DV)
+    s = with_key_table(s, k_tile, h, first, row, x, n, PART)
+    dp = product(do, v_tile, 1.0, do, x.rel_v, None, h, first, 1.0, v_edge, row, x, n, PART, x.DV, x.BLOCK_DV)
     capped = softcapped(s, x.softcap, x.SOFTCAP)
-    logits = masked(capped, i0, j0, b, h, x, n)
+    logits = masked(capped, row, i0, j0, b, h, x, n)
     unseen = logits == -float("inf")  # products with hidden keys may be NaN
     p = tl.where(unseen, 0.0, tl.exp2((logits - most[:, None] - log[:, None]) * LOG2E))
     ds = tl.where(unseen, 0.0, p * (thinned(dp, hashes, j0, x, n) - delta[:, None]))
@@ -54,6 +59,63 @@ def tile_gradient(
         ratio = capped / x.softcap
         before_cap = tl.where(unseen, 0.0, ds * (1.0 - ratio * ratio))
     return thinned(p, hashes, j0, x, n), ds, before_cap
+
+
+@triton.jit
+def add_window(
+    sums, window, table, h, first, buffer, lines, column, here, width, x, n,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Store a complete window of positions, the lowest of which is ``first``, and add its products with the table."""
+    if buffer is not None:
+        store_window(buffer, width, lines, column, window, here, width, x.B)
+    if table is not None:
+        rows = load_window(table, h, first, x, n, WIDTH, BLOCK, SIGN)
+        sums = tl.dot(window, rows, sums, input_precision=x.PRECISION)
+    return sums
+
+
+@triton.jit
+def add_tile(
+    sums, waiting, far, y, row, table, h, first, buffer, lines, here, first_position, width, x, n,
+    PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr = 1,
+):  # fmt: skip
+    """Add the numbers ``y`` of a tile's pairs, in absolute layout, times the table's rows of their positions.
+
+    ``waiting`` is the later window, which the next tile completes, and ``far`` the sums beyond the band.
+    """
+    if x.q_positions is not None:
+        sums = looked_up_sums(sums, y, row, table, h, buffer, lines, here, x, WIDTH, BLOCK)
+    elif PART == 1:
+        window, later = unskew(y, x.B, x.SHUFFLES)
+        window = window.to(waiting.dtype) + waiting
+        waiting = later.to(waiting.dtype)
+        sums = add_window(sums, window, table, h, first - x.B, buffer, lines, first - x.B - first_position, here,
+                          width, x, n, WIDTH, BLOCK, SIGN)  # fmt: skip
+    else:
+        far += tl.sum(y, 1)
+    return sums, waiting, far
+
+
+@triton.jit
+def end_part(
+    sums, waiting, far, table, h, first, buffer, far_buffer, lines, line, here, first_position, width, some, x, n,
+    PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr = 1,
+):  # fmt: skip
+    """Add what waits after a part's last tile, whose lowest position is ``first``, or the sums beyond the band."""
+    if x.q_positions is None:
+        if PART == 1:
+            if some:
+                sums = add_window(sums, waiting, table, h, first, buffer, lines, first - first_position, here,
+                                  width, x, n, WIDTH, BLOCK, SIGN)  # fmt: skip
+        elif x.EDGES:
+            if table is not None:
+                edge = 0 if PART == 0 else x.table_rows - 1
+                rows = load_row(table.at + h * table.h + edge * table.row, WIDTH, BLOCK)[None, :]
+                sums += tl.where(far[:, None] != 0, far[:, None] * rows, 0.0)
+            if buffer is not None:
+                tl.store(far_buffer + line, far, mask=here)
+    return sums
 
 
 @triton.jit
@@ -91,23 +153,23 @@ def delta_kernel(
 @triton.jit(do_not_specialize=["n"])
 def query_gradient_kernel(
     x, n, d_out, row_sums, delta, d_q, d_rel_q, d_mask, d_logits, weights, far_logits, far_weights,
-    chunk_start, chunk_stop, first_position, width, APART: tl.constexpr,
+    chunk_start, chunk_stop, first_position, width,
 ):  # fmt: skip
     """Compute the gradient of ``B`` queries, and store their gradients of logits in relative layout.
 
-    ``APART`` says that the products with keys and with the table have separate sums, because their scales differ or
+    ``x.APART`` says that the products with keys and with the table have separate sums, because their scales differ or
     because they are gradients of two arrays.
 
     ``d_logits`` and ``weights`` are (batch · heads, chunk, width), column ``c`` for the position
-    ``first_position + c``; ``far_logits`` and ``far_weights`` are (2, batch · heads, n_queries), the sums before and
-    after the band.
+    ``first_position + c``, or for the table's row ``c`` where positions are not consecutive; ``far_logits`` and
+    ``far_weights`` are (2, batch · heads, n_queries), the sums before and after the band.
     """
     i0 = chunk_start + (tl.num_programs(0) - 1 - tl.program_id(0)) * x.B
     program = tl.program_id(1).to(tl.int64)
     b, h = program // x.heads, program % x.heads
     i = i0 + tl.arange(0, x.B)
     here = i < chunk_stop
-    row = i - chunk_start
+    line = i - chunk_start
     position = i0 + n.offset
     q_tile = load_rows(head_of(x.q, b, h), i, x.q.row, here, x.D, x.BLOCK_D)
     do = load_rows(d_out + program * n.n_queries * x.DV, i, x.DV, here, x.DV, x.BLOCK_DV)
@@ -128,84 +190,57 @@ def query_gradient_kernel(
 
     key_low, key_high, start, band_start, band_stop, stop = keys_of(i0, b, x, n)
     sums = tl.zeros((x.B, x.BLOCK_D), tl.float32)
-    if APART:
+    rel_sums = sums
+    if x.APART:
         rel_sums = tl.zeros((x.B, x.BLOCK_DR), tl.float32)
     for PART in tl.static_range(x.FIRST_PART, x.LAST_PART + 1):
         part_start, part_stop = part_of(PART, start, band_start, band_stop, stop)
         relative = relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART, x.DR, x.BLOCK_DR)
         v_relative = relative_edge(do, x.rel_v, None, h, 1.0, x, PART, x.DV, x.BLOCK_DV)
-        if PART == 1:
-            # of the later window, which the next tile completes: a number is of one of the two, so rounding is as late
-            waiting = tl.zeros((x.B, x.B), q_tile.dtype)
-            p_waiting = waiting
-        else:
-            far, p_far = tl.zeros((x.B,), tl.float32), tl.zeros((x.B,), tl.float32)
+        # of the later window, which the next tile completes: a number is of one of the two, so rounding is as late
+        waiting = tl.zeros((x.B, x.B), q_tile.dtype)
+        far, p_waiting, p_far = tl.zeros((x.B,), tl.float32), waiting, tl.zeros((x.B,), tl.float32)
         for j0 in tl.range(part_start, part_stop, x.B):
             j = j0 + tl.arange(0, x.B)
             seen = (j >= key_low) & (j < key_high)
             k_tile = load_rows(k, j, x.k.row, seen, x.D, x.BLOCK_D)
             v_tile = load_rows(v, j, x.v.row, seen, x.DV, x.BLOCK_DV)
-            first = j0 - position
+            row = rows_of_pairs(i0, j0, b, x, n)
             p, ds_mask, ds = tile_gradient(q_tile, rel_q_tile, do, k_tile, v_tile, relative, v_relative, most, log,
-                                           delta_row, hashes, i0, j0, b, h, x, n, PART)  # fmt: skip
+                                           delta_row, hashes, row, i0, j0, b, h, x, n, PART)  # fmt: skip
             if d_mask is not None:
-                store_window(d_mask, n.n_keys, row, j0, ds_mask.to(d_mask.dtype.element_ty), here, n.n_keys, x.B)
+                store_window(d_mask, n.n_keys, line, j0, ds_mask.to(d_mask.dtype.element_ty), here, n.n_keys, x.B)
+            if x.met_by_queries is not None:
+                k_tile = weighed(k_tile, ds)
             sums = tl.dot(ds.to(k_tile.dtype), k_tile, sums, input_precision=x.PRECISION)
-            if PART == 1:
-                column = first - x.B - first_position
-                if x.rel_k is not None or x.rel_bias is not None:
-                    window, ds_later = unskew(ds, x.B, x.SHUFFLES)
-                    window = window.to(k_tile.dtype) + waiting
-                    waiting = ds_later.to(k_tile.dtype)
-                    if d_logits is not None:
-                        store_window(d_logits, width, row, column, window, here, width, x.B)
-                    if x.rel_k is not None:
-                        rows = load_window(x.rel_k, h, first - x.B, x, n, x.DR, x.BLOCK_DR)
-                        if APART:
-                            rel_sums = tl.dot(window, rows, rel_sums, input_precision=x.PRECISION)
-                        else:
-                            sums = tl.dot(window, rows, sums, input_precision=x.PRECISION)
-                if weights is not None:
-                    p_window, p_later = unskew(p, x.B, x.SHUFFLES)
-                    p_window = p_window.to(v_tile.dtype) + p_waiting
-                    p_waiting = p_later.to(v_tile.dtype)
-                    store_window(weights, width, row, column, p_window, here, width, x.B)
-            else:
-                far += tl.sum(ds, 1)
-                p_far += tl.sum(p, 1)
-        if PART == 1:
-            if part_stop > part_start:
-                first = part_start - position + (part_stop - part_start - 1) // x.B * x.B  # of the last tile
-                if x.rel_k is not None or x.rel_bias is not None:
-                    window = waiting
-                    if d_logits is not None:
-                        store_window(d_logits, width, row, first - first_position, window, here, width, x.B)
-                    if x.rel_k is not None:
-                        rows = load_window(x.rel_k, h, first, x, n, x.DR, x.BLOCK_DR)
-                        if APART:
-                            rel_sums = tl.dot(window, rows, rel_sums, input_precision=x.PRECISION)
-                        else:
-                            sums = tl.dot(window, rows, sums, input_precision=x.PRECISION)
-                if weights is not None:
-                    store_window(weights, width, row, first - first_position, p_waiting, here, width, x.B)
-        elif x.EDGES:
-            programs = tl.num_programs(1).to(tl.int64)
-            place = ((0 if PART == 0 else 1) * programs + program) * n.n_queries + i
-            if x.rel_k is not None:
-                edge = 0 if PART == 0 else x.table_rows - 1
-                row_of_table = load_row(x.rel_k.at + h * x.rel_k.h + edge * x.rel_k.row, x.DR, x.BLOCK_DR)[None, :]
-                far_sums = tl.where(far[:, None] != 0, far[:, None] * row_of_table, 0.0)
-                if APART:
-                    rel_sums += far_sums
-                else:
-                    sums += far_sums
-            if d_logits is not None:
-                tl.store(far_logits + place, far, mask=here)
+            if x.rel_k is not None or x.rel_bias is not None:
+                if not x.APART:
+                    rel_sums = sums
+                rel_sums, waiting, far = add_tile(
+                    rel_sums, waiting, far, ds, row, x.rel_k, h, j0 - position, d_logits, line, here, first_position,
+                    width, x, n, PART, x.DR, x.BLOCK_DR)  # fmt: skip
+                if not x.APART:
+                    sums = rel_sums
             if weights is not None:
-                tl.store(far_weights + place, p_far, mask=here)
+                _, p_waiting, p_far = add_tile(
+                    sums, p_waiting, p_far, p, row, None, h, j0 - position, weights, line, here, first_position,
+                    width, x, n, PART, x.DV, x.BLOCK_DV)  # fmt: skip
+        first = part_start - position + (part_stop - part_start - 1) // x.B * x.B  # of the last tile
+        place = ((0 if PART == 0 else 1) * tl.num_programs(1).to(tl.int64) + program) * n.n_queries + i
+        some = part_stop > part_start
+        if x.rel_k is not None or x.rel_bias is not None:
+            if not x.APART:
+                rel_sums = sums
+            rel_sums = end_part(rel_sums, waiting, far, x.rel_k, h, first, d_logits, far_logits, line, place, here,
+                                first_position, width, some, x, n, PART, x.DR, x.BLOCK_DR)  # fmt: skip
+            if not x.APART:
+                sums = rel_sums
+        if weights is not None:
+            end_part(sums, p_waiting, p_far, None, h, first, weights, far_weights, line, place, here,
+                     first_position, width, some, x, n, PART, x.DV, x.BLOCK_DV)  # fmt: skip
 
     sums *= x.scale
-    if APART:
+    if x.APART:
         rel_sums *= x.rel_scale
         if x.rel_q is not None:
             store_rows(d_rel_q + program * n.n_queries * x.DR, i, x.DR, here, rel_sums, x.DR, x.BLOCK_DR)

@@ -23,6 +23,8 @@ from relskew_core.backends._torch.triton.kernels import shuffles
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BOOLEAN, ADDITIVE = tl.constexpr(1), tl.constexpr(2)
+HIDDEN, BEYOND = tl.constexpr(-1), tl.constexpr(-2)
+"""Instead of a table's row: of pairs that may not see each other, and of positions past a table that does not clip."""
 SKEW, SKEW_REGISTERS = tl.constexpr(shuffles.ptx("skew")), tl.constexpr(shuffles.constraints("skew"))
 SKEW_AND_ROW = tl.constexpr(shuffles.constraints("skew", rows=True))
 UNSKEW, UNSKEW_REGISTERS = tl.constexpr(shuffles.ptx("unskew")), tl.constexpr(shuffles.constraints("unskew"))
@@ -34,14 +36,15 @@ Rows = namedtuple("Rows", "at b h row column", defaults=[1])
 
 Call = namedtuple(
     "Call",
-    # rows; `met_by_queries` has for each tile the first key and the end of those whose segments may be its own
-    "q k v rel_q rel_k rel_v rel_bias mask q_segments k_segments met_by_queries met_by_keys "
+    # rows; `met_by_queries` has for each tile the first key and the end of those that its labels may let it see
+    "q k v rel_q rel_k rel_v rel_bias key_table mask q_segments k_segments q_positions k_positions "
+    "met_by_queries met_by_keys "
     "q_hashes k_hashes "  # of dropout: (batch · heads · n_queries,), (n_keys,)
     # `behind` is how far before its own block a query sees, `kept` the factor of weights that are not dropped
     "heads group before after block_size behind span_left table_rows scale rel_scale softcap kept "
-    # the constants of a program; `KEY_MASK`: the mask is the same for all queries
-    "D DV DR BLOCK_D BLOCK_DV BLOCK_DR B BEFORE AFTER LOCAL MASK KEY_MASK SOFTCAP FIRST_PART LAST_PART EDGES "
-    "PRECISION SHUFFLES",
+    # the constants of a program; `KEY_MASK`: the mask is the same for all queries, `STRICT`: no table may be too short
+    "D DV DR BLOCK_D BLOCK_DV BLOCK_DR B BEFORE AFTER LOCAL MASK KEY_MASK SOFTCAP FIRST_PART LAST_PART EDGES STRICT "
+    "APART PRECISION SHUFFLES",
 )
 """What all kernels of a call get: arrays, which may be ``None``, numbers and constants."""
 
@@ -76,19 +79,24 @@ def store_rows(base, rows, stride, seen, x, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def load_window(table, h, first, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the table rows of the positions ``first … first + B - 1``: edges repeat, hidden rows are zero."""
-    r = first + tl.arange(0, x.B)
+def load_window(table, h, first, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr = 1):
+    """Load the table rows of the positions ``first … first + B - 1``: edges repeat, hidden rows are zero.
+
+    With a ``SIGN`` of -1 they are those of keys' queries, and the rows those of their negatives.
+    """
+    r = SIGN * (first + tl.arange(0, x.B))
     rows = tl.minimum(tl.maximum(r + x.span_left, 0), x.table_rows - 1)
     return load_rows(table.at + h * table.h, rows, table.row, (r >= n.lowest) & (r <= n.highest), WIDTH, BLOCK)
 
 
 @triton.jit
-def relative_window(rows, table, bias, h, first, scale, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def relative_window(
+    rows, table, bias, h, first, scale, x, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr = 1
+):  # fmt: skip
     """Return the products of a tile's rows with the positions ``first … first + B - 1``, (B, B), relative layout."""
     y = tl.zeros((x.B, x.B), tl.float32)
     if table is not None:
-        window = load_window(table, h, first, x, n, WIDTH, BLOCK)
+        window = load_window(table, h, first, x, n, WIDTH, BLOCK, SIGN)
         y = tl.dot(rows, tl.trans(window), input_precision=x.PRECISION) * scale
     if bias is not None:
         r = first + tl.arange(0, x.B)
@@ -113,8 +121,25 @@ def relative_edge(rows, table, bias, h, scale, x, PART: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def relative_term(
+    rows, table, bias, h, first, scale, edge, row, x, n,
+    PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr = 1,
+):  # fmt: skip
+    """Return the products of a tile's rows with the positions of their pairs, (B, B); the lowest one is ``first``."""
+    if x.q_positions is not None:
+        y = looked_up(rows, table, bias, h, row, scale, x, WIDTH, BLOCK)
+    elif PART == 1:
+        earlier = relative_window(rows, table, bias, h, first - x.B, scale, x, n, WIDTH, BLOCK, SIGN)
+        later = relative_window(rows, table, bias, h, first, scale, x, n, WIDTH, BLOCK, SIGN)
+        y = skew(earlier, later, x.B, x.SHUFFLES, table is None)
+    else:
+        y = tl.zeros((x.B, x.B), tl.float32) + edge[:, None]
+    return y
+
+
+@triton.jit
 def product(
-    rows, columns, scale, rel_rows, table, bias, h, first, rel_scale, edge, x, n,
+    rows, columns, scale, rel_rows, table, bias, h, first, rel_scale, edge, row, x, n,
     PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the products of a tile's rows with its columns and with their positions, the lowest of which is ``first``.
@@ -123,13 +148,97 @@ def product(
     """
     y = tl.zeros((x.B, x.B), tl.float32)
     if table is not None or bias is not None:
-        if PART == 1:
-            earlier = relative_window(rel_rows, table, bias, h, first - x.B, rel_scale, x, n, WIDTH, BLOCK)
-            later = relative_window(rel_rows, table, bias, h, first, rel_scale, x, n, WIDTH, BLOCK)
-            y = skew(earlier, later, x.B, x.SHUFFLES, table is None)
-        else:
-            y += edge[:, None]
+        y = relative_term(rel_rows, table, bias, h, first, rel_scale, edge, row, x, n, PART, WIDTH, BLOCK)
     return y + tl.dot(rows, tl.trans(columns), input_precision=x.PRECISION) * scale
+
+
+@triton.jit
+def with_key_table(s, k_tile, h, first, row, x, n, PART: tl.constexpr):
+    """Add the products of a tile's keys with the positions of their pairs: the term of queries, seen from the keys."""
+    if x.key_table is not None:
+        edge = relative_edge(k_tile, x.key_table, None, h, x.rel_scale, x, PART, x.D, x.BLOCK_D)
+        s += tl.trans(relative_term(k_tile, x.key_table, None, h, -first, x.rel_scale, edge, turned(row, x), x, n,
+                                    PART, x.D, x.BLOCK_D, -1))  # fmt: skip
+    return s
+
+
+@triton.jit
+def turned(row, x):
+    """Return the rows of a tile's pairs by key and query."""
+    if x.q_positions is not None:
+        row = tl.trans(row)
+    return row
+
+
+@triton.jit
+def rows_of_pairs(i0, j0, b, x, n):
+    """Return the table's row of each pair of a tile, ``HIDDEN`` or ``BEYOND``; no rows if positions are consecutive."""
+    row = i0 * 0
+    if x.q_positions is not None:
+        i, j = i0 + tl.arange(0, x.B), j0 + tl.arange(0, x.B)
+        own = tl.load(x.q_positions.at + b * x.q_positions.b + i, mask=i < n.n_queries, other=0).to(tl.int64)
+        others = tl.load(x.k_positions.at + b * x.k_positions.b + j, mask=j < n.n_keys, other=0).to(tl.int64)
+        place = others[None, :] - own[:, None] + x.span_left
+        row = tl.minimum(tl.maximum(place, 0), x.table_rows - 1)
+        if not x.EDGES:
+            row = tl.where(row == place, row, BEYOND)
+        row = tl.where(sees(i, j, own, others, x, n), row, HIDDEN).to(tl.int32)
+    return row
+
+
+@triton.jit
+def ends_of(row, x):
+    """Return the first and the last row of the table that some pair of a tile has."""
+    return tl.min(tl.min(tl.where(row < 0, x.table_rows, row), 1), 0), tl.max(tl.max(row, 1), 0)
+
+
+@triton.jit
+def looked_up(rows, table, bias, h, row, scale, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the products of a tile's rows with the table's row of each pair, zeros for those without one, (B, B)."""
+    y = tl.zeros((x.B, x.B), tl.float32)
+    if bias is not None:
+        y += tl.load(bias.at + h * bias.h + row, mask=row >= 0, other=0.0).to(tl.float32)
+    if table is not None:
+        low, high = ends_of(row, x)
+        for first in tl.range(low // x.B * x.B, high + 1, x.B):
+            r = first + tl.arange(0, x.B)
+            window = load_rows(table.at + h * table.h, r, table.row, r < x.table_rows, WIDTH, BLOCK)
+            found = tl.dot(rows, tl.trans(window), input_precision=x.PRECISION) * scale
+            here = (row >= first) & (row < first + x.B)
+            y += tl.where(here, tl.gather(found, row & (x.B - 1), 1), 0.0)
+    return y
+
+
+@triton.jit
+def looked_up_sums(
+    sums, y, row, table, h, buffer, lines, here, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the table's rows by the numbers ``y`` of a tile's pairs, and the numbers to the lines of a buffer.
+
+    The buffer is (…, table_rows). Other programs have other lines: its numbers are added in one order.
+    """
+    low, high = ends_of(row, x)
+    columns = tl.arange(0, x.B)
+    for first in tl.range(low // x.B * x.B, high + 1, x.B):
+        window = tl.zeros((x.B, x.B), tl.float32)
+        for r in tl.range(tl.maximum(low, first), tl.minimum(high + 1, first + x.B)):
+            of_row = tl.sum(tl.where(row == r, y, 0.0), 1)
+            window = tl.where((first + columns == r)[None, :], of_row[:, None], window)
+        there = first + columns < x.table_rows
+        if buffer is not None:
+            at = buffer + lines.to(tl.int64)[:, None] * x.table_rows + (first + columns)[None, :]
+            tl.atomic_add(at, window, mask=here[:, None] & there[None, :], sem="relaxed")
+        if table is not None:
+            rows = load_rows(table.at + h * table.h, first + columns, table.row, there, WIDTH, BLOCK)
+            rows = weighed(rows, window)
+            sums = tl.dot(window.to(rows.dtype), rows, sums, input_precision=x.PRECISION)
+    return sums
+
+
+@triton.jit
+def weighed(rows, weights):
+    """Return rows, zeros for those without a weight in some line of (B, B): they may contain NaN."""
+    return tl.where((tl.max((weights != 0).to(tl.int32), 0) > 0)[:, None], rows, 0.0)
 
 
 @triton.jit
@@ -190,28 +299,39 @@ def floored(position, size):
 
 
 @triton.jit
-def masked(s, i0, j0, b, h, x, n):
+def sees(i, j, own, others, x, n):
+    """Return which queries ``i`` at their ``own`` positions may see which keys ``j`` at others, (B, B)."""
+    seen = (i < n.n_queries)[:, None] & (j < n.n_keys)[None, :]
+    if x.AFTER:
+        seen = seen & (others[None, :] <= (own + x.after)[:, None])
+    if x.BEFORE:
+        seen = seen & (others[None, :] >= (own - x.before)[:, None])
+    if x.LOCAL:
+        block = floored(own, x.block_size)[:, None]
+        seen = seen & (others[None, :] >= block - x.behind) & (others[None, :] < block + x.block_size)
+    return seen
+
+
+@triton.jit
+def masked(s, row, i0, j0, b, h, x, n):
     """Put ``-inf`` where a query ``i0 …`` may not see a key ``j0 …``, and add an additive mask."""
     i, j = i0 + tl.arange(0, x.B), j0 + tl.arange(0, x.B)
-    first, last = i0 + n.offset, i0 + n.offset + x.B - 1  # positions of the tile's queries
-    partly = (i0 + x.B > n.n_queries) | (j0 + x.B > n.n_keys)
-    if x.AFTER:
-        partly = partly | (j0 + x.B - 1 > first + x.after)
-    if x.BEFORE:
-        partly = partly | (j0 < last - x.before)
-    if x.LOCAL:
-        partly = partly | (j0 < floored(last, x.block_size) - x.behind)
-        partly = partly | (j0 + x.B > floored(first, x.block_size) + x.block_size)
-    if partly:
-        seen = (i < n.n_queries)[:, None] & (j < n.n_keys)[None, :]
+    if x.q_positions is not None:
+        if x.STRICT:
+            s = tl.where(row == BEYOND, float("nan"), s)
+        s = tl.where(row == HIDDEN, -float("inf"), s)
+    else:
+        first, last = i0 + n.offset, i0 + n.offset + x.B - 1  # positions of the tile's queries
+        partly = (i0 + x.B > n.n_queries) | (j0 + x.B > n.n_keys)
         if x.AFTER:
-            seen = seen & (j[None, :] <= i[:, None] + (n.offset + x.after))
+            partly = partly | (j0 + x.B - 1 > first + x.after)
         if x.BEFORE:
-            seen = seen & (j[None, :] >= i[:, None] + (n.offset - x.before))
+            partly = partly | (j0 < last - x.before)
         if x.LOCAL:
-            block = floored(i + n.offset, x.block_size)[:, None]
-            seen = seen & (j[None, :] >= block - x.behind) & (j[None, :] < block + x.block_size)
-        s = tl.where(seen, s, -float("inf"))
+            partly = partly | (j0 < floored(last, x.block_size) - x.behind)
+            partly = partly | (j0 + x.B > floored(first, x.block_size) + x.block_size)
+        if partly:
+            s = tl.where(sees(i, j, i + n.offset, j, x, n), s, -float("inf"))
     if x.q_segments is not None:
         own = tl.load(x.q_segments.at + b * x.q_segments.b + i, mask=i < n.n_queries, other=0)
         others = tl.load(x.k_segments.at + b * x.k_segments.b + j, mask=j < n.n_keys, other=0)
@@ -261,11 +381,11 @@ def keys_of(i0, b, x, n):
     """
     position = i0 + n.offset
     low, high = position * 0, n.n_keys
-    if x.BEFORE:
+    if x.BEFORE and x.q_positions is None:
         low = tl.maximum(low, position - x.before)
-    if x.AFTER:
+    if x.AFTER and x.q_positions is None:
         high = tl.minimum(high, tl.minimum(i0 + x.B, n.n_queries) + n.offset + x.after)
-    if x.LOCAL:
+    if x.LOCAL and x.q_positions is None:
         last = tl.minimum(i0 + x.B, n.n_queries) - 1 + n.offset
         low = tl.maximum(low, floored(position, x.block_size) - x.behind)
         high = tl.minimum(high, floored(last, x.block_size) + x.block_size)
@@ -289,11 +409,11 @@ def queries_of(j0, b, x, n):
     """Return the borders of the parts of the queries that see some key ``j0 …``, the furthest ahead first."""
     last = tl.minimum(j0 + x.B, n.n_keys) - 1
     low, high = j0 * 0, n.n_queries
-    if x.AFTER:
+    if x.AFTER and x.q_positions is None:
         low = tl.maximum(low, j0 - x.after - n.offset)
-    if x.BEFORE:
+    if x.BEFORE and x.q_positions is None:
         high = tl.minimum(high, last + x.before - n.offset + 1)
-    if x.LOCAL:
+    if x.LOCAL and x.q_positions is None:
         low = tl.maximum(low, floored(j0, x.block_size) - n.offset)
         high = tl.minimum(high, floored(last, x.block_size) + x.behind + x.block_size - n.offset)
     if x.met_by_keys is not None:
