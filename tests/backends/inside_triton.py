@@ -116,7 +116,8 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
                           {"rel_bias": 2047, "mask": "additive"}, {"rel_v": 9, "span": Span.clipped(4)},
                           {"rel_k": 9, "rel_v": 9, "rel_bias": 9, "rel_q": True, "span": Span.clipped(4),
                            "block_size": 16},
-                          {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)}],
+                          {"rel_k": 9, "mask": "boolean", "span": Span.clipped(4), "window": (20, 3)},
+                          {"rel_k": 2047, "key_table": 2047}, {"key_table": 9, "span": Span.clipped(4)}],
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 40), (torch.bfloat16, 128)])
 def test_shuffles_get_the_layout_that_they_are_written_for(
@@ -130,7 +131,7 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
     masks = {"additive": torch.empty((length, length), dtype=dtype), "boolean": torch.empty((length,)) > 0}
     arrays: dict[str, Any] = {
         name: torch.empty((heads, rows) if name == "rel_bias" else (heads, rows, width), dtype=dtype)
-        for name, rows in given.items() if name in ("rel_k", "rel_v", "rel_bias")
+        for name, rows in given.items() if name in ("rel_k", "rel_v", "rel_bias", "key_table")
     }  # fmt: skip
     arrays |= {"rel_q": x} if "rel_q" in given else {}
     arrays |= {"mask": masks[given["mask"]]} if "mask" in given else {}

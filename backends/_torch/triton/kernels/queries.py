@@ -87,7 +87,7 @@ def add_tile(
     if x.q_positions is not None:
         sums = looked_up_sums(sums, y, row, table, h, buffer, lines, here, x, WIDTH, BLOCK)
     elif PART == 1:
-        window, later = unskew(y, x.B, x.SHUFFLES)
+        window, later = unskew(y, x.B, x.SHUFFLES and SIGN == 1)  # a turned tile has another layout
         window = window.to(waiting.dtype) + waiting
         waiting = later.to(waiting.dtype)
         sums = add_window(sums, window, table, h, first - x.B, buffer, lines, first - x.B - first_position, here,
