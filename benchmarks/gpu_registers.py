@@ -95,6 +95,7 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "queries", query_kernels.query_gradient_kernel, {
         **given, "d_q": x.q, "d_logits": logits, "weights": None if x.rel_v is None else buffer, "far_logits": numbers,
         "far_weights": numbers, "d_rel_q": x.rel_q, "d_mask": None if call.of_keys else x.mask, **chunk,
+        "num_stages": call.query_stages,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward

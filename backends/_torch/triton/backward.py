@@ -83,7 +83,7 @@ def _attention_vjp(
                 d_q=d_q, d_rel_q=d_rel_q, chunk_start=start, chunk_stop=stop, first_position=columns.first,
                 width=columns.width, **_kept("d_logits", "far_logits", logits),
                 **_kept("weights", "far_weights", weights), d_mask=None if of_pairs is None else of_pairs.buffer,
-                **given,
+                **{**given, "num_stages": call.query_stages},
             )  # fmt: skip
         if of_keys is not None:
             of_keys.end(0, 1)

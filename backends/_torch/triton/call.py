@@ -180,6 +180,11 @@ class TiledCall:
         return 1 if self.backward.size == SIZE else self.backward.stages
 
     @property
+    def query_stages(self) -> int:
+        """Return those of the queries' gradients, whose products with a table of keys read a tile longest."""
+        return self.backward.stages if self.operands.key_table is None else self.key_stages
+
+    @property
     def apart(self) -> bool:
         """Return whether the products with tables have another scale, or other queries."""
         x, options = self.operands, self.options
