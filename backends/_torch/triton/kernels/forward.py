@@ -60,7 +60,7 @@ def forward_kernel(x, n, out, row_sums, keys_of_program):
     hashes = hashes_of(program, i, x, n)
 
     key_low, key_high, start, band_start, band_stop, stop = keys_of(i0, b, x, n)
-    if keys_of_program is not None:  # bounds that are not known to be whole tiles take 25 registers more
+    if keys_of_program is not None:  # its bounds may be within tiles, which takes registers
         start += tl.program_id(2) * keys_of_program
         end = start + keys_of_program
         band_start = tl.minimum(tl.maximum(band_start, start), end)
