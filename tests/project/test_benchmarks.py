@@ -194,7 +194,7 @@ def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch
         names, measures, page = ("one",), frozenset[str](), "page.md"
 
         def cases(self) -> list[Any]:
-            return [{}]
+            return [{"size": 1}]
 
         def prepare(self, case: Any, contender: str) -> Any:
             return lambda: None
