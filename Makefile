@@ -31,6 +31,7 @@
 #   make check          the static checks
 #   make bench          time and memory of calls and of whole models, compared with the alternatives
 #   make bench-families models of transformers, with and without their attention replaced; T5 also generates
+#   make bench-jobs     whole jobs in transformers, with relskew, and in other runtimes
 #   make bench-options  the same for the options of a call, compared with dense masks
 #   make bench-compiled the compiled kernels, compared with the same calls without them
 #   make bench-short    one token, small batches and short training, compared with the formula by hand
@@ -69,7 +70,7 @@ SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest pins
 .PHONY: test-peers-all test-weights test-aarch64 test-emulated test-compilers test-clang-cl test-operator
 .PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
-.PHONY: gpu bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
+.PHONY: gpu bench bench-compiled bench-families bench-jobs bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -195,6 +196,9 @@ bench: .venv/bench.stamp
 
 bench-families: .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks families
+
+bench-jobs: .venv-peers/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks jobs
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks options

@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),
     "models": ("models.Models", "whole torch models: training and decoding"),
     "families": ("families.Families", "models of transformers with and without replaced attention"),
+    "jobs": ("jobs.Jobs", "whole jobs: in transformers, with relskew, in other runtimes; needs tests/peers' packages"),
     "export": ("graphs.Export", "graphs against those of textbook code by torch's exporter; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library against the kernel from NumPy and plain graphs"),
     "quantise": ("graphs.Quantise", "the accuracy that quantisation loses and the size that it saves"),

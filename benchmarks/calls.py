@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from benchmarks.contenders import CONTENDERS, Shape, prepare, reference
-from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_memory, as_time, pivot, verdicts
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_memory, as_time, left_out, pivot, verdicts
 
 RELSKEW = ("torch-portable", "torch", "numpy-portable", "numpy")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -123,72 +123,46 @@ def _table(section: str, rows: Sequence[Row]) -> str:
                 ratio = of[name, max(of)[1]] / of[name, min(of)[1]]
                 yield CONTENDERS[name].label, "ratio", f"{ratio:.2f}×"
 
-    return "\n\n".join([pivot(cells()), *_notes(rows)])
-
-
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row.skipped is not None:
-            reasons.setdefault((row.contender, row.skipped), {})[str(row.case["length"])] = None
-    for (name, reason), lengths in reasons.items():
-        yield f"Not run: {CONTENDERS[name].label}, L = {', '.join(lengths)}: {reason}."
-
-
-Find = tuple[str, str, int, dict[str, Any]]
-
-
-def promises(torch: str, numpy: str) -> Iterator[tuple[str, Find, Find | None, str, float, Callable[[float], str]]]:
-    """Yield every promise: two contenders, or one whose memory counts, the bound (a least one if below 0), its form."""
-    times, mib = "{:.2f}×".format, lambda count: f"{count / 2**20:.0f} MiB"
-
-    def at(section: str, contender: str, length: int = 2048, **more: Any) -> Find:
-        return section, contender, length, more
-
-    def ratio(text: str, one: Find, other: Find, bound: float, form: Any = times, field: str = "fastest") -> Any:
-        return text, one, other, field, bound, form
-
-    for n in (2048, 4096):
-        forward, plain = at("forward", torch, n), at("forward", "plain", n)
-        yield ratio(f"forward, torch, L = {n}, of plain SDPA", forward, plain, 1.8)
-    training, plain = at("training", torch), at("training", "plain")
-    yield ratio("forward + backward, torch, L = 2048, of plain SDPA", training, plain, 2.2)
-    forward, plain = (at("forward", name) for name in (numpy, "plain"))
-    yield ratio("forward, NumPy, L = 2048, of torch's plain SDPA", forward, plain, 3.0)
-    for library, name in (("torch", torch), ("NumPy", numpy)):
-        for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
-            text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
-            yield text, at("memory", name, n, backward=backward), None, "bytes", limit * 2**20, mib
-        peaky, usual = (at("peaky", name, std=std) for std in (30.0, 1.0))
-        yield ratio(f"peaky logits (std 30), {library}, of std 1", peaky, usual, 1.5)
-        yield f"one head, L = 65536, {library}, extra memory", at("long", name, 65536), None, "bytes", 2**30, mib
-        for section, text in (("blocks", "local blocks"), ("window", "window")):
-            text = f"{text}, {library}, L = 16384, of L = 4096 (linear: 4×)"
-            yield ratio(text, at(section, name, 16384), at(section, name, 4096), 5)
-    one, other = at("forward", "huang"), at("forward", "torch-portable")
-    yield ratio("portable on torch, L = 2048, speed of pad–reshape–slice", one, other, -3)
-    one, other = (at("memory", name, backward=False) for name in ("torch-portable", "huang"))
-    text = "portable on torch, L = 2048, memory of pad–reshape–slice"
-    yield ratio(text, one, other, 0.1, "{:.1%}".format, "bytes")
+    missing = left_out(rows, lambda row: f"{CONTENDERS[row.contender].label}, L = {row.case['length']}")
+    return "\n\n".join([pivot(cells()), *missing])
 
 
 def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
     """Compare a record with every promise: return it, the target, the measurement, and whether it is reached."""
-    rows = list(record.measured())
-    names = {row.contender for row in rows}
-    defaults = [name if name in names else f"{name}-portable" for name in ("torch", "numpy")]
+    names, times = {row.contender for row in record.measured()}, "{:.2f}×".format
+    torch, numpy = (name if name in names else f"{name}-portable" for name in ("torch", "numpy"))
 
-    def number(find: Find, field: str) -> float | None:
-        section, contender, length, more = find
-        case = {"section": section, "length": length, **more}
-        found = [row for row in rows if row.contender == contender and case.items() <= row.case.items()]
-        return getattr(found[0], field) if found else None
+    def at(section: str, contender: str, length: int = 2048, field: str = "fastest", **more: Any) -> float | None:
+        rows = record.measured(section=section, length=length, **more)
+        return next((getattr(row, field) for row in rows if row.contender == contender), None)
 
-    for text, one, other, field, bound, form in promises(*defaults):
-        value, base = number(one, field), 1.0 if other is None else number(other, field)
+    def line(text: str, value: float | None, base: float | None, bound: float, form: Any = times) -> Any:
+        """Compare with the largest multiple of a base, or the least one if the bound is below 0."""
         target = f"{'≤' if bound > 0 else '≥'} {form(abs(bound))}"
         if value is None or not base:
-            yield text, target, "not measured", None
-        else:
-            value /= base
-            yield text, target, form(value), value <= bound if bound > 0 else value >= -bound
+            return text, target, "not measured", None
+        return text, target, form(value / base), value / base <= bound if bound > 0 else value / base >= -bound
+
+    def mib(count: float) -> str:
+        return f"{count / 2**20:.0f} MiB"
+
+    for n in (2048, 4096):
+        yield line(f"forward, torch, L = {n}, of plain SDPA", at("forward", torch, n), at("forward", "plain", n), 1.8)
+    training = at("training", torch), at("training", "plain")
+    yield line("forward + backward, torch, L = 2048, of plain SDPA", *training, 2.2)
+    yield line("forward, NumPy, L = 2048, of torch's plain SDPA", at("forward", numpy), at("forward", "plain"), 3.0)
+    for library, name in (("torch", torch), ("NumPy", numpy)):
+        for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
+            text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
+            yield line(text, at("memory", name, n, "bytes", backward=backward), 1.0, limit * 2**20, mib)
+        peaky = (at("peaky", name, std=std) for std in (30.0, 1.0))
+        yield line(f"peaky logits (std 30), {library}, of std 1", *peaky, 1.5)
+        long = at("long", name, 65536, "bytes")
+        yield line(f"one head, L = 65536, {library}, extra memory", long, 1.0, 2**30, mib)
+        for section, text in (("blocks", "local blocks"), ("window", "window")):
+            text = f"{text}, {library}, L = 16384, of L = 4096 (linear: 4×)"
+            yield line(text, at(section, name, 16384), at(section, name, 4096), 5)
+    one, other = at("forward", "huang"), at("forward", "torch-portable")
+    yield line("portable on torch, L = 2048, speed of pad–reshape–slice", one, other, -3)
+    one, other = (at("memory", name, field="bytes", backward=False) for name in ("torch-portable", "huang"))
+    yield line("portable on torch, L = 2048, memory of pad–reshape–slice", one, other, 0.1, "{:.1%}".format)

@@ -154,11 +154,6 @@ def plain(x: Inputs) -> Any:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal and not x.shape.first)
 
 
-def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:
-    """The same with one of torch's kernels."""
-    return sdpa_kernel(list(kernels))(plain)
-
-
 def huang(x: Inputs) -> Any:
     """Everything of size L × L materialised, by pad, reshape and slice, as in ports of Music Transformer."""
     return attended((x.q @ x.k.mT + _relative(x)) / x.shape.dim**0.5, x.v, _hidden(x))
@@ -308,17 +303,13 @@ def _native(library: str) -> str | None:
     return None if "native" in backends.available().get(library, []) else f"no native path for {library} here"
 
 
-def _installed(found: Any, otherwise: str) -> str | None:
-    return None if found else otherwise
-
-
-COMPILER = _installed(shutil.which("g++") or shutil.which("clang++"), "torch.compile needs a C++ compiler")
-X_TRANSFORMERS = _installed(importlib.util.find_spec("x_transformers"), "x-transformers is not installed")
+COMPILER = None if shutil.which("g++") or shutil.which("clang++") else "torch.compile needs a C++ compiler"
+X_TRANSFORMERS = None if importlib.util.find_spec("x_transformers") else "x-transformers is not installed"
 
 CONTENDERS = {
     "plain": Contender("plain SDPA, no relative positions", plain, "plain"),
-    "sdpa-flash": Contender("SDPA, flash", plain_by(SDPBackend.FLASH_ATTENTION), "plain"),
-    "sdpa-cudnn": Contender("SDPA, cuDNN", plain_by(SDPBackend.CUDNN_ATTENTION), "plain"),
+    "sdpa-flash": Contender("SDPA, flash", sdpa_kernel([SDPBackend.FLASH_ATTENTION])(plain), "plain"),
+    "sdpa-cudnn": Contender("SDPA, cuDNN", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])(plain), "plain"),
     "huang": Contender("pad–reshape–slice (Huang)", huang, floats=_logits(4)),
     "huang-local": Contender("local blocks (Huang)", huang_local),
     "sdpa-bias": Contender(  # the relative logits are materialised

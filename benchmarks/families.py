@@ -21,32 +21,24 @@ from benchmarks.runner import Benchmark, Call, Case, Record, as_time
 from relskew_core.huggingface import replace_attention
 
 WIDTH, HEADS = 512, 8
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 1024,
-}  # fmt: skip
-TEXT: dict[str, Any] = {
-    "d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
-    "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0,
-}  # fmt: skip
-INKLING: dict[str, Any] = {
+SIZES: Case = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 1024}
+TEXT: Case = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
+              "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0}  # fmt: skip
+INKLING: Case = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
     "head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
     "local_layer_ids": [0], "mlp_layer_types": ["dense", "dense"], "intermediate_size": 1024, "vocab_size": 100,
 }  # fmt: skip
-DEBERTA: dict[str, Any] = {
+DEBERTA: Case = {
     "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 512,
     "max_position_embeddings": 2048, "position_biased_input": False, "type_vocab_size": 0, "vocab_size": 100, **SIZES,
 }  # fmt: skip
-SEAMLESS: dict[str, Any] = {
-    "hidden_size": WIDTH, "speech_encoder_attention_heads": HEADS, "speech_encoder_layers": 2,
-    "speech_encoder_intermediate_size": 1024,
-}  # fmt: skip
-SAM: dict[str, Any] = {
-    "global_attn_indexes": [1], "image_size": 1024, "mlp_dim": 1024, "hidden_size": WIDTH,
-    "num_attention_heads": HEADS, "num_hidden_layers": 2,
-}  # fmt: skip
-SWIN: dict[str, Any] = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
-BEIT: dict[str, Any] = {"image_size": 224, "use_relative_position_bias": True, **SIZES}
+SEAMLESS: Case = {"hidden_size": WIDTH, "speech_encoder_attention_heads": HEADS, "speech_encoder_layers": 2,
+                  "speech_encoder_intermediate_size": 1024}  # fmt: skip
+SAM: Case = {"global_attn_indexes": [1], "image_size": 1024, "mlp_dim": 1024, "hidden_size": WIDTH,
+             "num_attention_heads": HEADS, "num_hidden_layers": 2}  # fmt: skip
+SWIN: Case = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
+BEIT: Case = {"image_size": 224, "use_relative_position_bias": True, **SIZES}
 TOKENS = (64, 256, 1024, 2048)
 PIXELS, LARGER, PATCHES = (112, 224, 448, 896), (128, 256, 512, 1024), (64, 224, 512, 1024)
 LONGEST = TOKENS[-1]
@@ -116,8 +108,8 @@ pictures = drawing("pixel_values", lambda n: (1, 3, n, n))
 as_argument = drawing("x", lambda n: (1, 3, n, n))
 
 
-def tokens(length: int) -> dict[str, Any]:
-    return {"input_ids": torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(0))}
+def tokens(length: int, batch: int = 1) -> dict[str, Any]:
+    return {"input_ids": torch.randint(1, 100, (batch, length), generator=torch.Generator().manual_seed(0))}
 
 
 def masked(length: int) -> dict[str, Any]:
@@ -279,9 +271,9 @@ FORWARD, TRAINING, GENERATING = "forward", "training", f"generate {GENERATED}"
 
 
 @functools.lru_cache(maxsize=1)
-def pair(name: str, generating: bool) -> tuple[Any, Any]:
-    model = MODELS[name]
-    original = (model.generating if generating and model.generating is not None else model.make)()
+def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return a model, and the same with its attention replaced."""
+    original = make()
     return original, replace_attention(copy.deepcopy(original))
 
 
@@ -303,12 +295,13 @@ class Families(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         """Return a model's call; some models modify their inputs."""
-        task = case["task"]
-        model = pair(case["model"], task == GENERATING)[contender == "replaced"].train(task == TRAINING)
+        task, of = case["task"], MODELS[case["model"]]
+        make = of.generating if task == GENERATING and of.generating is not None else of.make
+        model = pair(make)[contender == "replaced"].train(task == TRAINING)
         if task == GENERATING:
             options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False}
             return torch.no_grad()(partial(model.generate, **tokens(20), **options))
-        given = MODELS[case["model"]].given(case["length"])
+        given = of.given(case["length"])
 
         def call() -> Any:
             return model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()})

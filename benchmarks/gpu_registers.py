@@ -45,14 +45,8 @@ TERMS = {
 """The terms of the compiled calls: tables for keys, and values; all terms; a ``key_table``; positions in any order."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SHARED_BYTES = {
-    80: 163 * 2**10,
-    86: 99 * 2**10,
-    89: 99 * 2**10,
-    90: 227 * 2**10,
-    100: 227 * 2**10,
-    120: 99 * 2**10,
-}  # of a program, by compute capability
+SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10, **dict.fromkeys((86, 89, 120), 99 * 2**10)}
+"""Of a program, by compute capability."""
 
 
 def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:

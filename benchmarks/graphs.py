@@ -11,12 +11,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -24,7 +24,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, pivot, verdicts
+from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, left_out, pivot, verdicts
 from benchmarks.textbook import attended, columns, gathered, joined, picked, projected, shifted, skewed
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import custom_ops_library, quantize, save, to_onnx
@@ -77,8 +77,7 @@ class Textbook(nn.Module):
         return joined(self, attended(logits, v, self.mask[:length, :length] == 0 if spec.causal else None))
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """A block, and the textbook versions of it by label, if there are any."""
 
     title: str
@@ -153,28 +152,20 @@ def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: An
     attention.input[3] = ""  # the mask that is added
     while not attention.input[-1]:
         del attention.input[-1]
-    made = {output: node for node in model.graph.node for output in node.output}
-    needed, used = [value.name for value in model.graph.output], set[str]()
-    while needed:
-        name = needed.pop()
-        if name not in used:
-            used.add(name)
-            needed += made[name].input if name in made else ()
-    nodes = [node for node in model.graph.node if not used.isdisjoint(node.output)]
-    stored = [tensor for tensor in model.graph.initializer if tensor.name in used]
-    inputs = [value for value in model.graph.input if value.name in used]
-    graph = onnx.helper.make_graph(nodes, "no_positions", inputs, model.graph.output, initializer=stored)
-    return onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    inputs, outputs = ([value.name for value in values] for values in (model.graph.input, model.graph.output))
+    return onnx.utils.Extractor(model).extract_model(inputs, outputs)
 
 
-def open_session(content: bytes, operator: bool = False, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Load a graph, with the operator library if requested."""
-    settings = onnxruntime.SessionOptions()
+def open_session(
+    content: bytes | str, operator: bool = False, threads: int = 1, provider: str = "CPUExecutionProvider", **more: Any
+) -> onnxruntime.InferenceSession:
+    """Load a graph or a file of one, with the operator library if requested, and other options of sessions."""
+    options = onnxruntime.SessionOptions()
+    for name, value in {"intra_op_num_threads": threads, "log_severity_level": 4, **more}.items():
+        setattr(options, name, value)
     if operator:
-        settings.register_custom_ops_library(str(custom_ops_library()))
-    settings.intra_op_num_threads = threads
-    settings.log_severity_level = 4
-    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+        options.register_custom_ops_library(str(custom_ops_library()))
+    return onnxruntime.InferenceSession(content, options, providers=[provider])
 
 
 def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_place: bool, wanted: str) -> Call:
@@ -303,28 +294,20 @@ def _ends(case: Case) -> bool:
 def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, bool]]:
     """Compare the graph for CPUs with the promises at L = 1024, with the textbook, and for decoding in place."""
     of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
-    if in_place := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
-        yield "decoding in place, every past", *promise(max(in_place), DECODING_TARGET)
-    multiples = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
-    if form in TARGETS and 1024 in multiples:
-        yield f"{form}, L = 1024", *promise(multiples[1024], TARGETS[form])
-    if multiples:
-        slower = [
-            f"{length} ({multiples[length] / ratio:.2f}×)"
-            for (label, length), ratio in of.items()
-            if label.startswith("torch") and multiples.get(length, 0.0) > ratio
-        ]
-        found = "at L = " + ", ".join(slower) if slower else "nowhere"
-        yield f"{form}, the textbook is faster", "nowhere", found, not slower
-
-
-def promise(found: float, most: float) -> tuple[str, str, bool]:
-    return f"≤ {most}×", f"{found:.2f}×", found <= most
+    most = TARGETS.get(form, DECODING_TARGET)
+    if found := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
+        yield "decoding in place, every past", f"≤ {most}×", f"{max(found):.2f}×", max(found) <= most
+    own = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
+    if form in TARGETS and 1024 in own:
+        yield f"{form}, L = 1024", f"≤ {most}×", f"{own[1024]:.2f}×", own[1024] <= most
+    if own:
+        others = [(n, own.get(n, 0.0) / ratio) for (label, n), ratio in of.items() if label.startswith("torch")]
+        slower = ", ".join(f"{length} ({ratio:.2f}×)" for length, ratio in others if ratio > 1)
+        yield f"{form}, the textbook is faster", "nowhere", f"at L = {slower}" if slower else "nowhere", not slower
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return sizes, times and multiples of a form's graphs, and the reason if one fails."""
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
     order = list(dict.fromkeys(row.contender for row in rows))
 
     def cells() -> Iterator[tuple[str, str, str]]:
@@ -337,17 +320,14 @@ def table(rows: Sequence[Row]) -> str:
             column = f"past = {length}" if row.case["form"] == DECODING else f"L = {length}{', past the table' * ends}"
             if row.skipped is not None:
                 yield label, column, "wrong" if row.skipped.startswith("wrong") else "fails"
-                if not ends:
-                    reasons.setdefault((label, row.skipped[:160]), {})[str(length)] = None
             elif ends:
                 yield label, column, "–" if label.startswith(BARE) else "gives numbers"
             else:
                 ratio = f" ({row.ratio:.2f}×)" if label != BARE and row.ratio is not None else ""
                 yield label, column, f"{as_time(row.cpu or 0.0)}{ratio}"
 
-    body = pivot(cells())
-    notes = [f"{label}, L = {', '.join(lengths)}: {reason}" for (label, reason), lengths in reasons.items()]
-    return "\n\n".join([body, *notes])
+    within = (row for row in rows if not _ends(row.case))
+    return "\n\n".join([pivot(cells()), *left_out(within, lambda row: f"{row.contender}, {row.case['length']}")])
 
 
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
@@ -401,15 +381,10 @@ class GPUGraphs(Benchmark):
         x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
 
         def opened(**settings: Any) -> tuple[Any, Any]:
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 3  # errors alone, which are what remains of a process that fails
-            for name, value in settings.items():
-                setattr(options, name, value)
-            session = onnxruntime.InferenceSession(model, options, providers=[provider])
-            if session.get_providers()[0] != provider:
-                raise SystemExit(
-                    f"onnxruntime {onnxruntime.__version__} has no {provider} here: {session.get_providers()}"
-                )
+            # errors alone are printed, which are what remains of a process that fails
+            session = open_session(model, threads=0, provider=provider, log_severity_level=3, **settings)
+            if (found := session.get_providers())[0] != provider:
+                raise SystemExit(f"onnxruntime {onnxruntime.__version__} has no {provider} here: {found}")
             binding = session.io_binding()
             binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
             binding.bind_output("y", device, 0)

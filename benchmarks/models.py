@@ -18,7 +18,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY = 2, 512, 8, 256
 
 
 class Attention(nn.Module):
-    """Attention without positions, or with relative logits of a textbook; and a cache of fixed length."""
+    """Attention without positions, or with relative logits of a textbook; its cache grows, or has a fixed length."""
 
     def __init__(self, length: int, relative: Callable[[Tensor, Tensor, int], Tensor] | None = None) -> None:
         super().__init__()
@@ -33,11 +33,14 @@ class Attention(nn.Module):
             return joined(self, self.attend(q, k, v))
         keys, values, start = past
         stop = start + x.shape[1]
-        keys[:, :, start:stop], values[:, :, start:stop] = k, v
+        if stop > keys.shape[2]:
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        else:
+            keys[:, :, start:stop], values[:, :, start:stop] = k, v
         return joined(self, self.attend(q, keys[:, :, :stop], values[:, :, :stop])), (keys, values, stop)
 
-    def empty_cache(self, batch: int, length: int) -> tuple[Tensor, Tensor, int]:
-        keys, values = torch.zeros(2, batch, HEADS, length, WIDTH // HEADS)
+    def empty_cache(self, batch: int, length: int | None) -> tuple[Tensor, Tensor, int]:
+        keys, values = torch.zeros(2, batch, HEADS, length or 0, WIDTH // HEADS)
         return keys, values, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,13 +76,13 @@ LONGEST = {"a row for each pair": 1024}
 class CausalModel(nn.Module):
     """Layers with pre-normalisation, as usual."""
 
-    def __init__(self, attention: Callable[[int], nn.Module], length: int) -> None:
+    def __init__(self, attention: Callable[[int], nn.Module], length: int, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.attention: Any = nn.ModuleList(attention(length) for _ in range(LAYERS))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2 * LAYERS))
+        self.attention: Any = nn.ModuleList(attention(length) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2 * layers))
         self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(layers)
         )
 
     def forward(self, tokens: Tensor, past: list[Any] | None = None) -> Any:
@@ -95,19 +98,34 @@ class CausalModel(nn.Module):
             x = x + mlp(between(x))
         return self.head(x) if past is None else (self.head(x), present)
 
-    def empty_cache(self, length: int) -> list[Any]:
+    def caches(self, length: int | None = None) -> list[Any]:
         return [attention.empty_cache(1, length=length) for attention in self.attention]
 
+    def generate(self, input_ids: Tensor, past: Any = None, max_new_tokens: int = 1, **_: Any) -> Tensor:
+        """Decode greedily, in the caches of a past if it is given."""
+        past, made = past or self.caches(), []
+        for _ in range(max_new_tokens):
+            logits, past = self(input_ids, past)
+            input_ids = logits[:, -1:].argmax(-1)
+            made.append(input_ids)
+        return torch.cat(made, 1)
 
-def step(name: str, length: int, batch: int) -> Call:
-    model = CausalModel(MODELS[name], length)
-    tokens = torch.randint(VOCABULARY, (batch, length))
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def step(model: nn.Module, loss: Callable[[], Tensor]) -> Call:
     def call() -> None:
         model.zero_grad(set_to_none=True)
-        F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss().backward()
 
     return call
+
+
+def train(name: str, length: int, batch: int) -> Call:
+    model, tokens = CausalModel(MODELS[name], length), torch.randint(VOCABULARY, (batch, length))
+    return step(model, lambda: loss_of(model, tokens))
 
 
 def decode(name: str, prompt: int, new: int = 20) -> Call:
@@ -115,21 +133,14 @@ def decode(name: str, prompt: int, new: int = 20) -> Call:
     model = CausalModel(MODELS[name], prompt + new).eval()
     tokens = torch.randint(VOCABULARY, (1, prompt))
     with torch.inference_mode():
-        _, filled = model(tokens, model.empty_cache(prompt + new))
-
-    @torch.inference_mode()
-    def call() -> None:
-        token, past = tokens[:, -1:], filled  # what earlier calls wrote after the prompt is overwritten
-        for _ in range(new):
-            logits, past = model(token, past)
-            token = logits[:, -1:].argmax(-1)
-
-    return call
+        _, filled = model(tokens, model.caches(prompt + new))
+    # what earlier calls wrote after the prompt is overwritten
+    return torch.inference_mode()(lambda: model.generate(tokens[:, -1:], filled, new))
 
 
 TASKS: dict[str, tuple[Callable[[str, int], Call], tuple[int, ...]]] = {
-    "a step, batch of 8": (lambda name, length: step(name, length, 8), (128,)),
-    "a step, batch of 1": (lambda name, length: step(name, length, 1), (1024, 2048)),
+    "a step, batch of 8": (lambda name, length: train(name, length, 8), (128,)),
+    "a step, batch of 1": (lambda name, length: train(name, length, 1), (1024, 2048)),
     "20 tokens after": (decode, (100, 2000)),
 }
 

@@ -33,6 +33,8 @@ GRAPHS: Mapping[str, dict[str, Any]] = {
 """Decoders, first those without the operator."""
 ON_CORES = {f"{name}, {n} thread{'s' * (n > 1)}": n for name in (NUMPY, OPERATOR) for n in (1, 2)}
 TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
+BASES = {"causal": (NUMPY,), "full": (NUMPY,), TOKEN: (BARE,), DECODER: tuple(GRAPHS)[:2]}
+"""The contenders whose fastest is the reference of the operator."""
 
 
 class OperatorNodes(Benchmark):
@@ -95,41 +97,28 @@ class OperatorNodes(Benchmark):
         return distance(result, expected if contender.startswith(NUMPY) else rows(expected))
 
     def texts(self, record: Record) -> dict[str, str]:
-        lines, tables = [], {}
-        for form, most in TARGETS.items():
-            found, cells = [], []
-            for case, rows in record.by_case():
-                if case["form"] != form:
-                    continue
-                base = min((rows[name] for name in baselines(form) if name in rows), key=lambda row: row.cpu or 0.0)
-                cells += [(name, f"{case['length']}", as_time(row.cpu or 0.0)) for name, row in rows.items()]
-                ratio = (rows[OPERATOR].ratio or 0.0) / (base.ratio or 1.0)
-                found.append(ratio)
-                cells.append(("**operator**, multiple", f"{case['length']}", f"**{ratio:.2f}**"))
-            if cells:
-                baseline = " or ".join(baselines(form)) if form != DECODER else "the best graph without it"
-                lines.append((form, f"≤ {most} × {baseline}", ", ".join(f"{x:.2f}" for x in found), max(found) <= most))
-                axis = "past" if form in (TOKEN, DECODER) else "length"
-                tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
-        if cells := list(on_cores(record)):
-            about = "Causal, by length, the fastest call of several runs on one thread and on two:"
-            tables[CORES] = f"{about}\n\n{pivot(cells)}"
-        return {"": "\n\n".join([record.where, verdicts(lines), *tables.values()])}
-
-
-def on_cores(record: Record) -> Iterator[tuple[str, str, str]]:
-    """Yield times and the speed-up of a second thread, which only the fastest calls of a busy machine show."""
-    cores = [(case, rows) for case, rows in record.by_case() if case["form"] == CORES]
-    for case, rows in cores:
-        for name in (NUMPY, OPERATOR):
-            one, two = (rows[f"{name}, {threads}"].fastest or 0.0 for threads in ("1 thread", "2 threads"))
-            yield name, f"{case['length']}", f"{as_time(one)} → {as_time(two)} ({one / two:.2f}×)"
-
-
-def baselines(form: str) -> tuple[str, ...]:
-    """Return the contenders whose fastest is the reference of the operator."""
-    others = tuple(name for name in GRAPHS if "operator" not in GRAPHS[name])
-    return {TOKEN: (BARE,), DECODER: others}.get(form, (NUMPY,))
+        lines, tables = list[tuple[str, str, str, bool]](), dict[str, list[tuple[str, str, str]]]()
+        found: dict[str, list[float]] = {}
+        for case, rows in record.by_case():
+            form, column = case["form"], f"{case['length']}"
+            cells = tables.setdefault(form, [])
+            if form == CORES:
+                for name in (NUMPY, OPERATOR):
+                    one, two = (rows[f"{name}, {threads}"].fastest or 0.0 for threads in ("1 thread", "2 threads"))
+                    cells.append((name, column, f"{as_time(one)} → {as_time(two)} ({one / two:.2f}×)"))
+                continue
+            base = min((rows[name] for name in BASES[form] if name in rows), key=lambda row: row.cpu or 0.0)
+            found.setdefault(form, []).append((rows[OPERATOR].ratio or 0.0) / (base.ratio or 1.0))
+            cells += [(name, column, as_time(row.cpu or 0.0)) for name, row in rows.items()]
+            cells.append(("**operator**, multiple", column, f"**{found[form][-1]:.2f}**"))
+        for form, ratios in found.items():
+            baseline = " or ".join(BASES[form]) if form != DECODER else "the best graph without it"
+            most, text = TARGETS[form], ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append((form, f"≤ {most} × {baseline}", text, max(ratios) <= most))
+        about = {form: f"{form[0].upper()}{form[1:]}, by {'past' if 'token' in form else 'length'}:" for form in tables}
+        about[CORES] = "Causal, by length, the fastest call of several runs on one thread and on two:"
+        parts = [f"{about[form]}\n\n{pivot(cells)}" for form, cells in tables.items()]
+        return {"": "\n\n".join([record.where, verdicts(lines), *parts])}
 
 
 def rows(x: Any) -> Any:

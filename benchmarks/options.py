@@ -82,11 +82,6 @@ def _dense_softcap(x: OptionInputs) -> Tensor:
     return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, x.future)
 
 
-def _dense_key_table(x: OptionInputs) -> Tensor:
-    bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT
-    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
-
-
 def _offsets(x: OptionInputs) -> Any:
     """Attend with the heads as items of the batch."""
     items = x._replace(q=x.q.movedim(1, 0), k=x.k.movedim(1, 0), v=x.v.movedim(1, 0))
@@ -98,13 +93,14 @@ def _dense_offsets(x: OptionInputs) -> Tensor:
     return _sdpa(x, r > 0, r.clamp(-REACH, REACH) + REACH)
 
 
+def _dense_key_table(x: OptionInputs) -> Tensor:
+    bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
+
+
 def _dense_blocks(x: OptionInputs) -> Tensor:
     behind = (x.steps // 128)[:, None] - x.steps // 128
     return _sdpa(x, (behind < 0) | (behind > 2))
-
-
-def _dense_scales(x: OptionInputs) -> Tensor:
-    return _sdpa(x._replace(q=x.q * x.scale[:, None, None] * DIM**0.5))
 
 
 OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInputs], Tensor]]] = {
@@ -121,7 +117,8 @@ OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInp
                _dense_blocks),
     "positions": ("positions, time stamps", lambda x: _causal(x, positions=(x.stamps, x.stamps)),
                   lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps))),
-    "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale), _dense_scales),
+    "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale),
+              lambda x: _sdpa(x._replace(q=x.q * x.scale[:, None, None] * DIM**0.5))),
     "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1),
                 lambda x: _sdpa(x, dropout_p=DROPOUT)),
 }  # fmt: skip

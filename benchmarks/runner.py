@@ -79,6 +79,15 @@ def after(training: bool) -> str:
     return ", with backward" if training else ""
 
 
+def left_out(rows: Iterable[Row], what: Callable[[Row], str]) -> Iterator[str]:
+    """Yield why rows have no numbers, those with the same reason together."""
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.skipped is not None:
+            reasons.setdefault(row.skipped, {})[what(row)] = None
+    yield from (f"Not run: {'; '.join(names)}: {reason}." for reason, names in reasons.items())
+
+
 def verdicts(lines: Iterable[Sequence[Any]]) -> str:
     """Return a table of promises: name, target, measurement, and whether it is reached, if that is measured."""
     words = {True: "reached", False: "**missed**", None: "–"}
@@ -379,7 +388,9 @@ class Record:
 
     @classmethod
     def newest(cls, name: str) -> Record:
-        return cls.load(max((ROOT / "benchmarks" / "records").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]))
+        paths = (ROOT / "benchmarks" / "records").glob(f"{name}-*.json")
+        newest = max(paths, key=lambda path: path.stem[-10:], default=None)
+        return cls({}, []) if newest is None else cls.load(newest)
 
     def path(self, name: str) -> Path:
         """Return the path of a benchmark's record, by device and date."""

@@ -8,11 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -43,8 +42,7 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
 LENGTHS = (1, 5, 9)
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(NamedTuple):
     """A form in a profile: its graph, and inputs with their outputs at several lengths."""
 
     name: str
@@ -98,8 +96,7 @@ def _call(spec: BlockSpec, weights: dict[str, Any], options: dict[str, Any], len
     return feeds, [x.astype(dtype) for x in ([result[0], *result[1]] if past else [result])]
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """A release of a runtime, and the packages that pip or npm install for it into a separate folder, if any."""
 
     runtime: str
@@ -124,24 +121,34 @@ class Release:
             install.append("--target")
         subprocess.run([*install, str(self.place), *self.packages], check=True)
 
+    def run(self, *arguments: object) -> str:
+        """Run Python with the packages; return how the process ended, or nothing if it succeeded."""
+        self.install()
+        command = [sys.executable, "-P", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": str(self.place), "RUST_BACKTRACE": "0"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        lines = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()] or [""]
+        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"the process ends with {ended.returncode}: {line}" if ended.returncode else ""
+
 
 def _here(package: str) -> Release:
     return Release(package, version(package), ())
 
 
-def _apart(package: str, release: str, *more: str) -> Release:
+def apart(package: str, release: str, *more: str) -> Release:
     return Release(package, release, (f"{package}=={release}", *more))
 
 
 RELEASES = (
-    _apart("onnxruntime", "1.17.3", "numpy==1.26.4"),
-    *(_apart("onnxruntime", release) for release in ("1.20.1", "1.23.2", "1.25.0", "1.27.0")),
+    apart("onnxruntime", "1.17.3", "numpy==1.26.4"),
+    *(apart("onnxruntime", release) for release in ("1.20.1", "1.23.2", "1.25.0", "1.27.0")),
     *map(_here, ("onnxruntime", "openvino")),
     Release("onnxruntime-web", "1.30.0", ("onnxruntime-web@1.30.0",)),
-    _apart("opencv-python-headless", "5.0.0.93"), _apart("MNN", "3.6.1"),
-    _apart("iree-base-compiler", "3.13.0", "iree-base-runtime==3.13.0"),
-    _apart("tract", "0.23.9"), _apart("onnx2torch", "1.5.15"),
-    _here("onnxscript"), _apart("onnxsim", "0.8.1"), _apart("onnxslim", "0.1.98"),
+    apart("opencv-python-headless", "5.0.0.93"), apart("MNN", "3.6.1"),
+    apart("iree-base-compiler", "3.13.0", "iree-base-runtime==3.13.0"),
+    apart("tract", "0.23.9"), apart("onnx2torch", "1.5.15"),
+    _here("onnxscript"), apart("onnxsim", "0.8.1"), apart("onnxslim", "0.1.98"),
 )  # fmt: skip
 HERE = ("onnxruntime", "openvino")  # are tried with every opset
 PROFILES = {"ort": range(23, 29), "portable": range(18, 29), "trt": range(23, 29)}  # with their opsets
@@ -166,7 +173,6 @@ class Runtimes(Benchmark):
         (release,) = (release for release in _releases(case) if release.name == contender)
 
         def call() -> dict[str, str]:
-            release.install()
             with TemporaryDirectory() as temporary:
                 for graph in graphs(case["profile"], case["opset"], case["dtype"]):
                     graph.save(Path(temporary))
@@ -242,14 +248,7 @@ def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
 
 def _run(release: Release, folder: Path) -> dict[str, str] | str:
     """Return the results of a folder's graphs, or how the process ended."""
-    command = [sys.executable, "-P", str(TRIAL), release.runtime, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(release.place), "RUST_BACKTRACE": "0"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode == 0:
-        found: dict[str, str] = json.loads((folder / "results.json").read_text("utf-8"))
-        return found
-    lines = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()]
-    return f"the process ends with {ended.returncode}: {' '.join(lines[:1])}"
+    return release.run(TRIAL, release.runtime, folder) or json.loads((folder / "results.json").read_text("utf-8"))
 
 
 def clean(reason: str) -> str:

@@ -104,10 +104,7 @@ def mnn(path: Path) -> Run:
     import onnx
 
     made = path.with_suffix(".mnn")
-    convert = [
-        "-c",
-        "import sys, _tools; _tools.mnnconvert(sys.argv)",
-    ]  # without the telemetry of the package's command
+    convert = ["-c", "import sys, _tools; _tools.mnnconvert(sys.argv)"]  # without the telemetry of the command
     options = ["-f", "ONNX", "--modelFile", str(path), "--MNNModel", str(made), "--bizCode", "none"]
     ended = subprocess.run([sys.executable, *convert, *options], capture_output=True, text=True, check=False)
     if not made.exists():
@@ -169,10 +166,8 @@ class Node:
             name: {"type": x.dtype.name, "dims": x.shape, "data": base64.b64encode(x.tobytes()).decode()}
             for name, x in feeds.items()
         }
-        return [
-            np.frombuffer(base64.b64decode(y["data"]), y["type"]).reshape(y["dims"])
-            for y in self._ask(feeds=given)["results"]
-        ]
+        results = self._ask(feeds=given)["results"]
+        return [np.frombuffer(base64.b64decode(y["data"]), y["type"]).reshape(y["dims"]) for y in results]
 
     def _ask(self, **question: Any) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""The pictures of the page of benchmarks: ``python -m docs.site.charts`` draws those of the newest record."""
+"""The pictures of the pages of benchmarks: ``python -m docs.site.charts`` draws those of the newest records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import jobs
 from benchmarks.contenders import CONTENDERS
 from benchmarks.runner import ROOT, Record, Row
 from relskew_core._files import whole
@@ -15,7 +16,7 @@ GRID = {"light": "#e4e7eb", "dark": "#2d333b"}
 
 
 class Line(NamedTuple):
-    """The points of one line; ``thick`` ones are those that a picture is about."""
+    """The points of one line, or of one kind; ``thick`` ones are those that a picture is about."""
 
     name: str
     points: list[tuple[float, float]]
@@ -28,6 +29,7 @@ class Chart(NamedTuple):
     lines: Sequence[Line]
     ticks: Sequence[float]  # of the axis of values
     text: Callable[[float], str]
+    rows: Sequence[str] = ()  # the names of the integers of the other axis, where points are not joined
 
 
 def save_charts(path: Path, title: str, charts: Sequence[Chart], note: str, *, dark: bool) -> Path:
@@ -37,7 +39,9 @@ def save_charts(path: Path, title: str, charts: Sequence[Chart], note: str, *, d
 
     colours, named = DARK if dark else LIGHT, dict[str, Any]()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "relskew"}):  # text stays text, and files the same
-        figure = Figure(figsize=(5.6, 4.5), dpi=150, layout="constrained", facecolor=colours["paper"])
+        figure = Figure(
+            figsize=(5.6, 4.5 + 0.12 * len(charts[0].rows)), dpi=150, layout="constrained", facecolor=colours["paper"]
+        )
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=colours["ink"])
         grid = figure.subplots(1, len(charts), squeeze=False)[0]
         for axes, chart in zip(grid, charts, strict=True):
@@ -53,16 +57,23 @@ def save_charts(path: Path, title: str, charts: Sequence[Chart], note: str, *, d
 
 
 def _draw(axes: Any, chart: Chart, colours: dict[str, str], lattice: str) -> None:
-    axes.set(xscale="log", yscale="log", facecolor=colours["paper"])
+    axes.set(xscale="log", yscale="linear" if chart.rows else "log", facecolor=colours["paper"])
     axes.set_title(chart.title, loc="left", fontsize=10, color=colours["ink"])
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(colours["faint"])
-    axes.grid(axis="y", color=lattice, linewidth=0.8)
+    axes.grid(axis="x" if chart.rows else "y", color=lattice, linewidth=0.8)
     axes.tick_params(colors=colours["faint"], labelsize=9)
     for name, points, colour, thick in chart.lines:
         width, size = (2.4, 5) if thick else (1.4, 3.5)
-        style = {"linestyle": "-", "marker": "o", "linewidth": width, "markersize": size, "zorder": 2 + thick}
-        axes.plot(*zip(*sorted(points), strict=True), label=name, color=colour, **style)
+        style: dict[str, Any] = {"linestyle": "" if chart.rows else "-", "linewidth": width, "markersize": size}
+        axes.plot(*zip(*sorted(points), strict=True), label=name, color=colour, marker="o", zorder=2 + thick, **style)
+    if chart.rows:
+        axes.axvline(1, color=colours["faint"], linewidth=1)
+        axes.set_xticks(chart.ticks, [chart.text(tick) for tick in chart.ticks])
+        axes.set_xticks([], minor=True)
+        axes.set_yticks(range(len(chart.rows)), chart.rows)
+        axes.invert_yaxis()
+        return
     lengths = sorted({x for line in chart.lines for x, _ in line.points})
     axes.set_xticks(lengths, [f"{length:.0f}" for length in lengths])
     low, high = axes.get_ylim()
@@ -112,6 +123,23 @@ def draw(record: Record, folder: Path) -> list[Path]:
     return paths
 
 
+def draw_jobs(record: Record, folder: Path) -> list[Path]:
+    """Write the picture of whole jobs, for light and for dark pages, if they were measured."""
+    names, found = list[str](), dict[str, list[tuple[float, float]]]()
+    for case, rows in record.by_case():
+        for kind, ways in (("relskew", jobs.OF_RELSKEW), ("the fastest other way", jobs.OTHERS)):
+            ratios = [row.ratio for name, row in rows.items() if name in ways and row.ratio is not None]
+            found.setdefault(kind, []).extend((min(ratios), float(len(names))) for _ in ratios[:1])
+        names.append(jobs.labelled(case))
+    colours = {"relskew": COLOURS["torch"], "the fastest other way": COLOURS["numpy"]}
+    lines = [Line(kind, points, colours[kind], kind == "relskew") for kind, points in found.items()]
+    chart = Chart("", lines, (0.2, 0.3, 0.5, 0.7, 1), "{:g}×".format, names)
+    note = f"one thread, {record.machine.get('cpu')}"
+    title = "Whole jobs: time ÷ the usual code"
+    ends = ("", "-dark") if names else ()
+    return [save_charts(folder / f"jobs{end}.svg", title, [chart], note, dark=bool(end)) for end in ends]
+
+
 def _few(lines: list[Line]) -> list[Line]:
     """Keep the lines of the first page's comparison, with relskew on top."""
     wanted = [CONTENDERS[name].label for name in ("torch", "plain", "sdpa-bias", "huang")]
@@ -150,3 +178,4 @@ def _seconds(value: float) -> str:
 
 if __name__ == "__main__":
     draw(Record.newest("calls"), ROOT / "docs" / "benchmarks")
+    draw_jobs(Record.newest("jobs"), ROOT / "docs" / "benchmarks")

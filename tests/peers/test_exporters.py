@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx_ir
@@ -13,6 +14,7 @@ import torch
 from peers.common import check, installed, peer
 from peers.families import FAMILIES
 
+from benchmarks import jobs
 from onnx_sessions import grown, opened
 from relskew_core.export import custom_ops_library, register_exporters
 from relskew_core.huggingface import register_attention, replace_attention
@@ -170,3 +172,16 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match="needs transformers: pip install transformers"):
         register_exporters()
+
+
+def test_whole_jobs_run_in_other_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A translation gives the same tokens in all of them."""
+    installed("ctranslate2")
+    job = jobs.of(jobs.T5, ((2, 9, 4),), (jobs.PLAIN, jobs.OPERATOR, jobs.INT8, jobs.CT2, jobs.CT2_INT8),
+                  jobs.TRANSLATING, num_layers=1, decoder_start_token_id=0, **CELLS)  # fmt: skip
+    monkeypatch.setattr(jobs, "JOBS", {"tiny": job})
+    monkeypatch.setattr(jobs, "KEPT", tmp_path)
+    (rows,) = jobs.Jobs().run("jobs", jobs.Jobs().cases(), 0.0)
+    jobs.pair.cache_clear()
+    assert {row.contender: row.skipped for row in rows} == dict.fromkeys((jobs.USUAL, jobs.REPLACED, *job.others))
+    assert {row.error for row in rows if row.contender not in jobs.Jobs.unlike} == {None, 0.0}

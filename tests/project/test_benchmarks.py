@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, graphs, models, runtimes, short, unverified
+from benchmarks import calls, contenders, families, graphs, jobs, models, runtimes, short, unverified
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
 from benchmarks.memory import resident_peak
 from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
@@ -64,6 +64,7 @@ def tiny(name: str) -> list[str]:
         "options": ("length=96", [], ""),
         "models": ("size=6", [], ""),
         "families": ("", [], ""),
+        "jobs": ("", [], ""),
         "export": ("width=16 reach=16 length=7", [f"form={each}" for each in ("causal", "blocks", "decoding")], ""),
         "operator": ("width=8 length=16 reach=17", [], ""),
         "quantise": ("width=64 rows=64", [], ""),
@@ -108,6 +109,10 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
     monkeypatch.setattr(families, "MODELS", {"twice": model, "pixels": replace(model, generating=None, lengths=(5,))})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
+    music = jobs.JOBS["Music Transformer"]._replace(cases=((1, 6, 2), (2, 6, jobs.STEP)))
+    monkeypatch.setattr(jobs, "JOBS", {"Music Transformer": music})
+    monkeypatch.setattr(jobs, "music", lambda name: models.CausalModel(models.MODELS[name], 16, layers=1).eval())
+    monkeypatch.setattr(jobs, "KEPT", tmp_path / "jobs")
     # another test measures it in separate processes
     monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})
     monkeypatch.setattr(runtimes, "FORMS", {name: runtimes.FORMS[name] for name in ("full", "cache")})
@@ -117,6 +122,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     families.pair.cache_clear()
+    jobs.pair.cache_clear()
     torch.set_num_threads(threads)
 
 
@@ -124,7 +130,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", cli.NAMES)
 def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "operator" and found_library() is None:
+    if name in ("operator", "jobs") and found_library() is None:
         pytest.skip("no operator library was compiled at installation")
     if name == "gpu_registers":
         pytest.importorskip("triton")
@@ -305,10 +311,10 @@ def test_the_pictures_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from docs.site import charts
 
-    paths = charts.draw(Record.newest("calls"), tmp_path)
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    page += (ROOT / "README.md").read_text()
-    assert len(paths) == 10
+    whole = Record.newest("jobs")
+    paths = [*charts.draw(Record.newest("calls"), tmp_path), *charts.draw_jobs(whole, tmp_path)]
+    page = "".join((ROOT / name).read_text() for name in ("docs/benchmarks.md", "docs/whole-jobs.md", "README.md"))
+    assert len(paths) == (12 if whole.rows else 10)
     for path in paths:
         shown = ROOT / "docs" / "benchmarks" / path.name
         assert f"benchmarks/{path.name.replace('-dark', '')}" in page
@@ -379,7 +385,7 @@ def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             model.load_state_dict({name: weights[name.replace(".table", ".rel_k")] for name in theirs})
             assert torch.allclose(model(tokens), expected, atol=1e-5) == (number < len(others) - 1)
         for model in (first, *others[:-1]):
-            logits, past = model(tokens[:1, :5], model.empty_cache(12))
+            logits, past = model(tokens[:1, :5], model.caches(12))
             parts = [logits]
             for token in tokens[:1, 5:].split(1, dim=1):
                 logits, past = model(token, past)
