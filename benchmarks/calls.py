@@ -155,7 +155,7 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
         for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
             text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
             yield line(text, at("memory", name, n, "bytes", backward=backward), 1.0, limit * 2**20, mib)
-        peaky = (at("peaky", name, std=std) for std in (30.0, 1.0))
+        peaky = at("peaky", name, std=30.0), at("peaky", name, std=1.0)
         yield line(f"peaky logits (std 30), {library}, of std 1", *peaky, 1.5)
         long = at("long", name, 65536, "bytes")
         yield line(f"one head, L = 65536, {library}, extra memory", long, 1.0, 2**30, mib)

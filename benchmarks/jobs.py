@@ -69,8 +69,11 @@ class Job(NamedTuple):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def of(name: str, cases: Any, *job: Any, unit: str = "tokens", floats: Any = None, **options: Any) -> Job:
-    return Job(built(name, None, **options), cases, *job, unit=unit, floats=floats)
+def of(
+    name: str, cases: Any, others: Any = GRAPHS, task: str = "feature-extraction", unit: str = "tokens",
+    floats: Any = None, **options: Any,
+) -> Job:  # fmt: skip
+    return Job(built(name, None, **options), cases, others, task, unit, floats)
 
 
 def music(attention: str) -> CausalModel:
@@ -78,8 +81,8 @@ def music(attention: str) -> CausalModel:
     return CausalModel(MODELS[attention], 2048, layers=6).eval()
 
 
-BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
-WORDS = {"vocab_size": 32128, "decoder_start_token_id": 0}
+BASE: Case = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+WORDS: Case = {"vocab_size": 32128, "decoder_start_token_id": 0}
 T5 = "T5ForConditionalGeneration"
 JOBS = {
     "T5-small": of(T5, ((1, 128, 64), (1, 1024, 64), (8, 128, 64), (8, 512, STEP)), (*GRAPHS, INT8, CT2, CT2_INT8),
@@ -231,9 +234,10 @@ class Runnable:
     def __init__(self, path: Path, contender: str) -> None:
         if contender == OPENVINO:
             model = import_module("openvino").Core().compile_model(str(path), "CPU", HINTS)
-            request, self.value = model.create_infer_request(), np.ascontiguousarray
-            self.shapes = {one.any_name: [] for one in model.inputs}
-            self.run = lambda fed: {one.any_name: x.copy() for one, x in request.infer(fed).items()}
+            request = model.create_infer_request()
+            self.value: Any = np.ascontiguousarray
+            self.shapes: dict[str, Any] = {one.any_name: [] for one in model.inputs}
+            self.run: Any = lambda fed: {one.any_name: x.copy() for one, x in request.infer(fed).items()}
         else:
             session = open_session(str(path), contender == OPERATOR)
             self.shapes = {one.name: one.shape for one in session.get_inputs()}

@@ -101,7 +101,7 @@ class CausalModel(nn.Module):
     def caches(self, length: int | None = None) -> list[Any]:
         return [attention.empty_cache(1, length=length) for attention in self.attention]
 
-    def generate(self, input_ids: Tensor, past: Any = None, max_new_tokens: int = 1, **_: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, past: Any = None, max_new_tokens: int = 1, **options: Any) -> Tensor:
         """Decode greedily, in the caches of a past if it is given."""
         past, made = past or self.caches(), []
         for _ in range(max_new_tokens):

@@ -177,8 +177,9 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whole_jobs_run_in_other_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A translation gives the same tokens in all of them."""
     installed("ctranslate2")
+    sizes: dict[str, Any] = {"num_layers": 1, "decoder_start_token_id": 0, **CELLS}
     job = jobs.of(jobs.T5, ((2, 9, 4),), (jobs.PLAIN, jobs.OPERATOR, jobs.INT8, jobs.CT2, jobs.CT2_INT8),
-                  jobs.TRANSLATING, num_layers=1, decoder_start_token_id=0, **CELLS)  # fmt: skip
+                  jobs.TRANSLATING, **sizes)  # fmt: skip
     monkeypatch.setattr(jobs, "JOBS", {"tiny": job})
     monkeypatch.setattr(jobs, "KEPT", tmp_path)
     (rows,) = jobs.Jobs().run("jobs", jobs.Jobs().cases(), 0.0)
