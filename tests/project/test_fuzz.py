@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from fuzz import arguments, calls, engine, exports, files, forms, gradients, grids, threads, traces, transforms
+from fuzz import arguments, calls, engine, exports, files, forms, gradients, grids, soak, threads, traces, transforms
 from fuzz.engine import Target, WrongError, turn
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -303,3 +303,24 @@ def test_numbers_are_compared_with_their_infinities(actual: list[float], wrong: 
     else:
         with pytest.raises(WrongError, match=f"^{re.escape(wrong)}"):
             engine.same("x", actual, [1.0, -np.inf], 1e-6)
+
+
+def test_a_soak_reports_wrong_calls_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target in (calls, gradients):
+        monkeypatch.setattr(target, "ROWS", {"numpy": calls.ROWS["numpy"]})
+    monkeypatch.setattr(calls, "QUICK", ["numpy"])
+    monkeypatch.setattr(soak, "EXAMPLES", dict.fromkeys(soak.EXAMPLES, 5))
+    assert soak.play(1, forks=0) == []
+
+    def careless(*args: Any, **given: Any) -> Any:
+        out, lse = relskew_core.relative_attention(*args, **given)
+        return out, lse + 1
+
+    monkeypatch.setattr(calls, "relative_attention", careless)
+    assert re.search(r"^calls: (?s:.*)lse", "\n".join(soak.play(1, forks=0)))
+    before = soak.Held(memory=1000, threads=5, files=7, children=0)
+    assert soak.grown(before, soak.Held(memory=1010, threads=4, files=7, children=0)) == []
+    assert soak.grown(before, soak.Held(memory=1011, threads=6, files=8, children=1)) == [
+        "memory grew from 1000 to 1011", "threads grew from 5 to 6", "files grew from 7 to 8",
+        "children grew from 0 to 1",
+    ]  # fmt: skip

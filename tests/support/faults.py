@@ -18,7 +18,7 @@ Act = Callable[[Path], object]
 def raising_at(number: int, *modules: ModuleType, failure: Callable[[], BaseException]) -> Iterator[Callable[[], bool]]:
     """Raise before the line of this number, of all that run in some modules; yield whether it was reached."""
     files, left = {module.__file__ for module in modules}, itertools.count(number - 1, -1)
-    raised = []
+    raised: list[bool] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in files:

@@ -1,0 +1,166 @@
+"""``make soak``: random calls on many threads for an hour, with refusals, interrupts and forks, which leave nothing.
+
+In each round, threads of Python make calls, gradients and wrong calls that the targets draw, and hold them to the
+targets' own formulas. Meanwhile the process forks, as servers do, and interrupts long calls, as a person does. What it
+holds between rounds, once its caches are full, may not grow: memory by one percent, and threads and open files not at
+all.
+"""
+
+import argparse
+import faulthandler
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import empty_caches, psutil
+
+from fuzz import arguments, calls, gradients
+from fuzz.engine import Target, turn
+from relskew_core import backends, relative_attention
+from relskew_core.backends._numpy import compiled
+
+THREADS, FORKS = 8, 2
+LIBRARIES = ("numpy", "torch", "jax")
+EXAMPLES = {"calls": 60, "gradients": 30, "arguments": 60}
+"""How many a round draws of each target."""
+WARM = 0.2
+"""The share of the time in which caches may fill."""
+GROWTH = 0.01
+Attempt = tuple[Target, Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds: bytes of memory, threads, open files, and processes that it has started."""
+
+    memory: int
+    threads: int
+    files: int
+    children: int
+
+
+def held(threads: int = 0) -> Held:
+    """Measure, once there are this many threads again: they end a moment after a call."""
+    empty_caches()
+    process = psutil.Process()
+    for _ in range(100):
+        if process.num_threads() <= threads:
+            break
+        time.sleep(0.02)
+    return Held(process.memory_info().rss, process.num_threads(), process.num_fds(), len(process.children()))
+
+
+def grown(before: Held, after: Held) -> list[str]:
+    """Return what there is more of, in words."""
+    room = replace(before, memory=int(before.memory * (1 + GROWTH)))
+    pairs = zip(asdict(room).items(), asdict(after).values(), strict=True)
+    return [f"{name} grew from {getattr(before, name)} to {now}" for (name, most), now in pairs if now > most]
+
+
+def drawn(seed: int) -> list[Attempt]:
+    """Draw the examples of a round."""
+    found: list[Attempt] = []
+    for target in (calls.TARGET, gradients.TARGET, arguments.TARGET):
+        examples: list[Any] = []
+        turn(replace(target, check=examples.append), seed, EXAMPLES[target.name])
+        found += [(target, example) for example in examples]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def attempt(one: Attempt) -> str | None:
+    """Try an example; return what is wrong, in full."""
+    target, example = one
+    try:
+        target.check(example)
+    except Exception:
+        return f"{target.name}: {example}\n{traceback.format_exc()}"
+    return None
+
+
+def fork(attempts: Iterable[Attempt]) -> int:
+    """Try examples in a forked process, with one thread of torch; return its number. It ends where a call hangs."""
+    if child := os.fork():
+        return child
+    faulthandler.dump_traceback_later(120, exit=True)
+    torch.set_num_threads(1)  # OpenMP's threads did not come along
+    failures = [told for one in attempts if (told := attempt(one))]
+    os.write(2, "\n".join(failures).encode())
+    os._exit(bool(failures))
+
+
+def interrupt() -> None:
+    """End a call of minutes in its middle."""
+    x = np.ones((1, 100_000, 16), np.float32)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        relative_attention(x, x, x, causal=True)
+
+
+def play(seed: int, forks: int = FORKS) -> list[str]:
+    """Make the calls of a round; return what is wrong."""
+    attempts = drawn(seed)
+    # neither JAX nor the threads of autograd work after a fork
+    forkable = [one for one in attempts if one[0] is calls.TARGET and calls.ROWS[one[1].row].module != "jax"]
+    with ThreadPoolExecutor(THREADS) as threads:
+        failures = threads.map(attempt, attempts)
+        children = [fork(forkable[number::forks]) for number in range(forks)]
+        interrupt()
+        wrong = [told for told in failures if told]
+    for child in children:
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            wrong.append(f"a fork ended with {status}, see above")
+    return wrong
+
+
+def settle() -> None:
+    """Draw calls of the three libraries, and let short calls be shared by two threads."""
+    calls.ROWS = {name: row for name, row in calls.ROWS.items() if row.module in LIBRARIES}
+    gradients.ROWS = {name: row for name, row in gradients.ROWS.items() if row.module in LIBRARIES}
+    calls.QUICK = [name for name in calls.QUICK if name in calls.ROWS]
+    backends.set_numpy_threads(2)
+    torch.set_num_threads(2)
+    compiled.NUMPY = compiled.NUMPY._replace(shared=0)
+    warnings.filterwarnings("ignore", message=".*fork")  # JAX and newer Pythons warn of what is done here on purpose
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Play rounds until the time is over; return 1 if something is wrong or left."""
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    asked = parser.parse_args(argv)
+    settle()
+    print(f"seed {asked.seed}", flush=True)
+    start, rounds = time.monotonic(), 0
+    warm: Held | None = None
+    while warm is None or time.monotonic() - start < asked.seconds:
+        # a fork while another thread imports, as in first calls, keeps that module locked
+        if wrong := play(asked.seed + rounds, FORKS if rounds else 0):
+            print("\n".join(wrong), f"\nagain: make soak SEED={asked.seed + rounds}")
+            return 1
+        rounds += 1
+        after = held(warm.threads if warm else 0)
+        taken = time.monotonic() - start
+        print(f"{taken:7.0f} s {rounds:6} rounds {after.memory / 1e6:8.1f} MB {after.threads:4} threads", flush=True)
+        if warm is None and taken > WARM * asked.seconds:
+            warm = after
+    left = grown(warm, after)
+    print("\n".join(left) or f"nothing is left: {warm}, then {after}")
+    return int(bool(left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
