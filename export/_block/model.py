@@ -12,7 +12,7 @@ from relskew_core._array.checks import check_bool, describe, explains
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._block.description import digest, inputs_of, metadata, summary
 from relskew_core.export._form import weights as stored_weights
-from relskew_core.export._form.plan import GraphPlan, ProfileName, make_plan
+from relskew_core.export._form.plan import GraphPlan, ProfileName, checked_chunk, make_plan
 from relskew_core.export._nodes.attend import attend
 from relskew_core.export._nodes.emitter import INT64_MAX, Emitter, Value
 from relskew_core.export._nodes.functions import fold_into_operator
@@ -36,6 +36,7 @@ def to_onnx(
     past: bool = False,
     mask: bool = False,
     chunk_size: int | Literal["auto"] | None = "auto",
+    device: Literal["cpu", "cuda"] | None = None,
     projections: bool = True,
     in_place: bool = False,
     segments: bool = False,
@@ -74,8 +75,10 @@ def to_onnx(
         ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
         ``"ort"`` also processes the key heads one after the other, and runs shorter inputs without the loop.
         ``"auto"``: 256 in profile ``"ort"``, unless no input can be longer, the graph has a past, or the spec has
-        blocks, which bound memory themselves. None: no control flow, which on GPUs is many times as fast; with
-        ``in_place``, the filled part of the caches is then always copied.
+        blocks, which bound memory themselves, or ``device="cuda"``. None: no control flow; with ``in_place``, the
+        filled part of the caches is then always copied.
+    device : {"cpu", "cuda"}, optional
+        Where the graph will run. On CUDA a loop takes many times as long as attention at once, so ``"auto"`` is None.
     projections : bool, default True
         The whole block from ``x`` to ``y``; if False, attention alone, from heads ``q (batch, H, query_length, D)``,
         ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape of
@@ -137,7 +140,8 @@ def to_onnx(
     arrays = stored_weights.read_weights(spec, weights, projections=check_bool("projections", projections))
     kind = stored_weights.resolve_dtype(dtype, arrays)
     plan = make_plan(
-        spec, kind, profile=profile, opset=opset, max_length=max_length, past=past, mask=mask, chunk_size=chunk_size,
+        spec, kind, profile=profile, opset=opset, max_length=max_length, past=past, mask=mask,
+        chunk_size=checked_chunk(chunk_size, device),
         projections=projections, in_place=in_place, segments=segments,
     )  # fmt: skip
     # One weight at a time, views last: apart from the given weights, only the model holds them all.

@@ -77,15 +77,11 @@ def open_onnxruntime(source: Source, provider: Provider, library: Path | None = 
         for level in (levels.ORT_ENABLE_ALL, levels.ORT_DISABLE_ALL)
     )  # fmt: skip
     misplaced, placed = _placement(optimised, name)
-    parts = (source.model.graph, *source.model.functions)
-    used_operators = {node.op_type for part in parts for node in part.node}
     used = {key: value for key, value in optimised.get_provider_options().get(name, {}).items() if key == "use_tf32"}
-    # GroupQueryAttention divides by the batch size, which ends the process for an empty batch.
-    empty = name == "CPUExecutionProvider" and "GroupQueryAttention" not in used_operators
     detail = "; ".join([placed, *(f"{key}={value}" for key, value in used.items())])
     calls = _onnxruntime_call(runtime, optimised), _onnxruntime_call(runtime, plain)
     label = f"onnxruntime {runtime.__version__}" + ("" if library is None else ", operator")
-    return Runner(label, name, *calls, misplaced, detail, empty)
+    return Runner(label, name, *calls, misplaced, detail, empty_batch=name == "CPUExecutionProvider")
 
 
 def refuses_empty_batch(error: Exception) -> str:

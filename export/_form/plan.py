@@ -32,6 +32,8 @@ def check_past(spec: BlockSpec) -> None:
 
 
 ProfileName = Literal["ort", "portable", "trt"]
+DEVICES = ("cpu", "cuda")
+"""The devices that a graph may be written for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,12 @@ def make_plan(
     )  # fmt: skip
 
 
-def checked_chunk(chunk_size: Any) -> Any:
+def checked_chunk(chunk_size: Any, device: Any = None) -> Any:
+    """Check a chunk size; on CUDA, where a loop takes many times as long, ``"auto"`` is no loop."""
+    if device is not None:
+        check_choice("device", device, DEVICES)
+    if device == "cuda" and isinstance(chunk_size, str) and chunk_size == "auto":
+        return None
     if chunk_size is None or (isinstance(chunk_size, str) and chunk_size == "auto"):
         return chunk_size
     if isinstance(chunk_size, str):

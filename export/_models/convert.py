@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from relskew_core import __version__
 from relskew_core._array.checks import describe
 from relskew_core.backends._torch.decomposed import operators_kept
-from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, checked_opset
+from relskew_core.export._form.plan import EXPORTER_OPSET, PROFILES, checked_chunk, checked_opset
 from relskew_core.export._form.weights import check_dtype
 from relskew_core.export._models.exported import ExportOptions, announce
 from relskew_core.export._models.names import name_lengths, name_nodes
@@ -82,6 +82,7 @@ def convert(
     announce(f"exporting {', '.join(output_names[:2])} …")
     opset = checked_opset(PROFILES["ort"].opset if options.opset is None else options.opset)
     exported = min(opset, EXPORTER_OPSET)
+    chunk_size = checked_chunk(chunk_size, options.device)
     table = torch_translation_table(exported, chunk_size=chunk_size, operator=options.operator)
     table[torch.ops.aten.rsub.Scalar] = _subtraction_from_a_number(exported)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():

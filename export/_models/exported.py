@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -18,6 +18,7 @@ from relskew_core._array.checks import check_bool, check_choice, check_int, chec
 from relskew_core._array.extras import warn_caller
 from relskew_core.export._check.inspect import Check
 from relskew_core.export._files.save import write
+from relskew_core.export._form.plan import checked_chunk
 from relskew_core.export._nodes.functions import opset_of
 from relskew_core.export._quantise import quantise
 
@@ -148,6 +149,8 @@ class ExportOptions:
         keep their dtype, as when it is loaded in a dtype.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32, and 5e-2 with caches in int8.
+    device : {"cpu", "cuda"}, optional
+        Where the graphs will run: on CUDA ``chunk_size="auto"`` is no loop, as in :func:`to_onnx`.
     operator : bool, default False
         Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
         :func:`to_onnx` does. Calls that the operator does not support, such as those with a span that depends on the
@@ -171,6 +174,7 @@ class ExportOptions:
     opset: int | None = None
     dtype: Any = None
     tolerance: float | None = None
+    device: Literal["cpu", "cuda"] | None = None
     operator: bool = False
     weights: quantise.Weights | None = None
     check: bool = True
@@ -183,6 +187,7 @@ class ExportOptions:
             check_bool(name, getattr(self, name))
         if self.weights is not None:
             check_choice("weights", self.weights, get_args(quantise.Weights))
+        checked_chunk("auto", self.device)
         check_int("external_threshold", self.external_threshold, minimum=0)
         if self.report is not None and not callable(self.report):
             raise TypeError(f"`report` must be a function of an ExportReport, got {describe(self.report)}")

@@ -37,8 +37,6 @@ TOLERANCES = {"weights-8": 0.1, "weights-4": 0.5, "dynamic": 0.3}
 """The allowed relative errors of models: those of trained ones are a quarter of it, except with "dynamic"."""
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 """Operators that torch's exporter leaves between a stored weight or table and its reader."""
-FUSED = ("Attention", "GroupQueryAttention")
-"""Operators of whole attention, whose first three inputs are queries, keys and values."""
 OLDEST = 13
 LEAST = 1024  # the number of entries from which a table is quantised
 BLOCK = 32  # rows of a weight that share a scale, if activations are not quantised
@@ -353,7 +351,7 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
     What only moves a product about is as good as the product. From opset 21 on onnxruntime cannot load it otherwise.
     """
     makers = {name: node for node in model.graph.node for name in node.output}
-    todo = [node for node in model.graph.node if node.op_type in ("Softmax", *FUSED)]
+    todo = [node for node in model.graph.node if node.op_type in ("Softmax", "Attention")]
     seen = set()
 
     def of_product(node: onnx.NodeProto | None) -> bool:
@@ -366,7 +364,7 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
         if node.name not in seen and not of_product(node):
             seen.add(node.name)
             yield node.name
-            read = node.input[3:] if node.op_type in FUSED else node.input
+            read = node.input[3:] if node.op_type == "Attention" else node.input
             todo += [makers[name] for name in read if name in makers]
 
 

@@ -174,11 +174,10 @@ def export(
     written_for: Any = profile
     spec = block.spec(load_weights(weights, prefix, projections=whole) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)
-    chosen_chunk = _export.chunk_of(device)
     model = to_onnx(
         spec, arrays, profile=written_for, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
-        chunk_size=chosen_chunk if chunk_size is None else chunk_size, projections=whole, in_place=in_place,
-        segments=segments, operator=operator,
+        chunk_size="auto" if chunk_size is None else chunk_size, device=_export.checked_device(device),
+        projections=whole, in_place=in_place, segments=segments, operator=operator,
     )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)

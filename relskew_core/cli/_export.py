@@ -7,7 +7,7 @@ import math
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -118,11 +118,11 @@ def _signature(value: Any) -> str:
     return f"{value.name} ({dims})"
 
 
-def chunk_of(device: str | None) -> Literal["auto"] | None:
-    """Return the chunk size of a graph for a device: the fastest one in docs/graphs.md."""
+def checked_device(device: str | None) -> Any:
+    """Return a device that graphs are written for."""
     if device not in (None, *DEVICES):
         raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
-    return None if device == "cuda" else "auto"
+    return device
 
 
 def where_to_validate(model: Any, device: str | None) -> list[str]:
@@ -138,9 +138,7 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
         return tuple(providers or ("cpu",))
     if providers:
         raise CliError("--device and --provider exclude each other")
-    if device not in DEVICES:
-        raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
-    return (device,)
+    return (checked_device(device),)
 
 
 def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:

@@ -98,6 +98,9 @@ def test_chunks_are_chosen_for_long_inputs() -> None:
     assert not chunks(BlockSpec(4, 2, Span.full(256)))
     assert not chunks(clip, max_length=256)
     assert not chunks(clip, chunk_size=None)
+    assert not chunks(long, device="cuda")
+    assert chunks(long, device="cpu")
+    assert chunks(clip, device="cuda", chunk_size=4)
     assert not chunks(clip, profile="portable")
     assert not chunks(long, past=True)
     assert not chunks(BlockSpec(4, 2, Span.causal(600), causal=True, block_size=300))
@@ -110,6 +113,11 @@ def test_chunks_give_what_all_queries_at_once_do() -> None:
     whole, *chunked = (run(to_onnx(spec, random_weights(spec), chunk_size=size), x=x) for size in (None, "auto", 200))
     for y in chunked:
         np.testing.assert_allclose(y, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_a_graph_is_for_a_device_that_exists() -> None:
+    with pytest.raises(ValueError, match="`device` must be one of 'cpu', 'cuda', got 'npu'"):
+        exported("causal", device="npu")
 
 
 @pytest.mark.parametrize(("form", "chunk_size", "error", "message"), [

@@ -324,6 +324,13 @@ def test_memory_of_chunks() -> None:
     assert found < 12 * 4096**2 * 4 / 10
 
 
+def test_graphs_for_cuda_have_no_chunks() -> None:
+    model = of(lambda self, x: relative_attention(x, x, x, self.table, FAR), table=random(13, 4))
+    for device, branches in (("cuda", 0), ("cpu", 1)):
+        graph = torch_to_onnx(model, random(2, 2, 9, 4), device=device, check=False).graph
+        assert sum(node.op_type in ("If", "Loop") for node in graph.node) == branches
+
+
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="`chunk_size` must be"):
         torch_translation_table(chunk_size=0)
