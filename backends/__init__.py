@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from relskew_core._array.checks import check_choice
 from relskew_core._array.extras import to_install
-from relskew_core._array.namespace import library_name
-from relskew_core._array.typing import IMPLS, Impl
+from relskew_core._array.namespace import is_torch, library_name
+from relskew_core._array.typing import IMPLS, Array, Impl
 from relskew_core._kernel import grids
 from relskew_core._kernel.call import Operands, Options, unsupported
 from relskew_core._kernel.problem import Problem
@@ -90,6 +91,19 @@ def path(function: str, call: Problem, impl: Impl) -> Path:
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {found}")
     return _instead(call)
+
+
+def reads_pages(arrays: Sequence[Array | None], impl: Impl) -> bool:
+    """Whether a library has kernels that read keys and values in their pages, for arrays like these."""
+    check_choice("impl", impl, IMPLS)
+    module = _module("torch") if impl != "portable" and is_torch(arrays[0]) else None
+    return module is not None and module.reads_pages(arrays)
+
+
+def path_of_pages(call: Problem, pages: tuple[Array, ...], *, reaches: bool) -> Path | None:
+    """Return the kernels that read keys and values page by page, ``None`` if they do not support a call."""
+    found: Path | None = _module("torch").serve_pages(call, pages, reaches=reaches)
+    return found
 
 
 def prepared(kind: type) -> Any:

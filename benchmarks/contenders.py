@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.textbook import attended, columns, future, gathered, picked, shifted, skewed
-from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core import Span, backends, paged_attention, relative_attention, relative_attention_vjp
 
 CLIP = 64  # the reach of the clipped table on both sides
 
@@ -219,6 +219,21 @@ def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
 portable = partial(relskew, impl="portable")
 
 
+@functools.lru_cache(maxsize=1)
+def in_pages(k: Tensor, v: Tensor, size: int = 16) -> tuple[Tensor, ...]:
+    """Return keys and values in pages, those of each item in turn, their numbers, and the lengths of the items."""
+    batch, _, length, _ = k.shape
+    pools = (x.transpose(1, 2).unflatten(1, (-1, size)).flatten(0, 1).contiguous() for x in (k, v))
+    places = torch.arange(batch * length // size, device=k.device, dtype=torch.int32).view(batch, -1)
+    return *pools, places, torch.full((batch,), length, device=k.device, dtype=torch.int32)
+
+
+def paged(x: Inputs) -> Any:
+    """``paged_attention`` of the fused kernels, with pages that are laid out before."""
+    k, v, places, lengths = in_pages(x.k, x.v)
+    return paged_attention(x.q, k, v, x.table, x.shape.span, page_table=places, lengths=lengths, impl="native")
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A row of the tables."""
@@ -329,6 +344,7 @@ CONTENDERS = {
         "relskew on torch, a clipped table", lambda x: relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP)), "clipped"
     ),
     "torch-plain": Contender("relskew on torch, no relative positions", partial(relskew, rel_k=None), "plain"),
+    "torch-paged": Contender("relskew on torch, in pages", paged),
     "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),
     "numpy": Contender("relskew on NumPy", relskew, library="numpy", missing=_native("numpy")),
 }  # fmt: skip

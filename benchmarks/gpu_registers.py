@@ -25,7 +25,18 @@ from benchmarks.runner import Benchmark, Call, Case, Record, Row, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Limits, TiledCall, block, rows_of, tiles, widest
+from relskew_core.backends._torch.triton import forward
+from relskew_core.backends._torch.triton.call import (
+    TILES,
+    Limits,
+    TiledCall,
+    block,
+    decoding_tile,
+    rows_of,
+    tiles,
+    widest,
+)
+from relskew_core.backends._torch.triton.kernels import decoding as decoding_kernels
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -46,10 +57,11 @@ TERMS = {
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10, **dict.fromkeys((86, 89, 120), 99 * 2**10)}
-"""Of a program, by compute capability."""
+SHARED_BYTES |= {"gfx90a": 64 * 2**10, "gfx942": 64 * 2**10, "gfx950": 160 * 2**10}
+"""Of a program, by compute capability, or by the name of a device of AMD."""
 
 
-def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:
+def call_of(dtype: torch.dtype, width: int, terms: str, capability: int | str) -> TiledCall:
     """Return a causal call of 1024 positions with tables for two heads, for a device of this capability."""
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
@@ -63,9 +75,13 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
     return tiled(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others), capability)
 
 
-def tiled(arguments: Arguments, capability: int) -> TiledCall:
+def limits_of(capability: int | str) -> Limits:
+    return Limits(capability // 10 if isinstance(capability, int) else 0, SHARED_BYTES[capability])
+
+
+def tiled(arguments: Arguments, capability: int | str) -> TiledCall:
     given = problem(arguments)
-    call, device = TiledCall.of(given.given, given.options), Limits(capability // 10, SHARED_BYTES[capability])
+    call, device = TiledCall.of(given.given, given.options), limits_of(capability)
     found = tiles(call.operands.q.dtype, widest(call.operands), device, by_value=call.by_value)
     assert found is not None
     return replace(call, forward=found[0], backward=found[1])
@@ -101,7 +117,24 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         }  # fmt: skip
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+def decoding(
+    dtype: torch.dtype, width: int, capability: int | str, *, paged: bool, queries: int = 1, group: int = 4
+) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel for few queries with its arguments, with a table for each head and values of their own."""
+    x = torch.empty((2, 2 * group, 4096, width), dtype=dtype)
+    k, table = x[:, :2], torch.empty((2 * group, 4096, width), dtype=dtype)
+    given = problem(Arguments(x[:, :, :queries], k, k, table, Span.causal(4096), rel_v=table, causal=True,
+                              offset=4096 - queries))  # fmt: skip
+    numbers, places = torch.empty(1), torch.empty((2, 256), dtype=torch.int32)
+    pool = torch.empty((512, 16, 2, width), dtype=dtype)
+    pages = forward.Pages(pool, pool, places, places[0, :2]) if paged else None
+    tile = decoding_tile(dtype, width, limits_of(capability))
+    arguments, _ = forward.of_few(TiledCall.of(given.given, given.options), tile, pages)
+    results = {"out": numbers, "row_sums": numbers, "keys_of_program": 1024}
+    return decoding_kernels.decoding_kernel, {**arguments, **results}
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int | str) -> Any:
     """Compile a kernel like a launch with these arguments, and return what Triton makes of it."""
     constants, attributes = {}, {}
 
@@ -128,11 +161,19 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
     }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    nvidia = isinstance(capability, int)
+    target = GPUTarget("cuda" if nvidia else "hip", capability, 32 if nvidia else 64)
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(binary: Any) -> tuple[int, int, int]:
     """Return the registers of a thread, the bytes that it spills to its stack, and the bytes that a program shares."""
+    if "amdgcn" in binary.asm:
+        vectors, spilled = (
+            sum(map(int, re.findall(rf"^\s*\.{name}:\s*(\d+)", binary.asm["amdgcn"], re.MULTILINE)))
+            for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return vectors, 4 * spilled, int(binary.metadata.shared)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(binary.asm["cubin"])

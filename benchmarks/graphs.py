@@ -348,7 +348,7 @@ class GPUGraphs(Benchmark):
     the environment of the process, so every measurement runs in a separate one.
     """
 
-    page = "gpu.md"
+    page = "development/gpu.md"
     fallible = True
     measures = frozenset[str]()
 

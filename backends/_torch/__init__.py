@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relskew_core._array.known import compiled_for_any, varies
+from relskew_core._kernel.call import unsupported
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _compiled, _ragged
-from relskew_core.backends._path import EVERY, FUSED, PORTABLE, Path
+from relskew_core.backends._path import COMMON, EVERY, FUSED, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import eager, operator
 from relskew_core.backends._torch.cpu import prepared as prepared
 from relskew_core.backends._torch.transformations import (
+    by_itself,
     differentiates_by_function,
     has_tangents,
     is_watched,
@@ -38,6 +42,30 @@ def serve(function: str, call: Problem) -> Path | str:
         reason = choice.refusal(call.operands(half=True), call.options)
         return reason or _fused(call)
     return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
+
+
+IN_PAGES = COMMON | {"softcap"}
+"""The arrays and options that the kernels for keys and values in pages support."""
+
+
+def reads_pages(arrays: Sequence[Tensor | None]) -> bool:
+    """Whether the fused kernels may read keys and values in their pages: outside of autograd and tracers."""
+    return arrays[0] is not None and arrays[0].device.type == "cuda" and by_itself(arrays)
+
+
+def serve_pages(call: Problem, pages: tuple[Tensor, ...], *, reaches: bool) -> Path | None:
+    """Return the fused kernels for keys and values in pages, ``None`` if they do not support a call."""
+    from relskew_core.backends._torch.triton import choice
+
+    apart = any(x.stride(-1) != 1 for x in pages[:2]) or unsupported(call.given, call.options, IN_PAGES)
+    if apart or choice.refusal(call.operands(half=True), call.options, paged=True):
+        return None
+    from relskew_core.backends._torch.triton import forward
+
+    k, v, table, lengths = pages
+    own = forward.Pages(k, v, table.contiguous(), lengths.contiguous(), reaches)
+    return Path(lambda operands, options, **_: forward.attention(operands, options, own), PORTABLE.attention_vjp,
+                half=True)  # fmt: skip
 
 
 def _on_cpus(call: Problem) -> Path | str:

@@ -14,6 +14,7 @@ from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, Part, takes, with_gradients
 from relskew_core._kernel.problem import WHOLE, Problem, problem
+from relskew_core.backends._path import Path
 
 
 @dataclass(eq=False)
@@ -180,9 +181,9 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     return out if sums is None or not given.return_lse else (out, log_sum_exp(sums))
 
 
-def attend(call: Problem, impl: Impl) -> tuple[Array, Array | None]:
+def attend(call: Problem, impl: Impl, path: Path | None = None) -> tuple[Array, Array | None]:
     """Return the output and, if requested, the sums of weights of a checked call, in the caller's form."""
-    path = backends.path("attention", call, impl)
+    path = backends.path("attention", call, impl) if path is None else path
     with undisturbed(call.given.q):
         out, sums = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if call.sinks is not None:

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_window, describe, explains, shape_of
+from relskew_core import backends
+from relskew_core._array.checks import check_bool, check_window, describe, explains, is_array, shape_of
 from relskew_core._array.known import known_values, nothing
 from relskew_core._array.namespace import check_companion, device, namespace_of_arrays
 from relskew_core._array.precision import casts, integer, integers
-from relskew_core._array.softmax import within
+from relskew_core._array.softmax import log_sum_exp, within
 from relskew_core._array.typing import Array, Impl, Namespace
-from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.attention import attend, relative_attention
+from relskew_core._kernel.call import TABLES, Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core._kernel.shapes import check_tables
 from relskew_core._positions.span import Span
 
 
@@ -86,9 +90,10 @@ def paged_attention(
     -----
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4. If
     ``page_table`` and ``lengths`` are known, as on CPUs, items are processed one by one: only the keys of one item are
-    copied at a time, and none if its pages are consecutive. If they are traced or on an accelerator, the pages of all
-    items are gathered, but never the whole pool; pages that are not in the pool and items that are too long are then
-    not detected.
+    copied at a time, and none if its pages are consecutive. On CUDA, torch's fused kernels read each page where it is,
+    outside of ``torch.compile`` and of autograd. Otherwise, if they are traced or on an accelerator, the pages of all
+    items are gathered, but never the whole pool. Pages that are not in the pool and items that are too long are only
+    detected where the values are known.
 
     Examples
     --------
@@ -127,19 +132,48 @@ def paged_attention(
         **tables, "span": span, "causal": causal, "window": window, "scale": scale, "rel_scale": rel_scale,
         "softcap": softcap, "chunk_size": chunk_size, "impl": impl, "return_lse": True,
     }  # fmt: skip
-    if isinstance(table, list) and isinstance(counts, list):
+    known, pools = isinstance(table, list) and isinstance(counts, list), (k_pages, v_pages)
+    if known:
         _check_pages(table, counts, k_pages)
-        out, lse = _by_item(q, rel_q, (k_pages, v_pages), table, counts, options, xp=xp)
-    else:
-        laid, ends = (
-            xp.asarray(x, dtype=integer(xp), device=device(q)) if isinstance(x, (list, tuple)) else x
-            for x in (page_table, lengths)
-        )
-        out, lse = _at_once(q, rel_q, (k_pages, v_pages), laid, ends, options, xp=xp)
+    learned = (x for x in (scale, rel_scale) if is_array(x))
+    by_page, found = backends.reads_pages((q, *pools, *tables.values(), rel_q, *learned), impl), None
+    laid: Any = (page_table, lengths)
+    if by_page or not known:
+        laid = [xp.asarray(x, dtype=integer(xp), device=device(q)) if isinstance(x, (list, tuple)) else x for x in laid]
+    if by_page:
+        longest = max(counts, default=0) if known else laid[0].shape[1] * k_pages.shape[1]
+        found = _by_page(q, rel_q, (*pools, *laid), longest, known, options, xp=xp)
+    if found is None and known:
+        found = _by_item(q, rel_q, pools, table, counts, options, xp=xp)
+    out, lse = found or _at_once(q, rel_q, pools, laid[0], laid[1], options, xp=xp)
     return (out, lse) if check_bool("return_lse", return_lse) else out
 
 
 Pools = tuple[Array, Array]
+
+
+def _by_page(
+    q: Array, rel_q: Any, pages: tuple[Any, ...], longest: int, known: bool, options: Any, *, xp: Namespace
+) -> tuple[Array, Array] | None:
+    """Attend by kernels that read the pages where they are, ``None`` if there are none for this call.
+
+    Keys of the longest item, which have no memory, take the place of those in pages in the checks.
+    """
+    if not longest or not pages[0].shape[0]:
+        return None
+    given = {name: x for name, x in options.items() if name != "return_lse"}
+    k, v = (xp.broadcast_to(x[0, 0, :, None, :], (q.shape[0], x.shape[2], longest, x.shape[3])) for x in pages[:2])
+    causal = given["causal"] or (given["window"] or (None, None))[1] == 0
+    tables = {name: x for name, x in given.items() if name in TABLES}
+    span = check_tables(tables, given["span"], q, causal=causal, n_keys=longest)
+    reaches = known or span.beyond != "error"
+    given["span"] = span if reaches else Span(span.left, span.right, "zero")
+    call = problem(Arguments(q, k, v, rel_q=rel_q, offset=longest - q.shape[-2], **given), return_lse=True)
+    path = backends.path_of_pages(call, pages, reaches=reaches)
+    if path is None:
+        return None
+    out, sums = attend(call, given["impl"], path)
+    return out, log_sum_exp(sums)
 
 
 def _by_item(

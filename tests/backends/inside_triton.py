@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,22 +87,27 @@ def test_tiles_fit_the_device() -> None:
         (torch.bfloat16, 128, "keys, positions", 89),
         (torch.bfloat16, 64, "full", 100),
         (torch.bfloat16, 64, "full", 120),
+        (torch.bfloat16, 64, "full", "gfx942"),
+        (torch.float32, 128, "everything", "gfx90a"),
+        (torch.float16, 256, "everything", "gfx950"),
     ],
     ids=str,
 )
 def test_kernels_compile_for_devices_that_are_not_here(
-    dtype: torch.dtype, width: int, terms: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, width: int, terms: str, capability: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from benchmarks import gpu_registers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call = gpu_registers.call_of(dtype, width, terms, capability)
-    for name, kernel, arguments in gpu_registers.launches(call):
+    queries, group = (1, 1) if terms == "full" else (3, 4)
+    few = gpu_registers.decoding(dtype, width, capability, paged=terms == "full", queries=queries, group=group)
+    for name, kernel, arguments in (*gpu_registers.launches(call), ("decoding", *few)):
         binary = gpu_registers.compiled(kernel, arguments, capability)
         registers, spilled_bytes, shared_bytes = gpu_registers.resources(binary)
         assert shared_bytes <= gpu_registers.SHARED_BYTES[capability]
-        assert registers <= 255
-        if name == "forward" and terms == "full":
+        assert registers <= (255 if isinstance(capability, int) else 512)
+        if name in ("forward", "decoding") and terms == "full":
             assert spilled_bytes == 0
 
 
@@ -253,10 +259,21 @@ def test_refuses_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choice._refusal_of_device(0) == "triton is not installed"
 
 
+def test_refuses_devices_of_amd_for_which_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    for name in (*choice.AMD, "gfx1100"):
+        properties = SimpleNamespace(gcnArchName=f"{name}:sramecc+:xnack-")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        reason = choice._refusal_of_device(0)
+        assert (reason is None) == (name in choice.AMD)
+    assert reason == "the fused kernels compile for gfx90a, gfx942, gfx950 of AMD, this device is gfx1100"
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build of torch with CUDA")
 @needs_triton
 def test_refuses_where_torch_is_built_without_cuda() -> None:
-    assert choice._refusal_of_device(0) == "the fused kernels are for CUDA, and this is another build of torch"
+    assert choice._refusal_of_device(0) == "the fused kernels are for CUDA and ROCm, and this is another build of torch"
 
 
 def test_native_never_falls_back_silently() -> None:

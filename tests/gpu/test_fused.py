@@ -21,6 +21,7 @@ from dense import Case
 from relskew_core import Span
 from relskew_core.backends import _torch
 from relskew_core.backends._path import FUSED
+from relskew_core.backends._torch.triton import call as triton_call
 from relskew_core.backends._torch.triton import choice
 from served import served
 
@@ -36,6 +37,8 @@ pytestmark = [
 def _dispatched_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(_torch, "_on_cpus", _torch._fused)
+        monkeypatch.setattr(_torch, "reads_pages", lambda arrays: True)
+        monkeypatch.setattr(choice, "refusal_of_device", lambda index: None)
 
 
 FEW = [
@@ -67,6 +70,11 @@ FEW = [
          labels={"positions": ([7 * i % 200 for i in range(200)], list(range(259, -1, -1)))}, options={"causal": True}),
     Case("large, positions that ascend, clipped", n=300, m=300, d=64, heads=4, kv_heads=2, span=Span.clipped(30),
          tables="rel_k rel_v key_table", labels={"positions": (2 * [[*range(170), *range(400, 530)]],) * 2}),
+    Case("few queries, a table for each head of a group", n=5, m=700, d=64, heads=8, kv_heads=2, span=Span.causal(700),
+         tables="rel_k rel_v rel_bias", options={"causal": True, "offset": 695, "window": (600, None)}),
+    Case("few queries, heads that share a tile", n=1, m=900, d=128, heads=8, kv_heads=1, span=Span.clipped(30),
+         tables="rel_k rel_v", own_tables=False, mask="boolean", mask_shape=(2, 1, 1, 900),
+         options={"causal": True, "offset": 899}),
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]  # fmt: skip
 
@@ -74,6 +82,7 @@ CASES = served(FUSED)
 OTHERS = [case for case in dense.CASES if case not in CASES]
 
 attend: Any = relskew_core.relative_attention  # arrays and options are passed as keywords from dictionaries
+attend_pages: Any = relskew_core.paged_attention
 attend_vjp: Any = relskew_core.relative_attention_vjp
 
 
@@ -98,19 +107,43 @@ def assert_close(actual: Any, expected: Any, gate: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", [*FEW, *CASES], ids=str)
-def test_output_and_gradients(case: Case, dtype: str) -> None:
+def test_output_and_gradients(case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = on_device(case, dtype)
     wide: dict[str, Any] = {name: dense.each(widened, x) for name, x in arrays.items()}
     expected = oracles.attention(**wide, **case.call())
-    out, lse = attend(**arrays, **case.call(), return_lse=True, impl="native")
-    assert_close(out, expected.out, libraries.GATES[dtype])
-    assert_close(lse, expected.lse, libraries.GATES[dtype])
+    for few in (0, triton_call.FEW)[case.n > triton_call.FEW :]:  # by the kernel for many queries, too
+        monkeypatch.setattr(triton_call, "FEW", few)
+        out, lse = attend(**arrays, **case.call(), return_lse=True, impl="native")
+        assert_close(out, expected.out, libraries.GATES[dtype])
+        assert_close(lse, expected.lse, libraries.GATES[dtype])
     d_out = torch.tensor(case.d_out(), device=DEVICE).to(out.dtype)
     gradients = attend_vjp(d_out, **arrays, **case.call(), impl="native")
     numbers = {name: dense.each(Tensor.numpy, x) for name, x in wide.items()}
     wanted = dense.vjp(d_out.double().cpu().numpy(), numbers, case.call())
     for name, x in wanted.items():
         assert_close(getattr(gradients, name), x, 5 * libraries.GATES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [1, 4, 40])
+def test_pages_are_read_where_they_are(n: int, dtype: str) -> None:
+    random = np.random.default_rng(0)
+    shapes = {"q": (3, 8, n, 64), "k_pages": (40, 16, 2, 64), "v_pages": (40, 16, 2, 64), "rel_k": (8, 300, 64),
+              "rel_v": (300, 64)}  # fmt: skip
+    given: dict[str, Any] = {
+        name: torch.tensor(random.standard_normal(shape), device=DEVICE, dtype=getattr(torch, dtype))
+        for name, shape in shapes.items()
+    }
+    places = {"page_table": torch.tensor(random.permutation(39).reshape(3, 13)), "lengths": torch.tensor([200, 17, n])}
+    there = {name: x.to(DEVICE) for name, x in places.items()}
+    out, lse = attend_pages(**given, **there, span=Span.causal(300), return_lse=True, impl="native")
+    wide: dict[str, Any] = {name: widened(x) for name, x in given.items()}
+    for actual, expected in zip(
+        (out, lse),
+        attend_pages(**wide, **places, span=Span.causal(300), return_lse=True, impl="portable"),
+        strict=True,
+    ):
+        assert_close(actual, expected, libraries.GATES[dtype])
 
 
 @pytest.mark.parametrize("own_tables", [True, False], ids=["own tables", "shared"])

@@ -186,6 +186,13 @@ def test_one_page_says_what_was_run_on_gpus() -> None:
                 assert "gpu.md#what-has-run-on-a-gpu" in part, f"{page.name}: {part}"
 
 
+def test_pages_show_the_same_table_of_devices() -> None:
+    """Copy it from docs/gpu.md."""
+    tables = [re.findall(r"<!-- cards -->.*?<!-- end of cards -->", page.read_text(), re.DOTALL) for page in FOR_USERS]
+    assert len({table for of_page in tables for table in of_page}) == 1
+    assert sum(map(len, tables)) > 1
+
+
 def test_pages_for_users_name_no_tests_and_no_private_files() -> None:
     """Except the variants, each of which names the test that compares it."""
     private = r"\b(?:test|inside)_\w+|\btests/\w+/|\bbackends/_\w+|\brelskew_core/_\w+"

@@ -7,7 +7,9 @@ import pytest
 from tracked import ROOT
 
 PAPER = (ROOT / "paper.md").read_text()
-PAGES = "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "graphs.md", "gpu.md"))
+PAGES = "".join(
+    (ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "graphs.md", "gpu.md", "development/gpu.md")
+)
 
 
 def test_every_citation_has_its_entry_and_every_entry_is_cited() -> None:

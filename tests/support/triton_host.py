@@ -3,6 +3,7 @@
 Run by ``inside_triton.py``, as ``triton_kernels.py`` is.
 """
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import oracles
 from dense import Case
-from relskew_core import Span
+from relskew_core import Span, paged_attention
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options, Part
 from relskew_core._kernel.problem import Problem
 from relskew_core.backends._torch.operator import flat
@@ -124,6 +125,96 @@ def test_strides_are_taken_as_they_are() -> None:
     columns = replace(call, given=Operands(*(x if x is None else x.mT.contiguous().mT for x in call.given)))
     for one, other in zip(backward(case, call), backward(case, columns), strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+H = 4
+PAGED: dict[str, dict[str, Any]] = {
+    "no tables": {},
+    "all tables": {"rel_k": (H, 260, W), "rel_v": (H, 260, W), "rel_bias": (H, 260), "span": Span.causal(260)},
+    "clipped, both sides": {"rel_k": (7, W), "rel_v": (7, W), "span": Span.clipped(3), "causal": False, "softcap": 2.0},
+    "a window, relative queries": {"rel_k": (H, 31, W), "span": Span.causal(31), "rel_q": W, "window": (30, None)},
+    "a bias and sinks": {"rel_bias": (260,), "span": Span.causal(260), "sinks": (H,), "scale": 0.3},
+}
+attend: Any = paged_attention  # arrays and options are passed as keywords from dictionaries
+LENGTHS = [260, 37, 2, 0]
+
+
+@pytest.fixture
+def _paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take calls for those on a device, and fail where pages are copied."""
+    from relskew_core._functions import paged
+    from relskew_core.backends import _torch
+    from relskew_core.backends._torch.triton import choice
+
+    monkeypatch.setattr(_torch, "reads_pages", lambda arrays: True)
+    monkeypatch.setattr(choice, "refusal_of_device", lambda index: None)
+    monkeypatch.setattr(paged, "known_values", lambda x: None)
+    for name in ("_by_item", "_at_once"):
+        monkeypatch.delattr(paged, name)
+
+
+def in_pages(n: int, *, size: int = 3) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return queries, pools and page numbers, and the keys of the items; what no item uses is NaN or nonsense."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(len(LENGTHS), H, n, W, generator=random)
+    count = -(-max(LENGTHS) // size)
+    free = torch.randperm(sum(-(-length // size) for length in LENGTHS) + 2, generator=random)
+    k, v = torch.full((2, len(free), size, 2, W), math.nan)
+    table, keys = torch.full((len(LENGTHS), count), 10**6, dtype=torch.int32), []
+    for item, length in enumerate(LENGTHS):
+        used, free = free[: -(-length // size)], free[-(-length // size) :]
+        table[item, : len(used)] = used
+        own = torch.randn(2, length, 2, W, generator=random)
+        for place in range(length):
+            k[used[place // size], place % size], v[used[place // size], place % size] = own[:, place]
+        keys.append(own.transpose(1, 2))
+    places = {"page_table": table, "lengths": torch.tensor(LENGTHS, dtype=torch.int64)}
+    return {"q": q, "k_pages": k, "v_pages": v, **places}, keys
+
+
+@pytest.mark.usefixtures("_paged")
+@pytest.mark.parametrize(("name", "n"), [*((name, 1) for name in PAGED), ("all tables", 3), ("clipped, both sides", 9),
+                                         ("a window, relative queries", 5)])  # fmt: skip
+def test_pages_are_read_where_they_are(name: str, n: int) -> None:
+    given, keys = in_pages(n)
+    random = torch.Generator().manual_seed(1)
+    options = {"causal": True, **PAGED[name]}
+    shapes = {key: x for key, x in options.items() if isinstance(x, tuple) and key != "window"}
+    tables = {key: torch.randn(x, generator=random) for key, x in shapes.items()}
+    rel_q = torch.randn(len(LENGTHS), H, n, W, generator=random) if "rel_q" in options else None
+    options = {key: x for key, x in options.items() if key not in tables and key != "rel_q"}
+    out, lse = attend(**given, **tables, rel_q=rel_q, **options, return_lse=True)
+    for item, length in enumerate(LENGTHS):
+        wide: dict[str, Any] = {key: x.double() for key, x in tables.items()}
+        own: dict[str, Any] = {} if rel_q is None else {"rel_q": rel_q[item].double()}
+        k, v = keys[item].double()
+        expected = oracles.attention(given["q"][item].double(), k, v, **wide, **own, **options, offset=length - n)
+        assert_close(out[item], expected.out, 1e-5)
+        assert_close(lse[item], expected.lse, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN
+@pytest.mark.usefixtures("_paged")
+def test_lengths_past_a_table_are_refused_if_known_and_otherwise_nan() -> None:
+    given, _ = in_pages(1)
+    tables: dict[str, Any] = {"rel_v": torch.ones(50, W), "span": Span.causal(50)}
+    out = attend(**given, **tables)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+    known = {name: given[name].tolist() for name in ("page_table", "lengths")}
+    with pytest.raises(ValueError, match=r"`rel_v` reaches .* -259 … 0"):
+        attend(**{**given, **known}, **tables)
+
+
+@pytest.mark.usefixtures("_paged")
+def test_pages_that_kernels_do_not_read_are_gathered() -> None:
+    given, _ = in_pages(1)
+    with pytest.raises(NameError, match="_at_once"):
+        attend(**given, key_table=torch.ones(260, W), span=Span.causal(260))
+    with pytest.raises(NameError, match="_at_once"):
+        attend(**{**given, "k_pages": given["k_pages"].mT.contiguous().mT})
+    with pytest.raises(NameError, match="_at_once"):
+        attend(**given, impl="portable")
 
 
 def fused(operands: list[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
@@ -262,7 +353,9 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
                          [("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
                           ("rel_k", "rel_q", "mask", "left", "zero", "softcap"), ("block_size", "right", "zero"),
                           ("q_segments", "k_segments", "seed", "block_size", "blocks_before", "zero"),
-                          ("rel_k", "rel_v", "key_table", "q_positions", "k_positions", "right", "clip")],
+                          ("rel_k", "rel_v", "key_table", "q_positions", "k_positions", "right", "clip"),
+                          ("rel_k", "rel_v", "mask", "one", "error"),
+                          ("rel_k", "rel_v", "right", "pages", "few", "clip")],
                          ids=" ".join)  # fmt: skip
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from relskew_core._kernel.problem import problem
@@ -271,8 +364,9 @@ def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: p
     monkeypatch.setattr(self_check, "LENGTH", 40)
     arguments = self_check.trial(torch.device("cpu"), torch.float32, features, (W, 5, W), grouped=True)
     call = problem(arguments)
-    assert set(self_check.features(call.given, call.options)) == {"q", "k", "v", *features}
-    found = self_check.errors(arguments)
+    paged = "pages" in features
+    assert set(self_check.features(call.given, call.options, paged=paged)) == {"q", "k", "v", *features}
+    found = self_check.errors(arguments, paged=paged)
     assert {"out", "lse", "q", "k", "v"} <= set(found)
     assert max(found.values()) < 1e-5
 

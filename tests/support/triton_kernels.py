@@ -90,6 +90,12 @@ CASES = [
          mask_shape=(2, 1, 1, 34), own_tables=False),
     Case("a query of many keys", n=1, m=300, d=W, heads=4, kv_heads=1, span=Span.clipped(70), tables="rel_k rel_v",
          mask="boolean", mask_shape=(2, 1, 1, 300), options={"causal": True, "offset": 299}),
+    Case("few queries, a table for each head of a group", n=5, m=50, d=W, dv=5, lead=(1,), heads=4,
+         kv_heads=2, span=Span(20, 9, "zero"), tables="rel_k rel_v rel_bias",
+         options={"window": (40, 2), "offset": 30, "softcap": 2.0}),
+    Case("few queries, more pairs with heads than rows in a tile", n=9, m=40, d=W, lead=(1,), heads=4,
+         kv_heads=1,
+         span=Span.clipped(3), own_tables=False, rel_q_width=5, mask="additive with holes", options={"offset": 30}),
     Case("no heads axis", n=18, m=18, d=W, lead=(), heads=None, tables="rel_k rel_v rel_bias"),
     Case("keys and a table, both ways", n=37, m=37, d=W, lead=(1,), tables="rel_k key_table"),
     Case("keys and a clipped table, grouped", n=50, m=60, d=W, heads=4, kv_heads=2, span=Span.clipped(3),
@@ -157,6 +163,17 @@ def forward(call: Problem) -> tuple[Tensor, Tensor]:
     return triton_forward.attention(call.given, call.options)
 
 
+def by_each_kernel(call: Problem) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the results of the kernel for many queries, and those of the one for few of them if that is chosen."""
+    from relskew_core.backends._torch.triton import call as triton_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        if call.options.visibility.n_queries <= triton_call.FEW:
+            yield forward(call)
+            patch.setattr(triton_call, "FEW", 0)
+        yield forward(call)
+
+
 def backward(case: Case, call: Problem, results: tuple[Tensor, Tensor] | None = None, **options: Any) -> Gradients:
     from relskew_core.backends._torch.triton import backward as triton_backward
 
@@ -182,11 +199,11 @@ def assert_as_dense(case: Case, call: Problem, arrays: dict[str, Any], gate: flo
         name: dense.each(lambda x: x.double() if x.is_floating_point() else x, x) for name, x in arrays.items()
     }
     expected = oracles.attention(**wide, **case.call())
-    out, sums = forward(call)
-    assert out.dtype == call.dtype
-    assert sums.dtype == torch.float32
-    assert_close(call.result(out), expected.out, gate)
-    assert_close(call.result(sums.sum(-1), dtype=sums.dtype), expected.lse, gate)
+    for out, sums in by_each_kernel(call):
+        assert out.dtype == call.dtype
+        assert sums.dtype == torch.float32
+        assert_close(call.result(out), expected.out, gate)
+        assert_close(call.result(sums.sum(-1), dtype=sums.dtype), expected.lse, gate)
     d_out = torch.tensor(case.d_out()).to(call.dtype).double().numpy()
     want = dense.vjp(d_out, {name: dense.each(Tensor.numpy, x) for name, x in wide.items()}, case.call())
     own = call.gradients(backward(case, call, (out, sums)), Arguments(**arrays))
@@ -213,12 +230,13 @@ LAUNCHES = [
 
 
 def test_launches_are_all_tested() -> None:
-    from relskew_core.backends._torch.triton.call import ELSEWHERE, TILES, Limits, tiles
+    from relskew_core.backends._torch.triton.call import DECODING, ELSEWHERE, TILES, Limits, decoding_tile, tiles
 
-    tested = {
-        tiles(getattr(torch, dtype), width, Limits(major, 2**18, compiles=False)) for dtype, width, major, _ in LAUNCHES
-    }
-    assert tested == {*TILES.values(), *ELSEWHERE.values()}
+    launched = [
+        (getattr(torch, dtype), width, Limits(major, 2**18, compiles=False)) for dtype, width, major, _ in LAUNCHES
+    ]
+    assert {tiles(*given) for given in launched} == {*TILES.values(), *ELSEWHERE.values()}
+    assert {decoding_tile(*given) for given in launched} == {*DECODING.values()}
 
 
 @pytest.mark.parametrize(("dtype", "width", "major", "size", "tf32"), [
@@ -234,6 +252,11 @@ def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monke
     call, arrays = checked(case, getattr(torch, dtype))
     assert triton_call.TiledCall.of(call.given, call.options).forward.size == size
     assert_as_dense(case, call, arrays, libraries.GATES[dtype], 2)
+    few = replace(case, n=3, m=2 * size + 3, heads=4, kv_heads=2, options={"offset": 2 * size})
+    call, arrays = checked(few, getattr(torch, dtype))
+    wide = {name: x.double() for name, x in arrays.items()}
+    out, _ = forward(call)
+    assert_close(call.result(out), oracles.attention(**wide, **few.call()).out, libraries.GATES[dtype])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN

@@ -46,6 +46,18 @@ ELSEWHERE = {
 }
 """Those on other devices, of which 8.0, 8.6, 8.9, 10.0 and 12.0 were compiled: those with the fewest spills."""
 
+DECODING = {
+    (True, 64): Tile(64, 4, 3),
+    (True, 128): Tile(64, 8, 3),
+    (True, 256): Tile(32, 4, 3),
+    (False, 64): Tile(32, 4, 2),
+    (False, 128): Tile(16, 8, 2),
+}
+"""The keys of a tile of few queries, which waits for memory: several loads are in flight."""
+
+FEW = 16
+"""The most queries whose heads share a tile, so that keys are read once for all heads of a group."""
+
 SHARED_BYTES = {64: 160 * 2**10, 32: 96 * 2**10}
 """The shared memory for several loads in flight, by the size of a tile; devices with less have one.
 
@@ -56,7 +68,7 @@ With everything that a call can have, tiles of 32 take 84 KiB up to a width of 1
 class Limits(NamedTuple):
     """What a tile has to fit."""
 
-    major: int  # of the compute capability
+    major: int  # of the compute capability, 0 for AMD
     shared_bytes: int  # of a program
     compiles: bool = True  # not Triton's interpreter, which has no threads
     processors: int = 132  # those that run programs
@@ -67,6 +79,20 @@ def tiles(dtype: torch.dtype, width: int, device: Limits, *, by_value: bool = Fa
     half, table = dtype.itemsize == 2, TILES if device.major == 9 and not by_value else ELSEWHERE
     found = next((table[key] for key in table if key[0] == half and width <= key[1]), None)
     return None if found is None else (fitted(found[0], width, device), fitted(found[1], width, device))
+
+
+def decoding_tile(dtype: torch.dtype, width: int, device: Limits) -> Tile:
+    """Return the tile of few queries."""
+    half = dtype.itemsize == 2
+    found = next(tile for (of_half, widest), tile in DECODING.items() if of_half == half and width <= widest)
+    return found if device.shared_bytes >= SHARED_BYTES[64] else replace(found, stages=found.stages - 1)
+
+
+def decodes(operands: Operands, options: Options) -> bool:
+    """Return whether a call has so few queries that its heads share tiles."""
+    x, pattern = operands, options.visibility
+    absent = x.key_table, x.q_segments, x.q_positions, x.seed, pattern.block_size
+    return pattern.n_queries <= FEW and all(given is None for given in absent)
 
 
 def fitted(tile: Tile, width: int, device: Limits) -> Tile:
@@ -80,8 +106,10 @@ def limits(device: torch.device) -> Limits:
     """Return the limits of a device."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
-        shared, processors = properties.shared_memory_per_block_optin, properties.multi_processor_count
-        return Limits(properties.major, shared, processors=processors)
+        processors = properties.multi_processor_count
+        if torch.version.hip is not None:
+            return Limits(0, properties.shared_memory_per_block, processors=processors)
+        return Limits(properties.major, properties.shared_memory_per_block_optin, processors=processors)
     return Limits(9, 227 * 2**10, compiles=False)  # the device that the interpreter simulates
 
 

@@ -14,6 +14,9 @@ from relskew_core.backends._torch.triton import self_check
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """The widest heads that fit the registers."""
 
+AMD = ("gfx90a", "gfx942", "gfx950")
+"""The devices of AMD for which the kernels compile; each kind of call is checked at its first use."""
+
 GRID = 65535
 """The most programs along a grid's second axis."""
 
@@ -21,13 +24,13 @@ FARTHEST = 2**30
 """The bound of offsets, to which the kernels add lengths in 32 bits."""
 
 
-def refusal(operands: Operands, options: Options) -> str | None:
+def refusal(operands: Operands, options: Options, *, paged: bool = False) -> str | None:
     """Return why the fused kernels do not support a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
     reason = reason or refusal_of_operands(operands) or refusal_of_options(options)
     if reason or unsupported(operands, options, EVERY):
         return reason  # what a path does not support, it names
-    return self_check.refusal(operands, options)
+    return self_check.refusal(operands, options, paged=paged)
 
 
 def refusal_of_options(options: Options) -> str | None:
@@ -58,8 +61,11 @@ def refusal_of_operands(operands: Operands) -> str | None:
 def _refusal_of_device(index: int) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+        return None if name in AMD else f"the fused kernels compile for {', '.join(AMD)} of AMD, this device is {name}"
     if torch.version.cuda is None:
-        return "the fused kernels are for CUDA, and this is another build of torch"
+        return "the fused kernels are for CUDA and ROCm, and this is another build of torch"
     major, minor = torch.cuda.get_device_capability(index)  # pragma: gpu only
     if major < 8:  # pragma: gpu only
         return f"the fused kernels need compute capability 8.0, this device has {major}.{minor}"
