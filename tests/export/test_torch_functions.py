@@ -326,7 +326,8 @@ def test_memory_of_chunks() -> None:
 
 def test_graphs_for_cuda_have_no_chunks() -> None:
     model = of(lambda self, x: relative_attention(x, x, x, self.table, FAR), table=random(13, 4))
-    for device, branches in (("cuda", 0), ("cpu", 1)):
+    devices: Any = {"cuda": 0, "cpu": 1}
+    for device, branches in devices.items():
         graph = torch_to_onnx(model, random(2, 2, 9, 4), device=device, check=False).graph
         assert sum(node.op_type in ("If", "Loop") for node in graph.node) == branches
 

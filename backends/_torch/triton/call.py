@@ -98,7 +98,7 @@ def decodes(operands: Operands, options: Options) -> bool:
 def fitted(tile: Tile, width: int, device: Limits) -> Tile:
     """Fit a tile to the shared memory of a device, and skew it by shuffles where its layout is known."""
     shuffles = device.compiles and device.major == 9 and (tile.size, tile.warps) == (SIZE, WARPS)
-    fits = device.shared_bytes >= SHARED_BYTES[64 if width > 128 else max(32, tile.size)]
+    fits = device.major > 0 and device.shared_bytes >= SHARED_BYTES[64 if width > 128 else max(32, tile.size)]
     return replace(tile, stages=tile.stages if fits else 1, shuffles=shuffles)
 
 
