@@ -120,7 +120,7 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def decoding(
     dtype: torch.dtype, width: int, capability: int | str, *, paged: bool, queries: int = 1, group: int = 4
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel for few queries with its arguments, with a table for each head and values of their own."""
+    """Return the kernel for few queries with its arguments, with tables by head, for keys and for values."""
     x = torch.empty((2, 2 * group, 4096, width), dtype=dtype)
     k, table = x[:, :2], torch.empty((2 * group, 4096, width), dtype=dtype)
     given = problem(Arguments(x[:, :, :queries], k, k, table, Span.causal(4096), rel_v=table, causal=True,

@@ -49,7 +49,7 @@ def attention(operands: Operands, options: Options, pages: Pages | None = None) 
     """Return the output (..., H, Lq, Dv) and the sums of weights (..., H, Lq, 2) in float32.
 
     The output is in the operands' dtype, that of a part of more in float32. With ``pages``, the keys and values are
-    theirs, and those of the operands only say how many an item may have.
+    read there, and those of the operands only say how many an item may have.
     """
     call = TiledCall.of(operands, options)
     q = operands.q
