@@ -56,8 +56,10 @@ TERMS = {
 """The terms of the compiled calls: tables for keys, and values; all terms; a ``key_table``; positions in any order."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10, **dict.fromkeys((86, 89, 120), 99 * 2**10)}
-SHARED_BYTES |= {"gfx90a": 64 * 2**10, "gfx942": 64 * 2**10, "gfx950": 160 * 2**10}
+SHARED_BYTES: dict[int | str, int] = {
+    80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10, **dict.fromkeys((86, 89, 120), 99 * 2**10),
+    "gfx90a": 64 * 2**10, "gfx942": 64 * 2**10, "gfx950": 160 * 2**10,
+}  # fmt: skip
 """Of a program, by compute capability, or by the name of a device of AMD."""
 
 
