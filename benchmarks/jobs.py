@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -221,10 +222,10 @@ def in_ctranslate2(name: str, kind: str, ids: Any, new: int) -> Call:
     threads, words = {"inter_threads": 1, "intra_threads": 1}, [[f"t{i}" for i in row] for row in ids]
     if JOBS[name].task == TRANSLATING:
         run = module.Translator(str(path), compute_type=kind, **threads).translate_batch
-        run = functools.partial(run, min_decoding_length=new, max_decoding_length=new, max_input_length=0)
+        run = partial(run, min_decoding_length=new, max_decoding_length=new, max_input_length=0)
         return lambda: np.array([[int(word[1:]) for word in one.hypotheses[0]] for one in run(words, beam_size=1)])
     run = module.Generator(str(path), compute_type=kind, **threads).generate_batch
-    run = functools.partial(run, min_length=new, max_length=new, include_prompt_in_result=False)
+    run = partial(run, min_length=new, max_length=new, include_prompt_in_result=False)
     return lambda: np.array([one.sequences_ids[0] for one in run(words, beam_size=1)])
 
 
@@ -237,7 +238,8 @@ class Runnable:
             request = model.create_infer_request()
             self.value: Any = np.ascontiguousarray
             self.shapes: dict[str, Any] = {one.any_name: [] for one in model.inputs}
-            self.run: Any = lambda fed: {one.any_name: x.copy() for one, x in request.infer(fed).items()}
+            run: Any = partial(request.infer, share_inputs=True)
+            self.run: Any = lambda fed: {name: np.array(x) for one, x in run(fed).items() for name in one.names}
         else:
             session = open_session(str(path), contender == OPERATOR)
             self.shapes = {one.name: one.shape for one in session.get_inputs()}
