@@ -287,11 +287,10 @@ class LayoutLMv3RelativeEncoder(DropIn):
         if len(self.far) > 1:
             places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
         with torch.no_grad():  # the model does not train them
-            bias, *others = (self._by_pair(name, where) for name, where in places.items())
-            if attention_mask is not None:
-                others.append(additive(attention_mask, bias.dtype))
-            for other in others:
-                bias.add_(other)
+            bias, *others = [self._by_pair(name, where) for name, where in places.items()]
+            for other in (*others, additive(attention_mask, bias.dtype)):
+                if other is not None:
+                    bias.add_(other)
         return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
 
     def _by_pair(self, name: str, places: Tensor) -> Tensor:
