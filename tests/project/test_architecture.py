@@ -154,5 +154,4 @@ def test_files_are_written_in_one_place() -> None:
     found = {module for module, path in MODULES.items() if WRITES.search(path.read_text())}
     assert found == {
         "_files", "export._files.publish", "export._files.save", "draw._picture", "export._quantise.quantise",
-        "cli._libraries",
     }  # fmt: skip

@@ -11,6 +11,7 @@ TRACED = "layers/inside_kept.py::test_nothing_of_a_traced_call_is_kept"
 LIVES = "huggingface/test_lives.py::test_a_step_changes_no_result"
 SHARDS = "layers/test_whole_models.py::test_tensor_parallelism_and_fsdp_in_two_processes"
 FAMILIES = "peers/test_families_lives.py::test_a_step_changes_both_alike"
+FOLLOWED = "huggingface/inside_families.py::test_what_changes_a_growing_cache_of_transformers_is_followed"
 KINDS = "huggingface/inside_families.py::test_attention_without_relative_positions_stays"
 WINDOWS = "huggingface/inside_families.py::test_a_window_hides"
 CONTINUED = "layers/test_caches.py::test_every_continuation_of_a_growing_cache_has_keys_of_its_own"
@@ -44,6 +45,9 @@ TABLE = {
     "relskew_core.huggingface._attend: part._convert_4d_mask_to_blocked_5d": "peers/test_speech.py::test_gemma_4",
     "relskew_core.huggingface._attend: part.config": WINDOWS,
     "relskew_core.huggingface._attend: part.config._attn_implementation": WINDOWS,
+    "relskew_core.huggingface._attend: layer.keys": FOLLOWED,
+    "relskew_core.huggingface._attend: layer.relskew_room": FOLLOWED,
+    "relskew_core.huggingface._attend: layer.values": FOLLOWED,
     "relskew_core.huggingface._register._may_cross": "peers/test_families_registered.py::test_",
     "relskew_core.huggingface._register: mask.relskew_offset": "peers/test_families_registered.py::test_",
     "relskew_core.huggingface._t5: past.is_updated": "huggingface/inside_families.py::test_a_cache_of_either_name",
@@ -52,6 +56,7 @@ TABLE = {
     "relskew_core.layers.torch._caches: present.room": CONTINUED,
     "relskew_core.layers.torch._caches: self.ends": CONTINUED,
     "relskew_core.layers.torch._caches: self.keys": CONTINUED,
+    "relskew_core.layers.torch._caches: self.last": FOLLOWED,
     "relskew_core.layers.torch._caches: self.values": CONTINUED,
     "relskew_core.layers.torch._attention.rows_of_sinusoids": TRACED,
     "relskew_core.layers.torch._attention.slopes": TRACED,

@@ -335,9 +335,9 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(self_check, "LENGTH", 34)
     tried: list[Any] = []
 
-    def errors(arguments: Any, errors: Any = self_check.errors) -> dict[str, float]:
+    def errors(arguments: Any, errors: Any = self_check.errors, **options: Any) -> dict[str, float]:
         tried.append(arguments)
-        return errors(arguments)
+        return errors(arguments, **options)
 
     monkeypatch.setattr(self_check, "errors", errors)
     self_check._verdict.cache_clear()
