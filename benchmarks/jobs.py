@@ -78,7 +78,6 @@ def of(
 
 
 def music(attention: str) -> CausalModel:
-    torch.manual_seed(0)
     return CausalModel(MODELS[attention], 2048, layers=6).eval()
 
 
@@ -129,6 +128,7 @@ class Voice(nn.Module):
 @functools.lru_cache(maxsize=1)
 def pair(name: str) -> tuple[Any, Any]:
     """Return a model, and the same with relskew."""
+    torch.manual_seed(0)  # files are of the same weights
     model = JOBS[name].make()
     if hasattr(model, "config"):
         return model, replace_attention(copy.deepcopy(model))

@@ -85,7 +85,7 @@ def _share_branch(graph: Any, nodes: Sequence[Any], first: Mapping[Any, Any], eq
             users = [use for x in (value, *others) for use in x.uses() if use.node not in gone]
             if users:
                 inside.append(value)
-                outside.append(ir.val(value.name, value.dtype, value.shape))
+                outside.append(ir.val(value.name, value.dtype, [None] * len(value.shape)))  # the other branch has none
             for user, index in users:
                 user.replace_input_with(index, outside[-1])
                 readers.add(user.op_type)

@@ -45,3 +45,20 @@ def test_layers_compute_once_what_they_share(chunk_size: Any, monkeypatch: pytes
         one, other = (run.run(None, feeds)[0] for run in runs)
         assert one.tobytes() == other.tobytes()
         assert_same([one], model, *map(torch.from_numpy, feeds.values()), gate=1e-5)
+
+
+def test_what_one_branch_has_is_no_buffer_of_the_other() -> None:
+    """The declared shape of a shared value must not be that of a later one: runtimes then use its memory again."""
+
+    def forward(self: Any, x: Any) -> Any:
+        for _ in range(3):
+            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in (x, x / 2, x / 3))
+            x = relative_attention(q, k, v, self.rel_k, FAR, rel_v=self.rel_v).transpose(1, 2).flatten(2)
+        return x
+
+    model = of(forward, rel_k=random(13, 4), rel_v=random(13, 4)).eval()
+    made = torch_to_onnx(model, random(2, 9, 8), check=False)
+    assert any(len(node.output) > 1 for node in made.graph.node if node.op_type == "If")
+    for length in (5, 300, 1100):
+        x = random(1, length, 8)
+        assert_same(opened(made).run(None, {"x": x.numpy()}), model, x, gate=1e-5)
