@@ -168,7 +168,8 @@ def kept(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def exported(name: str, contender: str, given: dict[str, Tensor]) -> Path:
-    job, options = JOBS[name], EXPORTED[contender] | {"check": False}  # the results are compared anyway
+    job = JOBS[name]
+    options: Case = EXPORTED[contender] | {"check": False}  # the results are compared anyway
 
     def make(path: Path) -> None:
         model, file = pair(name)[1], path / "model.onnx"
