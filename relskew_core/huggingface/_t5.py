@@ -283,9 +283,10 @@ class LayoutLMv3RelativeEncoder(DropIn):
         position_ids: Any = None,
         **options: Any,
     ) -> Any:
-        places = {"rel_pos_bias": position_ids}
+        places = {}
         if len(self.far) > 1:
-            places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
+            places = {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
+        places |= {"rel_pos_bias": position_ids}  # last, as in the original: these may be one row for all items
         with torch.no_grad():  # the model does not train them
             bias, *others = [self._by_pair(name, where) for name, where in places.items()]
             for other in (*others, additive(attention_mask, bias.dtype)):
