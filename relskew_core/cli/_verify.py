@@ -210,9 +210,11 @@ def verify(what: VerifyPlan, advance: Callable[[str], None] = lambda step: None)
 def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInputs) -> Finding:
     about = (backend.name, backend.version, backend.device, dtype, case.name)
     gate = TOLERANCES[dtype]
-    run = _on_library if isinstance(backend, ArrayLibrary) else _on_runtime
     try:
-        got, seconds = run(backend, dtype, case, given)  # type: ignore[arg-type]
+        if isinstance(backend, ArrayLibrary):
+            got, seconds = _on_library(backend, dtype, case, given)
+        else:
+            got, seconds = _on_runtime(backend, dtype, case, given)
         error = relative_error(got, given.expected)
     except Exception as failure:  # any exception of a library is a result
         return Finding(*about, None, gate, None, False, reason(failure))

@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
     """Record the operators that work there; a result in float64 is an error, as it is in torch."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types there
         self.operators: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
