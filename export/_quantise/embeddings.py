@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from relskew_core.export._nodes.functions import all_graphs, readers_of, refill, results_of
-from relskew_core.export._quantise.table_products import MIDDLE, is_large
+from relskew_core.export._quantise.row_products import MIDDLE, is_large
 
 PREFIX = "relskew/blocks"
 
@@ -22,7 +22,7 @@ def store_in_blocks(model: onnx.ModelProto, tool: Any, block: int, least: int) -
     names: dict[str, list[str]] = {}
     for tensor in list(graph.initializer):
         found = readers.get(tensor.name, ())
-        looked_up = found and all(_looks_up(node) and node.input[1] != tensor.name for node in found)
+        looked_up = found and all(looks_up(node) and node.input[1] != tensor.name for node in found)
         if not looked_up or tensor.name in results or not is_large(tensor, least):
             continue
         if len(tensor.dims) == 2 and tensor.dims[1] % block == 0:
@@ -43,7 +43,7 @@ def store_in_blocks(model: onnx.ModelProto, tool: Any, block: int, least: int) -
         refill(part.node, [made for node in part.node for made in _reading(node, names)])
 
 
-def _looks_up(node: onnx.NodeProto) -> bool:
+def looks_up(node: onnx.NodeProto) -> bool:
     return node.op_type == "Gather" and not node.domain and not any(one.i for one in node.attribute)
 
 

@@ -26,20 +26,22 @@ from relskew_core.export._nodes import functions
 from relskew_core.export._nodes.operator import DOMAIN, INPUTS, NAME
 from relskew_core.export._nodes.operator_nodes import drop_unused, tables_in_int8
 from relskew_core.export._quantise import table_products as table_products
-from relskew_core.export._quantise.embeddings import store_in_blocks
-from relskew_core.export._quantise.table_products import is_large, round_tables
+from relskew_core.export._quantise.embeddings import looks_up, store_in_blocks
+from relskew_core.export._quantise.row_products import is_large, multiply_rows
+from relskew_core.export._quantise.table_products import round_tables
 
 Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
 KINDS = get_args(Kind)
 Weights = Literal["weights-8", "weights-4", "dynamic"]
 """The kinds that need no inputs."""
 TOLERANCES = {"weights-8": 0.1, "weights-4": 0.5, "dynamic": 0.3}
-"""The allowed relative errors of models: those of trained ones are a quarter of it, except with "dynamic"."""
+"""The allowed relative errors of models: those of trained ones are a quarter to a half of it."""
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 """Operators that torch's exporter leaves between a stored weight or table and its reader."""
 OLDEST = 13
 LEAST = 1024  # the number of entries from which a table is quantised
-BLOCK = 32  # rows of a weight that share a scale, if activations are not quantised
+BLOCKS = {8: (128, 64, 32), 4: (32,)}
+"""How many rows of a weight share a scale: the first number that divides all rows, or the last."""
 INT8_PRODUCTS = 4
 """``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
 
@@ -71,10 +73,10 @@ def quantize(
     path : str or path-like
         Where to write, as :func:`save` does.
     kind : {"dynamic", "static", "weights-8", "weights-4"}, default "weights-8"
-        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, for onnxruntime's
-        ``MatMulNBits``, which rounds activations to int8 within its products. ``"dynamic"``: uint8 weights and
-        activations, whose scale is computed in each call, so outliers of trained models damage it: embeddings of a
-        trained MPNet had a cosine of 0.83 to 0.92 with those in float32, with ``"weights-8"`` 0.9996. ``"static"``:
+        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 128 and 32 with a scale each, for onnxruntime's
+        ``MatMulNBits``, which rounds activations to int8 within its products. ``"dynamic"``: weights in 7 bits of an
+        int8, with a scale for each column, and activations in uint8, whose scales are computed in each call, one for
+        each row; it is twice as fast as ``"weights-8"`` for many rows, and rounds more. ``"static"``:
         ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as accelerators need them, with weights
         in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
@@ -126,17 +128,19 @@ def quantised(
     given: onnx.ModelProto, kind: Kind, inputs: Sequence[Mapping[str, np.ndarray]] | None = None
 ) -> tuple[onnx.ModelProto, str]:
     """Return a model in fewer bits, for which the given one is changed, and what keeps large weights in float32."""
-    opset = functions.opset_of(given)
-    for index, node in enumerate(given.graph.node):  # quantisation tools look for names of nodes
+    nodes = (node for part in functions.all_graphs(given.graph) for node in part.node)
+    for index, node in enumerate(nodes):  # quantisation tools look for names of nodes
         node.name = node.name or f"unnamed_{index}"
     _move(given)
-    if kind != "static":  # whose tool quantises them as they are
-        _write_as_products(given)
-    with _quietly():
-        made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
     if kind == "static":
+        with _quietly():
+            made = _static(given, inputs or ())
         round_tables(made, LEAST)
-    elif opset >= table_products.OLDEST:
+    else:
+        _write_as_products(given)
+        with _quietly():
+            made = _weights(given, 4 if kind == "weights-4" else 8, heads_alone=kind == "dynamic")
+        multiply_rows(made, LEAST)
         table_products.multiply_in_bits(made, LEAST)
     _tables(made)
     _tables_of_operators(made)
@@ -248,7 +252,7 @@ def _left(model: onnx.ModelProto) -> str:
     readers = functions.readers_of(model.graph)
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:
-        if is_large(tensor, LEAST) and len(tensor.dims) > 1:
+        if is_large(tensor, LEAST) and len(tensor.dims) > 1 and not tensor.name.endswith(("_scale", "_scales")):
             found = sorted({node.op_type for node in readers.get(tensor.name, ())})
             key = " and ".join(found) or "no node"
             sizes[key] = sizes.get(key, 0) + 4 * int(np.prod(tensor.dims))
@@ -270,38 +274,54 @@ def _quietly() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
+def _weights(model: onnx.ModelProto, bits: int, *, heads_alone: bool) -> onnx.ModelProto:
+    """Store embeddings and weights in blocks, of the weights perhaps only those that an embedding shares."""
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS)
-    tool.process()
-    made: onnx.ModelProto = tool.model.model
-    # The tool stores a weight for each of its readers.
-    functions.refill(made.graph.initializer, {tensor.name: tensor for tensor in made.graph.initializer}.values())
-    if bits == 8:
-        store_in_blocks(made, tool.node_quantizer, BLOCK, LEAST)
-    return made
+    sizes = {tensor.name: tensor.dims[-2] for tensor in model.graph.initializer if len(tensor.dims) > 1}
+    if heads_alone:
+        sizes = {name: rows for name, rows in sizes.items() if name in set(_of_embeddings(model.graph))}
+    for block in BLOCKS[bits]:
+        fitting = {name for name, rows in sizes.items() if rows % block == 0 or block == BLOCKS[bits][-1]}
+        nodes = (node for part in functions.all_graphs(model.graph) for node in part.node if node.op_type == "MatMul")
+        excluded = [node.name for node in nodes if node.input[1] not in fitting]
+        tool = MatMulNBitsQuantizer(
+            model, bits=bits, block_size=block, is_symmetric=True, accuracy_level=INT8_PRODUCTS,
+            nodes_to_exclude=excluded,
+        )  # fmt: skip
+        tool.process()
+        model = tool.model.model
+        # The tool stores a weight for each of its readers.
+        functions.refill(model.graph.initializer, {tensor.name: tensor for tensor in model.graph.initializer}.values())
+        if bits == 8:
+            store_in_blocks(model, tool.node_quantizer, block, LEAST)
+    return model
 
 
-def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarray]] | None) -> onnx.ModelProto:
-    """Quantise activations, too.
+def _of_embeddings(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yield the names of matrices that are transposed embeddings."""
+    looked_up = {node.input[0] for part in functions.all_graphs(graph) for node in part.node if looks_up(node)}
+    tables = [numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.name in looked_up]
+    for tensor in graph.initializer:
+        same = [table for table in tables if [*table.shape] == [*tensor.dims][::-1] and table.ndim == 2]
+        if same and any(np.array_equal(table.T, numpy_helper.to_array(tensor)) for table in same):
+            yield tensor.name
+
+
+def _static(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarray]]) -> onnx.ModelProto:
+    """Quantise activations, too, with ranges from inputs.
 
     Pairs of products of uint8 and int8 overflow 16 bits on processors of x86-64 without VNNI, and onnxruntime says
-    nothing. Those of uint8 and uint8 do not, nor those of int8 that keep to 7 bits, whose zero is 0 for accelerators.
+    nothing. Those of int8 that keep to 7 bits do not, whose zero is 0 for accelerators.
     """
-    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
+    from onnxruntime.quantization import QuantType, quantize_static
 
-    excluded = list(_excluded(model))
+    excluded = [*_excluded(model), *_masked(model)]
+    kinds: dict[str, Any] = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}
     with TemporaryDirectory() as folder, writing(Path(folder), "TMPDIR"):
         source, target = Path(folder) / "model.onnx", Path(folder) / "quantised.onnx"
         onnx.save(model, source)
-        if inputs is None:
-            own: dict[str, Any] = {"op_types_to_quantize": ["MatMul"], "weight_type": QuantType.QUInt8}
-            quantize_dynamic(source, target, nodes_to_exclude=excluded, per_channel=True, **own)
-        else:
-            own = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}
-            excluded += _masked(model)
-            quantize_static(source, target, _reader(inputs), nodes_to_exclude=excluded, per_channel=True, **own)
+        quantize_static(source, target, _reader(inputs), nodes_to_exclude=excluded, per_channel=True, **kinds)
         made = onnx.load(target)
     _sort(made.graph)
     return made

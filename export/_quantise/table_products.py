@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
-from relskew_core.export._nodes.functions import all_graphs, cut_axes, readers_of, refill, results_of, vectors_of
+from relskew_core.export._nodes.functions import (
+    all_graphs,
+    cut_axes,
+    opset_of,
+    readers_of,
+    refill,
+    results_of,
+    vectors_of,
+)
+from relskew_core.export._quantise.row_products import MIDDLE, PREFIX, is_large, replace_products, store_constants
 
-OLDEST = 18  # the opset in which the axes of a maximum are an input, as in these nodes
-ROWS, COLUMNS = 1, 2
-MIDDLE = 128  # the zero point: products of uint8 by uint8 overflow on no processor
-PREFIX = "relskew/in_bits"
-
-
-def is_large(tensor: onnx.TensorProto, least: int) -> bool:
-    return bool(tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= least)
+ROWS = 1
 
 
 class _Chain(NamedTuple):
@@ -47,10 +49,9 @@ def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
             _store(graph, tensor)
     if not found:
         return
-    for name, value in _CONSTANTS.items():
-        graph.initializer.append(numpy_helper.from_array(value, f"{PREFIX}/{name}"))
+    store_constants(model)
     for part in all_graphs(graph):
-        _rewrite(part, found)
+        _rewrite(part, found, opset_of(model))
 
 
 class _Finder:
@@ -73,13 +74,6 @@ class _Finder:
         return [] if name in self.results else self.readers.get(name, [])
 
 
-_CONSTANTS: dict[str, np.ndarray] = {
-    "columns": np.array([COLUMNS], np.int64), "last": np.array([-1], np.int64), "nothing": np.array(0, np.float32),
-    "part": np.array(1 / 127, np.float32), "least": np.array(1e-30, np.float32),
-    "middle": np.array(MIDDLE, np.float32), "zero": np.array(MIDDLE, np.uint8),
-}  # fmt: skip
-
-
 def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
     table = numpy_helper.to_array(tensor)
     scale = np.maximum(np.max(np.abs(table), axis=(1, 2), keepdims=True) / 127, np.float32(1e-30)).astype(np.float32)
@@ -89,48 +83,16 @@ def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
     graph.initializer.append(numpy_helper.from_array(scale, f"{tensor.name}_scale"))
 
 
-def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
+def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]], opset: int) -> None:
     cuts = {chain.cut.output[0]: name for name, chains in found.items() for chain in chains}
     turns = {chain.turn.output[0]: chain.cut.output[0] for chains in found.values() for chain in chains}
-    nodes = []
     for node in graph.node:
         if node.output and node.output[0] in cuts:
             node.input[0] = f"{cuts[node.output[0]]}_uint8"
             node.input[3] = f"{PREFIX}/columns"
-            nodes.append(node)
-        elif node.op_type == "MatMul" and node.input[1] in turns:
-            columns = turns[node.input[1]]
-            nodes.extend(_product(node, columns, f"{cuts[columns]}_scale"))
-        elif not node.output or node.output[0] not in turns:
-            nodes.append(node)
-    refill(graph.node, nodes)
+    replace_products(graph, {turn: (cut, f"{cuts[cut]}_scale", ":zero") for turn, cut in turns.items()}, opset)
+    refill(graph.node, [node for node in graph.node if not node.output or node.output[0] not in turns])
     refill(graph.value_info, [value for value in graph.value_info if value.name not in {*cuts, *turns}])
-
-
-def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[onnx.NodeProto]:
-    queries, result = node.input[0], node.output[0]
-
-    def step(kind: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
-        given = [f"{PREFIX}/{each[1:]}" if each.startswith(":") else each for each in inputs]
-        output = f"{result}/{name}" if name else result
-        return helper.make_node(kind, given, [output], f"{node.name}/{name}" if name else node.name, **attributes)
-
-    # A maximum may pass over NaN, and a cast gives it a number: the sum is NaN for a query that is not finite.
-    yield step("Mul", [queries, ":nothing"], "zeros")
-    yield step("ReduceSum", [f"{result}/zeros", ":last"], "zero_or_nan", keepdims=1)
-    yield step("Abs", [queries], "sizes")
-    yield step("ReduceMax", [f"{result}/sizes", ":last"], "largest", keepdims=1)
-    yield step("Mul", [f"{result}/largest", ":part"], "step")
-    yield step("Max", [f"{result}/step", ":least"], "scale")
-    yield step("Div", [queries, f"{result}/scale"], "steps")
-    yield step("Round", [f"{result}/steps"], "rounded")
-    yield step("Add", [f"{result}/rounded", ":middle"], "moved")
-    yield step("Cast", [f"{result}/moved"], "in_bits", to=TensorProto.UINT8)
-    yield step("MatMulInteger", [f"{result}/in_bits", columns, ":zero", ":zero"], "sums")
-    yield step("Cast", [f"{result}/sums"], "numbers", to=TensorProto.FLOAT)
-    yield step("Add", [f"{result}/scale", f"{result}/zero_or_nan"], "scale_or_nan")
-    yield step("Mul", [f"{result}/scale_or_nan", table_scale], "scales")
-    yield step("Mul", [f"{result}/numbers", f"{result}/scales"], "")
 
 
 class _Part(NamedTuple):

@@ -316,10 +316,11 @@ def test_weights_are_stored_once(tmp_path: Path) -> None:
     assert np.array_equal(generate(folder, source.numpy(), 9), greedy(model, source, torch.ones(1, 5), 9))
 
 
-def test_weights_in_int8_are_stored_once(tmp_path: Path) -> None:
-    """The embedding of both sides and the head are the same blocks of 32; the graphs are checked before and after."""
+@pytest.mark.parametrize("weights", ["weights-8", "dynamic"])
+def test_weights_in_int8_are_stored_once(weights: Any, tmp_path: Path) -> None:
+    """The embedding of both sides and the head are the same blocks; the graphs are checked before and after."""
     model, reports = tied(), list[ExportReport]()
-    folder = encoder_decoder_to_onnx(model, tmp_path / "made", weights="weights-8", report=reports.append)
+    folder = encoder_decoder_to_onnx(model, tmp_path / "made", weights=weights, report=reports.append)
     (data,) = folder.glob("*.data")
     assert data.stat().st_size < 1.125 * (20 * 64 + 2 * 64 * 64) + 4 * 4096
     encoder, _, later, first = (onnx.load(folder / name, load_external_data=False).graph for name in FILES)
@@ -327,7 +328,7 @@ def test_weights_in_int8_are_stored_once(tmp_path: Path) -> None:
     for graph in (encoder, later, first):
         stored = {tensor.name: tensor for tensor in graph.initializer}
         (name,) = {node.input[0] for node in graph.node if node.op_type == "Gather"} & {
-            tensor.name for tensor in graph.initializer if list(tensor.dims) == [20, 2, 32]
+            tensor.name for tensor in graph.initializer if list(tensor.dims) == [20, 1, 64]
         }
         places.append({entry.key: entry.value for entry in stored[name].external_data})
         if graph is not encoder:

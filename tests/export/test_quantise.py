@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ def test_every_kind_is_smaller_and_within_its_tolerance(kind: Any, profile: Any,
     assert not [
         tensor.name for tensor in made.graph.initializer if tensor.data_type == 1 and np.prod(tensor.dims) > 512
     ]
-    if kind.startswith("weights"):  # blocks of 32 with one scale each, and nothing else
+    if kind.startswith("weights"):  # blocks with one scale each, and nothing else
         products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
         assert {len(node.input) for node in products} == {3}
-        assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {32}
+        assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {
+            64 if kind == "weights-8" else 32
+        }
     report = validate(made, SPEC, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES[kind])
     assert report.ok, report.table()
     for tolerance in (None, 1e-4):
@@ -73,15 +76,16 @@ def test_tables_in_branches_and_loops_are_quantised(profile: Any, tmp_path: Path
     assert validate(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03).ok
 
 
-def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
-    """Large numbers elsewhere do not affect its precision, and a query of zeros causes no division by 0."""
-    path = quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "rounded.onnx", "weights-8")
+@pytest.mark.parametrize(("kind", "products"), [("weights-8", 1), ("dynamic", 5)])
+def test_a_row_is_rounded_by_itself(kind: Any, products: int, tmp_path: Path) -> None:
+    """Large numbers elsewhere do not affect its precision, and a row of zeros causes no division by 0."""
+    path = quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "rounded.onnx", kind)
     (x,) = inputs()[0].values()
     x[:, 3] = 0
     other = x.copy()
     other[:, -1] *= 1e4
     first, second = run(path, x), run(path, other)
-    assert [node.op_type for node in onnx.load(path).graph.node].count("MatMulInteger") == 1
+    assert [node.op_type for node in onnx.load(path).graph.node].count("MatMulInteger") == products
     assert np.isfinite(first).all()
     np.testing.assert_array_equal(first[:, :-1], second[:, :-1])
 
@@ -97,10 +101,23 @@ def products_with_a_table(*results: str) -> onnx.ModelProto:
     )  # fmt: skip
 
 
+def products_with_a_weight() -> onnx.ModelProto:
+    """Return products that share rows, one of them in a branch, and of an opset whose maximum has axes as attribute."""
+    return graph_of(
+        "products (float[b,2,n,32] q, int64[1] end) => (float[b,2,n,64] y) {other = MatMul(q, weight)"
+        " all = ReduceSum(end) some = Cast<to = 9>(all) mine = If(some) <then_branch = yes () => (float[b,2,n,64] a)"
+        " {a = MatMul(q, weight)}, else_branch = no () => (float[b,2,n,64] c) {c = Identity(other)}>"
+        " y = Add(mine, other)}",
+        13, weight=WEIGHTS["rel_k"][0].T.copy(),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("place", [0, 5, 31])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_a_query_that_is_not_finite_gives_nan(number: float, place: int, tmp_path: Path) -> None:
-    path = quantize(products_with_a_table(), tmp_path / "products.onnx")
+@pytest.mark.parametrize("operand", ["table", "weight"])
+def test_a_row_that_is_not_finite_gives_nan(operand: str, number: float, place: int, tmp_path: Path) -> None:
+    model = products_with_a_table() if operand == "table" else products_with_a_weight()
+    path = quantize(model, tmp_path / "products.onnx", "dynamic")
     assert "MatMulInteger" in {node.op_type for node in onnx.load(path).graph.node}
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 32)).astype(np.float32)
     wrong = q.copy()
@@ -110,6 +127,8 @@ def test_a_query_that_is_not_finite_gives_nan(number: float, place: int, tmp_pat
     assert np.isnan(second[0, 0, 1]).all()
     second[0, 0, 1] = first[0, 0, 1]
     np.testing.assert_array_equal(first, second)
+    wanted = q @ WEIGHTS["rel_k"][:, :40].mT if operand == "table" else 2 * q @ WEIGHTS["rel_k"][0].T
+    assert np.linalg.norm(first - wanted) < 0.03 * np.linalg.norm(wanted)
 
 
 def static_products(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -185,15 +204,17 @@ def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TOLERANCES)
-def test_matrices_in_a_batch_stay(kind: Any, tmp_path: Path) -> None:
-    """onnxruntime loads none that have a scale for each column."""
+def test_matrices_in_a_batch_are_int8_unless_static(kind: Any, tmp_path: Path) -> None:
+    """onnxruntime's static form has no scale for each column of them."""
     draw = np.random.default_rng(0)
     weights, x = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, 32, 40), (1, 2, 3, 32)))
     text = "graph (float[b,2,n,32] x) => (float[b,2,n,40] y) {y = MatMul(x, weights)}"
     model = graph_of(text, weights=weights)
-    with pytest.warns(UserWarning, match="keeps weights in float32, .*: 0.0098 MiB of MatMul"):
+    left = pytest.warns(UserWarning, match="keeps weights in float32, .*: 0.0098 MiB of MatMul")
+    with left if kind == "static" else nullcontext():
         path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
-    np.testing.assert_allclose(run(path, x), x @ weights, atol=1e-5)
+    error = np.linalg.norm(run(path, x) - x @ weights) / np.linalg.norm(x @ weights)
+    assert error < 1e-6 if kind == "static" else 1e-3 < error < 0.02
 
 
 CONVOLUTIONS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], bool]] = {
@@ -239,13 +260,13 @@ def test_weights_of_convolutions_and_classifiers_are_quantised(kind: Any, form: 
 
 def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
-    stored = {"w": (1, 96, 32), "r": (1, 96, 32), "experts": (2, 32, 40)}
+    stored = {"w": (1, 96, 32), "r": (1, 96, 32), "taken": (40, 32)}
     model = graph_of(
-        "graph (float[2,5,32] x) => (float[1,5,32] last, float[2,5,40] y)"
-        ' {"", last = GRU<hidden_size = 32>(x, w, r) y = MatMul(x, experts)}',
+        "graph (float[2,5,32] x) => (float[1,5,32] last, float[40,5,2] y)"
+        ' {"", last = GRU<hidden_size = 32>(x, w, r) turned = Transpose(x) y = MatMul(taken, turned)}',
         **{name: draw.standard_normal(shape).astype("f") for name, shape in stored.items()},
     )
-    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.023 MiB of GRU, 0\.0098 MiB of MatMul$"):
+    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.023 MiB of GRU, 0\.0049 MiB of MatMul$"):
         quantize(model, tmp_path / "small.onnx")
 
 
@@ -282,21 +303,20 @@ def test_nodes_without_names_are_quantised(tmp_path: Path) -> None:
 def test_columns_of_a_weight_have_their_own_scales(kind: Any, tmp_path: Path) -> None:
     given = inputs() if kind == "static" else None
     made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "columns.onnx", kind, inputs=given))
-    sizes = {tensor.name: list(tensor.dims) for tensor in made.graph.initializer}
-    assert all(sizes[f"{name}_proj.weight_scale"] == [64] for name in "qkv")
+    sizes = {tensor.name: np.prod(tensor.dims) for tensor in made.graph.initializer}
+    assert all(sizes[f"{name}_proj.weight_scale"] == 64 for name in "qkv")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_products_overflow_on_no_processor(kind: Any, tmp_path: Path) -> None:
-    """Of two products of uint8 and int8, 16 bits hold the sum if the int8 has 7 bits; of uint8 and uint8 32 do."""
+    """Of two products of uint8 and int8, 16 bits hold the sum if the int8 has 7 bits."""
     given = inputs() if kind == "static" else None
     made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "weights.onnx", kind, inputs=given))
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.graph.initializer}
     for name in ("q", "k", "v", "out"):
-        weight = stored[f"{name}_proj.weight_quantized"]
-        assert weight.dtype == np.uint8 or (
-            weight.dtype == np.int8 and 2 * 255 * np.abs(weight.astype(int)).max() < 2**15
-        )
+        weight = stored[f"{name}_proj.weight_{'quantized' if kind == 'static' else 'int8'}"]
+        assert weight.dtype == np.int8
+        assert 2 * 255 * np.abs(weight.astype(int)).max() < 2**15
     scaled = {node.input[2] for node in made.graph.node if node.op_type == "QuantizeLinear" and len(node.input) == 3}
     assert all(stored[name].dtype == np.uint8 for name in scaled)
 
@@ -348,10 +368,13 @@ def test_tables_that_are_looked_up_are_quantised_by_column(tmp_path: Path) -> No
     for name in read:
         along: dict[str, Any] = {"wide": {"axis": -1}, "least": {"axis": -2}}.get(name, {})
         nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **along))
-    outputs, shapes = [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"], {"given": (100, 16)}
+    outputs, shapes = (
+        [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"],
+        {"given": (100, 16), "whole": (100, 16), "row": (1, 1600)},
+    )
     graph = helper.make_graph(
         nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in outputs],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name, [None] * 3)) for name in outputs],
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in stored.items()],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("ai.onnx", 13)], ir_version=8)
@@ -438,7 +461,7 @@ def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
 
 
 def test_the_exporter_quantises_and_reports_what_stays(tmp_path: Path) -> None:
-    """A convolution of one entry as a product, another in int8, and a batch of matrices in float32."""
+    """A convolution of one entry as a product, another in int8, and a matrix on the left in float32."""
     torch = pytest.importorskip("torch")
     export = importlib.import_module("relskew_core.export")
 
@@ -446,18 +469,18 @@ def test_the_exporter_quantises_and_reports_what_stays(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.one, self.three = torch.nn.Conv1d(32, 64, 1), torch.nn.Conv1d(64, 32, 3)
-            self.experts = torch.nn.Parameter(torch.randn(2, 32, 40))
+            self.experts, self.mix = (torch.nn.Parameter(torch.randn(size)) for size in ((2, 32, 40), (160, 7)))
 
         def forward(self, x: Any) -> Any:
-            return self.three(self.one(x)).mT[:, None] @ self.experts
+            return self.mix @ (self.three(self.one(x)).mT[:, None] @ self.experts)
 
     torch.manual_seed(0)
     model, x, reports = Model(), torch.randn(3, 32, 9), list[Any]()
     path = tmp_path / "small.onnx"
-    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.0098 MiB of MatMul$"):
+    with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.0043 MiB of MatMul$"):
         made = export.torch_to_onnx(model, x, path, weights="weights-8", report=reports.append)
-    assert reports[0].graphs[0].in_float32 == "0.0098 MiB of MatMul"
-    assert "  weights in float32: 0.0098 MiB of MatMul" in str(reports[0]).split("\n")
+    assert reports[0].graphs[0].in_float32 == "0.0043 MiB of MatMul"
+    assert "  weights in float32: 0.0043 MiB of MatMul" in str(reports[0]).split("\n")
     ops = [node.op_type for node in made.graph.node]
     assert "MatMulNBits" in ops
     assert ops.count("Conv") == 1
@@ -467,16 +490,17 @@ def test_the_exporter_quantises_and_reports_what_stays(tmp_path: Path) -> None:
     assert 0 < np.linalg.norm(y - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
-def test_an_embedding_and_a_head_are_the_same_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
+def test_an_embedding_and_a_head_are_the_same_blocks(kind: Any, tmp_path: Path) -> None:
     table = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)
     model = graph_of(
         "graph (int64[b,n] t) => (float[b,n,64] x, float[b,n,40] y)"
         " {x = Gather(table, t) turned = Transpose<perm = [1, 0]>(table) y = MatMul(x, turned)}",
         table=table,
     )
-    path = quantize(model, tmp_path / "small.onnx")
+    path = quantize(model, tmp_path / "small.onnx", kind)
     stored = [tensor for tensor in onnx.load(path).graph.initializer if np.prod(tensor.dims) > 1]
-    assert [list(tensor.dims) for tensor in stored] == [[40, 2, 32], [40, 2]]
+    assert [list(tensor.dims) for tensor in stored] == [[40, 1, 64], [40, 1]]
     tokens = np.array([[1, 5, 39], [0, 2, 2]])
     rows = table[tokens]
     for found, wanted in zip(opened(path).run(None, {"t": tokens}), (rows, rows @ table.T), strict=True):
