@@ -1,14 +1,14 @@
 """`validate` must notice a wrong graph in every form: the core, biases, caches in place, chunks, functions."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
-from export_forms import IN_PLACE, made
+from export_forms import IN_PLACE, change, made
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
@@ -24,143 +24,129 @@ SCOPES = {"causal, values": "long/", "causal, window": "short/"}
 
 def graphs(model: onnx.ModelProto) -> Iterator[Any]:
     """The graph and the functions of a model, and all that is nested in them."""
-
-    def nested(graph: Any) -> Iterator[Any]:
+    found: list[Any] = [model.graph, *model.functions]
+    for graph in found:
         yield graph
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    yield from nested(attribute.g)
-
-    for graph in (model.graph, *model.functions):
-        yield from nested(graph)
+        found.extend(x.g for node in graph.node for x in node.attribute if x.HasField("g"))
 
 
-def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    return (node for graph in graphs(model) for node in graph.node)
+def recomputed(model: onnx.ModelProto, name: str, text: str) -> None:
+    """Let nodes in onnx's syntax make a tensor ``new`` of what it was, which they call ``old``."""
+    (graph,) = (graph for graph in graphs(model) if any(name in node.output for node in graph.node))
+    (place,) = (place for place, node in enumerate(graph.node) if name in node.output)
+    graph.node[place].output[:] = ["old" if output == name else output for output in graph.node[place].output]
+    for node in reversed(onnx.parser.parse_graph(f"g () => () {{{text}}}").node):
+        node.output[:] = [name if output == "new" else output for output in node.output]
+        graph.node.insert(place + 1, node)
 
 
-def failures(form: Any, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
-    """Validate a form as it is, which must pass, and then changed."""
+@cache
+def right(form: str) -> bytes:
+    """Return the graph of a form, which must pass."""
     spec, own, weights = made(form)
-    chunks = {} if form in IN_PLACE else {"chunk_size": None}
-    model = to_onnx(spec, weights, **own, **chunks | FORMS.get(form, {}))
-    assert validate(model, spec, weights, batches=(2,), lengths=[2, 6]).ok
-    mutate(model)
+    model = to_onnx(spec, weights, **own, **({} if form in IN_PLACE else {"chunk_size": None}) | FORMS.get(form, {}))
+    assert not wrong(form, model)
+    return model.SerializeToString()
+
+
+def wrong(form: str, model: onnx.ModelProto) -> set[str]:
+    spec, _, weights = made(form)
     return {check.name for check in validate(model, spec, weights, batches=(2,), lengths=[2, 6]).failures}
-
-
-def change(model: onnx.ModelProto, key: str, how: Callable[[Any], Any]) -> None:
-    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == key)
-    array = numpy_helper.to_array(tensor)
-    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(array)).astype(array.dtype), key))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["one percent", "flipped", "shifted"])
-def test_a_changed_table_is_noticed(form: Any, how: str) -> None:
+def test_a_changed_table_is_noticed(form: str, how: str) -> None:
     for key in [key for key in made(form)[2] if key.startswith("rel_")]:
 
-        def mutate(model: onnx.ModelProto, key: str = key) -> None:
-            (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == key)
-            sizes = list(tensor.dims)
+        def changed(table: Any, key: str = key) -> Any:
             # Positions are on the longest axis, unless a table has fewer rows than columns.
-            axis = len(sizes) - 1 if key == "rel_bias" or sizes[-1] > sizes[-2] else len(sizes) - 2
-            changes: dict[str, Callable[[Any], Any]] = {
-                "one percent": lambda table: table * 1.01,
-                "flipped": lambda table: np.flip(table, axis),
-                "shifted": lambda table: np.roll(table, 1, axis),
-            }
-            change(model, key, changes[how])
+            axis = -1 if key == "rel_bias" or table.shape[-1] > table.shape[-2] else -2
+            return {"one percent": table * 1.01, "flipped": np.flip(table, axis), "shifted": np.roll(table, 1, axis)}[
+                how
+            ]
 
-        found = failures(form, mutate)
+        model = onnx.ModelProto.FromString(right(form))
+        change(model, key, changed)
+        found = wrong(form, model)
         assert "weights" in found
         assert found & {"y", "out"}, key
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_skew_off_by_one_is_noticed(form: Any) -> None:
+def test_a_skew_off_by_one_is_noticed(form: str) -> None:
     """Drop one entry too few in front and one more behind, so that every shape stays right."""
-    start = f"relskew/compute/{SCOPES.get(form, '')}skew/rows"
-
-    def mutate(model: onnx.ModelProto) -> None:
-        (shifted,) = (node for node in nodes(model) if node.name.startswith(start))
-        (owner,) = (graph for graph in graphs(model) if any(node.name == shifted.name for node in graph.node))
-        place = [node.name for node in owner.node].index(shifted.name)
-        kept = shifted.output[0]
-        owner.node[place].output[0] = "rolled/whole"
-        numbers = {"flat": [0, 0, -1], "first": [0], "second": [1], "end": [2**62], "axis": [2]}
-        made = [
-            onnx.helper.make_node("Constant", [], [f"rolled/{name}"], value_ints=value)
-            for name, value in numbers.items()
-        ]
-        cut = [f"rolled/{name}" for name in ("second", "end", "axis")]
-        made.append(onnx.helper.make_node("Shape", ["rolled/whole"], ["rolled/shape"]))
-        made.append(onnx.helper.make_node("Reshape", ["rolled/whole", "rolled/flat"], ["rolled/entries"]))
-        made.append(onnx.helper.make_node("Slice", ["rolled/entries", *cut], ["rolled/rest"]))
-        cut = [f"rolled/{name}" for name in ("first", "second", "axis")]
-        made.append(onnx.helper.make_node("Slice", ["rolled/entries", *cut], ["rolled/one"]))
-        made.append(onnx.helper.make_node("Concat", ["rolled/rest", "rolled/one"], ["rolled/all"], axis=2))
-        made.append(onnx.helper.make_node("Reshape", ["rolled/all", "rolled/shape"], [kept]))
-        for index, node in enumerate(made):
-            owner.node.insert(place + 1 + index, node)
-
-    assert failures(form, mutate) & {"y", "out"}
+    model, start = onnx.ModelProto.FromString(right(form)), f"relskew/compute/{SCOPES.get(form, '')}skew/rows"
+    (shifted,) = (node for graph in graphs(model) for node in graph.node if node.name.startswith(start))
+    recomputed(model, shifted.output[0], """
+        flat = Constant<value_ints = [0, 0, -1]>() first = Constant<value_ints = [0]>()
+        second = Constant<value_ints = [1]>() end = Constant<value_ints = [4611686018427387904]>()
+        axis = Constant<value_ints = [2]>() shape = Shape(old) entries = Reshape(old, flat)
+        rest = Slice(entries, second, end, axis) one = Slice(entries, first, second, axis)
+        all = Concat<axis = 2>(rest, one) new = Reshape(all, shape)
+    """)  # fmt: skip
+    assert wrong(form, model) & {"y", "out"}
 
 
-@pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal", "causal, window"])
-def test_a_lost_causal_attribute_is_noticed(form: Any) -> None:
-    def mutate(model: onnx.ModelProto) -> None:
-        (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
-        (causal,) = (attribute for attribute in attention.attribute if attribute.name == "is_causal")
-        assert causal.i == 1
-        causal.i = 0
+def attribute(name: str, **values: Any) -> Callable[..., None]:
+    """Return a change of a node's attribute."""
 
-    assert failures(form, mutate) & {"y", "out"}
+    def changed(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        (found,) = (found for found in node.attribute if found.name == name)
+        for kind, value in values.items():
+            assert getattr(found, kind) != value
+            setattr(found, kind, value)
 
-
-@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
-def test_a_visible_future_is_noticed(form: Any) -> None:
-    def mutate(model: onnx.ModelProto) -> None:
-        (buffer,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/buffer")
-        model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "nothing"))
-        buffer.input[0] = "nothing"
-
-    assert "y" in failures(form, mutate)
+    return changed
 
 
-@pytest.mark.parametrize("form", ["causal, values"])
-def test_a_lost_causal_condition_is_noticed(form: Any) -> None:
-    def mutate(model: onnx.ModelProto) -> None:
-        name = f"relskew/compute/{SCOPES.get(form, '')}visible/causal"
-        (causal,) = (node for node in nodes(model) if node.name == name)
-        causal.op_type, causal.input[1] = "Equal", causal.input[0]  # true for every key
-
-    assert failures(form, mutate) & {"y", "out"}
+def no_buffer(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.float32), "nothing"))
+    node.input[0] = "nothing"
 
 
-@pytest.mark.parametrize("form", ["core: causal", "core: cross"])
-def test_a_wrong_scale_of_the_core_is_noticed(form: Any) -> None:
-    def mutate(model: onnx.ModelProto) -> None:
-        (scaled,) = (node for node in nodes(model) if node.name == "relskew/compute/q/scaled")
-        change(model, scaled.input[1], lambda scale: scale * 1.1)
+def always(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    node.op_type, node.input[1] = "Equal", node.input[0]
 
-    assert "out" in failures(form, mutate)
+
+def operator(op_type: str) -> Callable[..., None]:
+    return lambda model, node: setattr(node, "op_type", op_type)
+
+
+SEGMENTS = ["segments", "segments, cache", "segments, stream", "in place: segments, cache"]
+CHANGES: dict[str, tuple[list[str], str, int, Callable[[onnx.ModelProto, onnx.NodeProto], None]]] = {
+    "a lost causal attribute": (["core: causal", "bias alone, cache", "causal", "causal, window"], "Attention", 1,
+                                attribute("is_causal", i=0)),
+    "a visible future": (["in place: cache", "in place: cache, zero, values, mask"], "relative/buffer", 1, no_buffer),
+    "a lost causal condition": (["causal, values"], "long/visible/causal", 1, always),
+    "a wrong scale of the core": (["core: causal", "core: cross"], "q/scaled", 1,
+                                  lambda model, node: change(model, node.input[1], lambda scale: scale * 1.1)),
+    "lost segments": (SEGMENTS, "visible/segment", 1, operator("GreaterOrEqual")),
+    "a block too few": (["stream"], "visible/exists", 1, operator("Greater")),
+    "a wrong scale": (["bias, full, grouped", "causal"], "Attention", 1, attribute("scale", f=1.1)),
+    # of the whole cache and of its filled part
+    "a wrong scale of a branch": (["in place: cache"], "Attention", 2, attribute("scale", f=1.1)),
+}  # fmt: skip
+"""Forms, the name or operator of nodes, how many there are, and how each in turn is changed."""
+
+
+@pytest.mark.parametrize(("kind", "form"), [(kind, form) for kind, (forms, *_) in CHANGES.items() for form in forms])
+def test_a_changed_node_is_noticed(kind: str, form: str) -> None:
+    _, name, count, how = CHANGES[kind]
+    for place in range(count):
+        model = onnx.ModelProto.FromString(right(form))
+        every = [node for graph in graphs(model) for node in graph.node]
+        found = [node for node in every if name in (node.op_type, node.name.removeprefix("relskew/compute/"))]
+        assert len(found) == count
+        how(model, found[place])
+        assert wrong(form, model) & {"y", "out"}
 
 
 @pytest.mark.parametrize("form", ["sinks", "sinks, stream", "in place: sinks, cache, mask"])
-def test_sinks_of_other_heads_are_noticed(form: Any) -> None:
-    found = failures(form, lambda model: change(model, "sinks", lambda sinks: np.roll(sinks, 1, axis=0)))
-    assert {"weights", "y"} <= found
-
-
-@pytest.mark.parametrize("form", ["segments", "segments, cache", "segments, stream", "in place: segments, cache"])
-def test_lost_segments_are_noticed(form: Any) -> None:
-    def mutate(model: onnx.ModelProto) -> None:
-        (same,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/segment")
-        same.op_type = "GreaterOrEqual"
-
-    assert "y" in failures(form, mutate)
+def test_sinks_of_other_heads_are_noticed(form: str) -> None:
+    model = onnx.ModelProto.FromString(right(form))
+    change(model, "sinks", lambda sinks: np.roll(sinks, 1, axis=0))
+    assert {"weights", "y"} <= wrong(form, model)
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
@@ -170,21 +156,13 @@ def test_a_wrong_band_past_a_clip_is_noticed(profile: Any) -> None:
     weights = init_weights(spec, seed=0)
     model = to_onnx(spec, weights, profile=profile, chunk_size=None)
     assert validate(model, spec, weights, batches=(2,)).ok
-    (extended,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/extended")
-    whole, extended.output[0] = extended.output[0], "band/of"
-    numbers = {"zero": 0, "one": 1, "two": 2, "last": -1, "far": -120, "near": -110}
-    made = [onnx.helper.make_node("Constant", [], [f"band/{name}"], value_int=n) for name, n in numbers.items()]
-    steps = [
-        ("Shape", ["of"], "shape"), ("Gather", ["shape", "last"], "columns"), ("Div", ["columns", "two"], "queries"),
-        ("Range", ["zero", "columns", "one"], "places"), ("Sub", ["places", "queries"], "r"),
-        ("GreaterOrEqual", ["r", "far"], "after"), ("LessOrEqual", ["r", "near"], "before"),
-        ("And", ["after", "before"], "within"), ("CastLike", ["within", "of"], "added"),
-    ]  # fmt: skip
-    made += [onnx.helper.make_node(op, [f"band/{x}" for x in given], [f"band/{y}"]) for op, given, y in steps]
-    made.append(onnx.helper.make_node("Add", ["band/of", "band/added"], [whole]))
-    place = [node.name for node in model.graph.node].index(extended.name)
-    for index, node in enumerate(made):
-        model.graph.node.insert(place + 1 + index, node)
+    recomputed(model, "relskew/compute/relative/extended", """
+        zero = Constant<value_int = 0>() one = Constant<value_int = 1>() two = Constant<value_int = 2>()
+        last = Constant<value_int = -1>() far = Constant<value_int = -120>() near = Constant<value_int = -110>()
+        shape = Shape(old) columns = Gather(shape, last) queries = Div(columns, two)
+        places = Range(zero, columns, one) r = Sub(places, queries) after = GreaterOrEqual(r, far)
+        before = LessOrEqual(r, near) within = And(after, before) added = CastLike(within, old) new = Add(old, added)
+    """)  # fmt: skip
     assert "y" in {check.name for check in validate(model, spec, weights, batches=(2,)).failures}
 
 
@@ -205,44 +183,11 @@ def test_wrong_results_in_a_range_of_lengths_are_noticed(kind: str) -> None:
     spec, options, ranges = RANGES[kind]
     weights = init_weights(spec, seed=0)
     for name, first, last in ranges:
-        model = to_onnx(spec, weights, **options)
-        result = model.graph.output[0].name
-        for node in model.graph.node:
-            for names in (node.input, node.output):
-                names[:] = ["right" if name == result else name for name in names]
-        axis = 2 if name == "past_key" else 1
-        numbers = {"first": first, "last": last}
-        made = [onnx.helper.make_node("Constant", [], [f"range/{key}"], value_ints=[n]) for key, n in numbers.items()]
-        made.append(onnx.helper.make_node("Shape", [name], ["range/length"], start=axis, end=axis + 1))
-        steps = [
-            ("GreaterOrEqual", ["range/length", "range/first"], "range/from"),
-            ("LessOrEqual", ["range/length", "range/last"], "range/to"),
-            ("And", ["range/from", "range/to"], "range/in"),
-            ("CastLike", ["range/in", "right"], "range/added"), ("Add", ["right", "range/added"], result),
-        ]  # fmt: skip
-        model.graph.node.extend([*made, *(onnx.helper.make_node(op, given, [y]) for op, given, y in steps)])
+        model, axis = to_onnx(spec, weights, **options), 2 if name == "past_key" else 1
+        recomputed(model, "y", f"""
+            first = Constant<value_int = {first}>() last = Constant<value_int = {last}>()
+            length = Shape<start = {axis}, end = {axis + 1}>({name}) from = GreaterOrEqual(length, first)
+            to = LessOrEqual(length, last) in = And(from, to) added = CastLike(in, old) new = Add(old, added)
+        """)  # fmt: skip
         report = validate(model, spec, weights, runtimes=["reference"])
         assert "y" in {check.name for check in report.failures}, (name, first, last)
-
-
-def test_a_lost_block_is_noticed() -> None:
-    """A stream whose blocks see one block too few."""
-
-    def mutate(model: onnx.ModelProto) -> None:
-        (exists,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/exists")
-        exists.op_type = "Greater"
-
-    assert "y" in failures("stream", mutate)
-
-
-def test_a_wrong_scale_of_attention_is_noticed() -> None:
-    """In either branch, where the whole cache or its filled part is read."""
-    for form, count in (("in place: cache", 2), ("bias, full, grouped", 1), ("causal", 1)):
-        for place in range(count):
-
-            def mutate(model: onnx.ModelProto, place: int = place, count: int = count) -> None:
-                found = [node for node in nodes(model) if node.op_type == "Attention"]
-                assert len(found) == count
-                next(attribute for attribute in found[place].attribute if attribute.name == "scale").f = 1.1
-
-            assert "y" in failures(form, mutate)

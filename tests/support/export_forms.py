@@ -1,9 +1,11 @@
 """Every form of the attention block that a graph can take, small, by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Report, to_onnx, validate
@@ -192,3 +194,10 @@ def valid(model: Any, spec: BlockSpec, weights: Any, **asked: Any) -> Report:
     report = validate(model, spec, weights, **asked)
     assert report.ok, report.table()
     return report
+
+
+def change(model: onnx.ModelProto, name: str, how: Callable[[Any], Any]) -> None:
+    """Store another tensor in place of one, which is computed of it."""
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
+    array = np.asarray(numpy_helper.to_array(tensor))
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(array)), name))
