@@ -175,7 +175,8 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
     def run(feeds: Feeds) -> list[np.ndarray]:
         tensors = {key: _openvino_tensor(openvino, array) for key, array in feeds.items()}
         results = compiled(tensors)
-        return [np.array(results[output]) for output in compiled.outputs]
+        found = [(output.element_type, np.array(results[output])) for output in compiled.outputs]
+        return [x.view(BFLOAT16) if kind == openvino.Type.bf16 else x for kind, x in found]  # it says float16
 
     return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run, empty_batch=True)
 
@@ -192,8 +193,9 @@ def import_openvino() -> Any:
 
 
 def _openvino_tensor(openvino: Any, array: np.ndarray) -> Any:
+    array = np.ascontiguousarray(array)
     if array.dtype != BFLOAT16:
-        return openvino.Tensor(np.ascontiguousarray(array))
+        return openvino.Tensor(array)
     return openvino.Tensor(array.view(np.uint16), array.shape, openvino.Type.bf16)
 
 

@@ -22,7 +22,7 @@ import pytest
 from export_forms import FORMS, exported, random_weights, valid
 from operator_runs import needs_library
 from relskew_core import BlockSpec, Span
-from relskew_core.export import Check, custom_ops_library, save, to_onnx, validate
+from relskew_core.export import Check, Report, custom_ops_library, save, to_onnx, validate
 from relskew_core.export._check import isolated, runtimes
 from relskew_core.export._check.questions import Request
 
@@ -87,8 +87,7 @@ def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.Mon
     fake, runner = opened(monkeypatch, "cpu", {"CPUExecutionProvider": ["a", "b"]})
     providers: list[Any] = [("CPUExecutionProvider", {})]
     assert fake.sessions == [("model.onnx", level, 4, providers) for level in ("all", "none")]
-    assert fake.preloaded == 0
-    assert (runner.runtime, runner.provider) == ("onnxruntime 9.9", "CPUExecutionProvider")
+    assert (fake.preloaded, runner.runtime, runner.provider) == (0, "onnxruntime 9.9", "CPUExecutionProvider")
     assert (runner.misplaced, runner.detail) == ((), "2 nodes on CPUExecutionProvider")
     feeds = {"x": np.zeros(2, np.float32)}
     assert runner.unoptimised is not None
@@ -100,8 +99,8 @@ def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.Mon
 
 def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless the options request TF32; the report says which is used."""
-    asked: list[tuple[dict[str, str], str]] = [({}, "0"), ({"use_tf32": "1", "device_id": "2"}, "1")]
-    for given, used in asked:
+    given: dict[str, str]
+    for given, used in ({}, "0"), ({"use_tf32": "1", "device_id": "2"}, "1"):
         before, placed = dict(given), {"CUDAExecutionProvider": ["a"]}
         fake, runner = opened(monkeypatch, ("cuda", given), placed, {"use_tf32": used, "device_id": "0"})
         assert given == before
@@ -116,7 +115,6 @@ def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_nodes_on_another_provider_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes for shapes may; if none runs on the provider, that is reported even if there are no others."""
     placed = {
         "CUDAExecutionProvider": ["relskew/compute/q"],
         "CPUExecutionProvider": ["relskew/shape/n", "f_relskew/shape/m", "relskew/compute/attention", ""],
@@ -146,7 +144,6 @@ def test_a_runtime_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_openvino_is_imported_without_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its telemetry is not imported with it, and can be afterwards."""
     seen: list[Any] = []
 
     def imported(name: str) -> str:
@@ -158,8 +155,7 @@ def test_openvino_is_imported_without_its_telemetry(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert runtimes._import("openvino") == "openvino"
     ((name, modules),) = seen
-    assert name == "openvino"
-    assert modules["openvino_telemetry"] is None
+    assert (name, modules["openvino_telemetry"]) == ("openvino", None)
     assert "openvino_telemetry" not in sys.modules
     for name in ("openvino", "openvino_telemetry"):  # modules that the caller has imported stay
         with monkeypatch.context() as patch:
@@ -170,55 +166,45 @@ def test_openvino_is_imported_without_its_telemetry(monkeypatch: pytest.MonkeyPa
             assert seen[-1][1].get("openvino_telemetry", ...) is not None
 
 
+def source(text: str) -> runtimes.Source:
+    return runtimes.Source(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {text}'), None)
+
+
 def test_the_reference_evaluator_computes_infinities_without_a_warning() -> None:
     """Like other runtimes, for any setting of NumPy's warnings."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 18]> log (float[n] x) => (float[n] y) {y = Log(x)}'
-    )
-    runner = runtimes.open_reference(runtimes.Source(model, None), "")
+    runner = runtimes.open_reference(source("log (float[n] x) => (float[n] y) {y = Log(x)}"), "")
     with np.errstate(all="raise"):
         (y,) = runner.run({"x": np.zeros(2, np.float32)})
     np.testing.assert_array_equal(y, [-np.inf, -np.inf])
 
 
-def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    class Compiled:
-        outputs = ("b", "a")
-
-        def __call__(self, tensors: Any) -> Any:
-            calls.append(tensors)
-            return {"a": [1.0], "b": [2.0]}
-
-    class Core:
-        def read_model(self, content: Any) -> Any:
-            return ("read", content)
-
-        def compile_model(self, *given: Any) -> Any:
-            calls.append(given)
-            return Compiled()
-
-    kinds = SimpleNamespace(bf16="bf16")
-    fake = SimpleNamespace(Core=Core, Tensor=lambda *given: given, Type=kinds, __version__="2026.1.0-5-abc")
-    monkeypatch.setattr(runtimes, "_import", {"openvino": fake}.__getitem__)
-    runner = runtimes.open_openvino(runtimes.Source(onnx.ModelProto(), "file"), "")
-    assert (runner.runtime, runner.provider, runner.unoptimised) == ("OpenVINO 2026.1.0", "CPU", None)
-    assert calls == [(("read", "file"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})]
-    x = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    results = runner.run({"x": x, "half": x.astype(runtimes.BFLOAT16)})
-    assert [list(result) for result in results] == [[2.0], [1.0]]
-    (whole,), (bits, shape, kind) = calls[1]["x"], calls[1]["half"]
-    np.testing.assert_array_equal(whole, x)
-    assert whole.flags.c_contiguous
-    assert (bits.dtype, shape, kind) == (np.uint16, (3, 2), "bf16")
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_arrays_of_every_type_pass_through_a_runtime(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU kernel of onnxruntime multiplies bfloat16, so these are reshapes; OpenVINO is told to keep float32."""
+    made = source(
+        "turn (bfloat16[a,b] x, bool[a,b] mask, float[a,b] z) => (bfloat16[b,a] y, bool[b,a] turned, float[b,a] last)"
+        " {last = Transpose<perm = [1, 0]>(z) y = Transpose<perm = [1, 0]>(x) turned = Transpose<perm = [1, 0]>(mask)}"
+    )
+    numbers = np.arange(12.0).reshape(2, 6)
+    feeds = {"x": numbers.astype(runtimes.BFLOAT16), "mask": numbers % 2 == 0, "z": numbers.astype(np.float32)}
+    feeds = {name: x[::-1, 1:4] for name, x in feeds.items()}  # with gaps
+    core, told = importlib.import_module("openvino").Core, list[Any]()
+    compiled = core.compile_model
+    monkeypatch.setattr(core, "compile_model", lambda *given: told.append(given[2:]) or compiled(*given))
+    runner = runtimes.OPENERS[runtime](made, "cpu")
+    assert told == ([("CPU", {"INFERENCE_PRECISION_HINT": "f32"})] if runtime == "openvino" else [])
+    assert runner.runtime.partition(" ")[0].lower() == runtime
+    assert (runner.unoptimised is None) == (runtime == "openvino")
+    for run in filter(None, (runner.run, runner.unoptimised)):
+        for found, given in zip(run(feeds), feeds.values(), strict=True):
+            assert found.dtype == given.dtype
+            np.testing.assert_array_equal(found.astype(np.float32), given.T.astype(np.float32))
 
 
 def request(**changes: Any) -> Request:
-    given: dict[str, Any] = {"providers": ("cpu",), "runtimes": ("onnxruntime",), "lengths": None, "batches": None}
-    given |= {"weights": random_weights(CAUSAL), "atol": None, "tolerance": None, "seed": 0}
-    given |= {"model_or_path": None, "spec": CAUSAL}
-    return Request(**(given | changes))
+    given = dict.fromkeys(("lengths", "batches", "atol", "tolerance", "model_or_path"), None)
+    own = {"providers": ("cpu",), "runtimes": ("onnxruntime",), "weights": random_weights(CAUSAL), "seed": 0}
+    return Request(**{**given, **own, "spec": CAUSAL, **changes})
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[Any, ...] | None:
@@ -236,6 +222,7 @@ def test_a_file_has_limits_and_a_model_those_asked_for(monkeypatch: pytest.Monke
     path = save(made, tmp_path / "block.onnx")
     size = 2**33 + 16 * sum(array.nbytes for array in random_weights(CAUSAL).values())
     assert ran(monkeypatch, made) is None
+    asked: Any
     for model, options, limits in (
         (path, {}, (600.0, size)),
         (os.fspath(path), {"time_limit": 3}, (3.0, size)),
@@ -246,7 +233,6 @@ def test_a_file_has_limits_and_a_model_those_asked_for(monkeypatch: pytest.Monke
         (made, {"memory_limit": 5, "providers": ["cuda"]}, (600.0, 5)),
     ):
         asked = ran(monkeypatch, model, **options)
-        assert asked is not None
         assert asked[1:3] == limits
         assert asked[0].model_or_path == (os.fspath(path) if model is not made else made)
 
@@ -255,11 +241,9 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     path = save(exported(CAUSAL)[0], tmp_path / "block.onnx")
     given: dict[str, Any] = {"providers": ["cpu"], "runtimes": ["reference"], "lengths": [3], "batches": [2]}
     steps: list[str] = []
-    asked = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
-    assert asked is not None
+    asked: Any = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
     assert {name: getattr(asked[0], name) for name in given} == given
-    assert (asked[0].spec, asked[0].atol, asked[0].seed) == (CAUSAL, 1.0, 7)
-    assert asked[0].tolerance == 2.0
+    assert (asked[0].spec, asked[0].atol, asked[0].tolerance, asked[0].seed) == (CAUSAL, 1.0, 2.0, 7)
     assert type(asked[0].atol) is type(asked[0].tolerance) is float
     assert asked[0].weights.keys() == random_weights(CAUSAL).keys()
     assert all(isinstance(array, np.ndarray) for array in asked[0].weights.values())
@@ -290,12 +274,8 @@ def test_an_argument_that_does_not_fit_is_named_in_the_report(name: str, value: 
 def test_weights_of_another_kind_are_named(tmp_path: Path) -> None:
     model, _, weights = exported(CAUSAL)
     path = save(model, tmp_path / "block.onnx")
-    for given in (
-        {**weights, "rel_k": "table"},
-        {**weights, "rel_k": [1.0]},
-        {**weights, "rel_k": weights["rel_k"].astype(np.int32)},
-    ):
-        (check,) = validate(path, CAUSAL, given).checks
+    for table in ("table", [1.0], weights["rel_k"].astype(np.int32)):
+        (check,) = validate(path, CAUSAL, {**weights, "rel_k": table}).checks
         assert check.detail.startswith("TypeError: `weights['rel_k']` must have one of the dtypes ")
     (check,) = validate(path, "causal", weights).checks  # type: ignore[arg-type]
     assert "`spec` must be a BlockSpec" in check.detail
@@ -309,8 +289,8 @@ def test_a_path_to_something_else_than_a_file_is_not_opened(monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(os, "stat", lambda path, mode=mode: SimpleNamespace(st_mode=getattr(stat, mode)))
             report = validate("there", CAUSAL, {}, seed=3)
-        assert report.checks == (Check("file", "", "", "", False, detail=f"must be a regular file, got {kind}: there"),)
-        assert report.seed == 3
+        told = f"must be a regular file, got {kind}: there"
+        assert report == Report((Check("file", "", "", "", False, detail=told),), 3)
     (check,) = validate("nowhere", CAUSAL, {}).checks
     assert check.detail == "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'"
 
@@ -332,9 +312,7 @@ def test_a_seed_follows_from_the_computation_or_from_the_file(tmp_path: Path) ->
 def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tuple[list[Check], list[str]]:
     """Let a process with this code answer a request."""
     monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {lines}")
-    checks: list[Check] = []
-    steps: list[str] = []
-    large = {"large": np.zeros(10**6)}  # larger than a pipe's buffer
+    checks, steps, large = list[Check](), list[str](), {"large": np.zeros(10**6)}  # larger than a pipe's buffer
     isolated.run_isolated(request(weights=large), seconds, None, checks.append, steps.append)
     return checks, steps
 
@@ -384,9 +362,7 @@ def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyP
     threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         isolated.run_isolated(request(), 60, None, lambda check: None, interrupt)
-    assert started[0].returncode == -9
-    assert started[0].stdin.closed
-    assert started[0].stdout.closed
+    assert (started[0].returncode, started[0].stdin.closed, started[0].stdout.closed) == (-9, True, True)
     deadline = time.perf_counter() + 10
     while threading.active_count() > threads and time.perf_counter() < deadline:
         time.sleep(0.01)
@@ -436,9 +412,8 @@ def test_the_limit_of_memory_holds_where_the_model_is_read(monkeypatch: pytest.M
 def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = save(exported(CAUSAL)[0], tmp_path / "block.onnx")
     command = child(monkeypatch, "print('reading', file=sys.stderr, flush=True) or __import__('time').sleep(60)")
+    process: Any
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
-        assert process.stdin is not None
-        assert process.stderr is not None
         pickle.dump((request(model_or_path=os.fspath(path)), None), process.stdin)
         process.stdin.flush()
         assert process.stderr.readline() == b"reading\n"
@@ -468,15 +443,14 @@ def test_a_missing_operator_library_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert custom_ops_library().is_file()
 
 
-def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Any:
+def wrong_where(wrong: Callable[[int, int], bool]) -> Any:
     """Make a runtime whose results are wrong for some inputs only."""
 
     def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
         true = runtimes.open_onnxruntime(source, "cpu")
 
         def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
-            off = batch(feeds["x"].shape[0]) and length(feeds["x"].shape[1])
-            return [result * np.float32(1.01 if off else 1) for result in true.run(feeds)]
+            return [result * np.float32(1.01 if wrong(*feeds["x"].shape[:2]) else 1) for result in true.run(feeds)]
 
         return runtimes.Runner("odd", "", run)
 
@@ -486,29 +460,12 @@ def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> 
 def test_validate_draws_larger_batches_and_lengths_between_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = BlockSpec(8, 2, Span.causal(100), causal=True)
     model, _, weights = exported(spec)
-    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: batch > 3, lambda length: True))
-    report = validate(model, spec, weights, runtimes=["odd"])  # type: ignore[list-item]
-    assert {check.name for check in report.failures} == {"y"}
-    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: True, lambda length: 40 < length < 90))
-    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))  # type: ignore[list-item]
-    assert {check.name for check in report.failures} == {"y"}
+    where: tuple[tuple[Callable[[int, int], bool], dict[str, Any]], ...] = (
+        (lambda batch, length: batch > 3, {}), (lambda batch, length: 40 < length < 90, {"batches": (1,)}),
+    )  # fmt: skip
+    for wrong, asked in where:
+        monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(wrong))
+        report = validate(model, spec, weights, runtimes=["odd"], **asked)  # type: ignore[list-item]
+        assert {check.name for check in report.failures} == {"y"}
     assert f"drawn from seed {report.seed}" in report.table()
     assert json.loads(report.to_json())["seed"] == report.seed
-
-
-def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
-    """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 23]> turn (bfloat16[a,b] x, bool[a,b] mask)'
-        " => (bfloat16[b,a] y, bool[b,a] turned)"
-        " {y = Transpose<perm = [1, 0]>(x) turned = Transpose<perm = [1, 0]>(mask)}"
-    )
-    x = np.arange(12.0).reshape(2, 6).astype(runtimes.BFLOAT16)[:, 1:4]  # with gaps
-    mask = np.arange(6).reshape(2, 3) % 2 == 0
-    runner = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu")
-    for run in (runner.run, runner.unoptimised):
-        assert run is not None
-        y, turned = run({"x": x, "mask": mask})
-        assert y.dtype == runtimes.BFLOAT16
-        np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
-        np.testing.assert_array_equal(turned, mask.T)

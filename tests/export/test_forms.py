@@ -46,7 +46,7 @@ CASES = [
         for form in TYPED for dtype, shift in (("float64", 0), ("float16", 1))
     ),
     *(
-        case("type", form, REFERENCE, profile=profile, dtype="bfloat16")
+        case("type", form, {"runtimes": ["reference", "openvino"]}, profile=profile, dtype="bfloat16")
         for form in ("full", "cache, mask", "clip, values", "blocks") for profile in PROFILES
     ),
     *(
