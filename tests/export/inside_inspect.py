@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from export_forms import FORMS, PROFILES, random_weights
+from export_forms import FORMS, PROFILES, change, exported, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, save, to_onnx
 from relskew_core.export._check.inspect import Subject, inspect_model
@@ -23,39 +23,38 @@ CROSS = BlockSpec(8, 2, Span(8, 6), cross=True)
 IN_PLACE = {"past": True, "in_place": True, "mask": True, "segments": True, "projections": False}
 
 
-def model(spec: BlockSpec, **options: Any) -> onnx.ModelProto:
-    weights = random_weights(spec, projections=options.get("projections", True))
-    return to_onnx(spec, weights, **options)
+def made_of(spec: BlockSpec, **options: Any) -> onnx.ModelProto:
+    return exported(spec, **options)[0]
 
 
-def inspected(made: Any, spec: BlockSpec, *, projections: bool = True) -> tuple[list[Check], Subject | None]:
-    checks: list[Check] = []
-    return checks, inspect_model(made, spec, random_weights(spec, projections=projections), checks.append)
+def stored(made: onnx.ModelProto, name: str) -> Any:
+    return next(numpy_helper.to_array(tensor) for tensor in made.graph.initializer if tensor.name == name)
 
 
-def failures(made: Any, spec: BlockSpec, *, projections: bool = True) -> dict[str, str]:
-    checks, _ = inspected(made, spec, projections=projections)
-    return {check.name: check.detail for check in checks if not check.ok}
+def inspected(made: Any, spec: BlockSpec) -> tuple[list[Check], Subject | None]:
+    checks, core = list[Check](), isinstance(made, onnx.ModelProto) and made.graph.input[0].name == "q"
+    return checks, inspect_model(made, spec, random_weights(spec, projections=not core), checks.append)
+
+
+def failures(made: Any, spec: BlockSpec) -> dict[str, str]:
+    return {check.name: check.detail for check in inspected(made, spec)[0] if not check.ok}
 
 
 def test_a_right_model_passes_every_check() -> None:
-    made = model(CAUSAL, dtype="float16")
+    made = made_of(CAUSAL, dtype="float16")
     checks, subject = inspected(made, CAUSAL)
     names = ("file", "standard", "metadata", "spec", "interface", "unread")
     told = Check("weights", ONNX, "", "", True, detail="9 of 9 stored under their names and equal")
     assert checks == [*(Check(name, ONNX, "", "", True) for name in names), told]
     assert subject is not None
     assert subject.source.model is made
-    assert subject.source.path is None
-    assert subject.outputs == ("y",)
+    assert (subject.source.path, subject.outputs) == (None, ("y",))
     assert {array.dtype for array in subject.weights.values()} == {np.dtype(np.float16)}
 
 
 def test_a_file_passes_with_its_weights_inside_or_outside(tmp_path: Path) -> None:
-    """Their weights may lie outside, where the path leads and the bytes do not."""
-    weights = random_weights(CAUSAL)
     for threshold in (0, 2**30):
-        made = to_onnx(CAUSAL, weights)
+        made = made_of(CAUSAL)
         made.graph.initializer.append(numpy_helper.from_array(np.zeros(300, np.float32), "ballast"))
         path = save(made, tmp_path / f"{threshold}.onnx", external_threshold=threshold)
         for given in (path, os.fspath(path)):
@@ -63,8 +62,7 @@ def test_a_file_passes_with_its_weights_inside_or_outside(tmp_path: Path) -> Non
             (wrong,) = (check for check in checks if not check.ok)
             assert (wrong.name, wrong.detail) == ("unread", "nothing reads ballast")
             assert subject is not None
-            assert subject.source.path == os.fspath(path)
-            assert subject.source.content() == os.fspath(path)
+            assert subject.source.path == subject.source.content() == os.fspath(path)
             assert len(subject.source.model.graph.initializer[-1].raw_data) == 1200
     outside = onnx.load(tmp_path / "0.onnx", load_external_data=False)
     entry = next(entry for entry in outside.graph.initializer[-1].external_data if entry.key == "location")
@@ -73,21 +71,18 @@ def test_a_file_passes_with_its_weights_inside_or_outside(tmp_path: Path) -> Non
     assert "the location of ballast's data has a NUL character" in failures(tmp_path / "0.onnx", CAUSAL)["file"]
     path.write_bytes(b"no model")
     assert failures(path, CAUSAL).keys() == {"file"}
-    broken = to_onnx(CAUSAL, weights)
+    broken = made_of(CAUSAL)
     broken.graph.node[0].input[0] = "nobody"
     path.write_bytes(broken.SerializeToString())
-    assert "nobody" in failures(path, CAUSAL)["file"]
-    assert "nobody" in failures(broken, CAUSAL)["file"]
+    assert all("nobody" in failures(given, CAUSAL)["file"] for given in (path, broken))
 
 
 def test_the_error_of_the_checker_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checker's message is in one line, and not too long to read."""
-
     def refuse(model: Any) -> None:
         raise LookupError("not\n  a model " + "x" * 1000)
 
     monkeypatch.setattr(onnx.checker, "check_model", refuse)
-    checks, subject = inspected(model(CAUSAL), CAUSAL)
+    checks, subject = inspected(made_of(CAUSAL), CAUSAL)
     assert checks == [Check("file", ONNX, "", "", False, detail="LookupError: not a model " + "x" * 388)]
     assert subject is None
 
@@ -118,25 +113,22 @@ FOREIGN: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_operators_of_other_domains_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the checker does not support foreign operators
-    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
-    change, told = FOREIGN[kind]
-    made = model(CAUSAL)
-    change(made)
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)  # which knows no foreign operators
+    spoil, told = FOREIGN[kind]
+    made = made_of(CAUSAL)
+    spoil(made)
     assert failures(made, CAUSAL) == {"standard": told}
 
 
 def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """For quantised models: foreign operators are reported, and weights may differ by a share of the largest."""
     monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
-    made = model(CAUSAL)
+    made = made_of(CAUSAL)
     FOREIGN["node"][0](made)
-    (table,) = (tensor for tensor in made.graph.initializer if tensor.name == "rel_k")
-    array = numpy_helper.to_array(table).copy()
-    largest = float(np.max(np.abs(array)))
-    array[0, 3, 2] += 0.01 * largest
-    table.CopyFrom(numpy_helper.from_array(array, "rel_k"))
-    weights = random_weights(CAUSAL)
+    weights, table = random_weights(CAUSAL), stored(made, "rel_k").copy()
+    largest = float(np.max(np.abs(table)))
+    table[0, 3, 2] += 0.01 * largest
+    change(made, "rel_k", lambda _: table)
     for tolerance, ok in ((0.011, True), (0.009, False)):
         checks: list[Check] = []
         inspect_model(made, CAUSAL, weights, checks.append, tolerance)
@@ -144,13 +136,13 @@ def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytes
         assert told["standard"] == (True, "domain com.a; Gelu of domain com.a")
         within = f"9 of 9 stored under their names within {tolerance}"
         assert told["weights"] == (ok, within if ok else f"rel_k differs by up to {0.01 * largest:.3g}")
-    table.CopyFrom(numpy_helper.from_array(np.full_like(array, np.nan), "rel_k"))
+    change(made, "rel_k", lambda _: np.full_like(table, np.nan))
     inspect_model(made, CAUSAL, weights, checks.append, 1e9)
     assert checks[-1].detail == "rel_k differs by up to nan"
 
 
 def test_our_own_functions_pass() -> None:
-    made = model(CAUSAL, operator=True)
+    made = made_of(CAUSAL, operator=True)
     assert made.functions
     assert not failures(made, CAUSAL)
     made.graph.node.append(helper.make_node("Unknown", ["x"], ["unknown"], domain=made.functions[0].domain))
@@ -163,9 +155,9 @@ def test_graphs_are_recognised_without_metadata(form: str, dtype: str) -> None:
     """Whatever the profile: what its arguments were shows in the inputs."""
     spec, options = FORMS[form]
     for profile in PROFILES:
-        made = model(spec, dtype=dtype, profile=profile, **options)
+        made = made_of(spec, dtype=dtype, profile=profile, **options)
         del made.metadata_props[:]
-        checks, subject = inspected(made, spec, projections=options.get("projections", True))
+        checks, subject = inspected(made, spec)
         assert all(check.ok for check in checks)
         assert subject is not None
         assert subject.plan.profile.name == "portable"  # the profile with the fewest requirements
@@ -177,14 +169,14 @@ def test_the_arguments_of_the_export_are_read_back() -> None:
     for profile in PROFILES:
         for chunk_size in (None, 1, 3):
             options = {"profile": profile, "max_length": 9, "chunk_size": chunk_size}
-            checks, subject = inspected(model(spec, **options), spec)
+            checks, subject = inspected(made_of(spec, **options), spec)
             assert all(check.ok for check in checks)
             assert subject is not None
             plan = subject.plan
             assert (plan.profile.name, plan.max_length, plan.chunk_size) == (profile, 9, chunk_size)
-    made = model(GROUPED, **IN_PLACE)
+    made = made_of(GROUPED, **IN_PLACE)
     for known in (True, False):
-        checks, subject = inspected(made, GROUPED, projections=False)
+        checks, subject = inspected(made, GROUPED)
         assert all(check.ok for check in checks)
         assert subject is not None
         plan = subject.plan
@@ -194,14 +186,9 @@ def test_the_arguments_of_the_export_are_read_back() -> None:
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:
-    changes: tuple[Change, ...] = (
-        lambda made: setattr(made.graph.input[0], "name", "z"),
-        lambda made: setattr(made.graph.input[0].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
-    )
-    for change in changes:
-        made = model(CAUSAL)
-        change(made)
-        name = made.graph.input[0].name
+    for name, kind in (("z", onnx.TensorProto.FLOAT), ("x", onnx.TensorProto.INT64)):
+        made = made_of(CAUSAL)
+        made.graph.input[0].name, made.graph.input[0].type.tensor_type.elem_type = name, kind
         for node in made.graph.node:
             node.input[:] = [name if given == "x" else given for given in node.input]
         with pytest.raises(ValueError, match=f"must have an input x or q of a floating type, got the inputs {name}$"):
@@ -230,36 +217,34 @@ SHAPES = {
 def test_shapes_of_inputs_and_outputs(name: str) -> None:
     """One dimension too few, a size that is no size; symbols may have any name, or be sizes."""
     spec, options, told = SHAPES[name]
-    projections = options.get("projections", True)
-    made = model(spec, **options)
-    assert not failures(made, spec, projections=projections)
+    made = made_of(spec, **options)
+    assert not failures(made, spec)
     (value,) = [value for value in (*made.graph.input, *made.graph.output) if value.name == name]
     dims, numbers = value.type.tensor_type.shape.dim, itertools.count(70)
     assert all(dim.dim_param or dim.dim_value for dim in dims)
     for dim in dims:
         if dim.dim_param:
             dim.dim_param = "anything"
-    assert not failures(made, spec, projections=projections)
+    assert not failures(made, spec)
     for dim in dims:
         if dim.dim_param:
             dim.dim_value = next(numbers)
-    assert not failures(made, spec, projections=projections)
+    assert not failures(made, spec)
     sizes = [dim for dim, wanted in zip(dims, told.split(","), strict=False) if "'" not in wanted]
     for dim in sizes:
         size, dim.dim_value = dim.dim_value, 99
-        assert f", expected {told}" in failures(made, spec, projections=projections)["interface"]
+        assert f", expected {told}" in failures(made, spec)["interface"]
         dim.dim_param = "any"
-        assert "any" in failures(made, spec, projections=projections)["interface"]
+        assert "any" in failures(made, spec)["interface"]
         dim.dim_value = size
     del dims[:]
     for size in (77, 78, 79):
         dims.add(dim_value=size)
-    wrong = {"interface": f"{name} of shape (77, 78, 79), expected {told}"}
-    assert failures(made, spec, projections=projections) == wrong
+    assert failures(made, spec) == {"interface": f"{name} of shape (77, 78, 79), expected {told}"}
 
 
 def test_more_inputs_and_outputs_are_named() -> None:
-    made = model(CROSS, mask=True)
+    made = made_of(CROSS, mask=True)
     made.graph.input.add(name="more").CopyFrom(made.graph.input[1])
     made.graph.input[-1].name = "more"
     made.graph.output.add(name="twice").CopyFrom(made.graph.output[0])
@@ -269,30 +254,30 @@ def test_more_inputs_and_outputs_are_named() -> None:
     checks, subject = inspected(made, CROSS)
     assert [(check.name, check.detail) for check in checks if not check.ok] == [("interface", told)]
     assert subject is None  # there were no valid inputs
-    made = model(CROSS)
-    first, second = (type(value).FromString(value.SerializeToString()) for value in made.graph.input)
-    made.graph.input[0].CopyFrom(second)
-    made.graph.input[1].CopyFrom(first)
-    # the order is part of the promise
+    made = made_of(CROSS)
+    made.graph.input.reverse()  # the order is part of the promise
     assert failures(made, CROSS) == {"interface": "inputs memory, x, expected x, memory"}
 
 
+def rename(made: onnx.ModelProto, name: str) -> None:
+    """Give a stored tensor another name, as tools do with names that they do not know."""
+    next(tensor for tensor in made.graph.initializer if tensor.name == name).name = "renamed"
+    for node in made.graph.node:
+        node.input[:] = ["renamed" if given == name else given for given in node.input]
+
+
 def test_stored_weights_that_differ_are_named() -> None:
-    made = model(CAUSAL)
-    tensors = {tensor.name: tensor for tensor in made.graph.initializer}
+    made = made_of(CAUSAL)
     changes: dict[str, Callable[[Any], Any]] = {
         "rel_k": lambda array: array + np.float32(0.25) * (np.arange(array.shape[-1]) == 3),
         "k_proj.bias": lambda array: array[:-1],
         "v_proj.bias": lambda array: array.astype(np.float64),
         "q_proj.weight": lambda array: -array,
     }
-    for key, change in changes.items():
-        array = numpy_helper.to_array(tensors[key])
-        tensors[key].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(array)), key))
-    largest = 2 * float(np.max(np.abs(numpy_helper.to_array(tensors["q_proj.weight"]))))
-    tensors["out_proj.bias"].name = "renamed"
-    for node in made.graph.node:
-        node.input[:] = ["renamed" if given == "out_proj.bias" else given for given in node.input]
+    for key, how in changes.items():
+        change(made, key, how)
+    largest = 2 * float(np.max(np.abs(stored(made, "q_proj.weight"))))
+    rename(made, "out_proj.bias")
     assert failures(made, CAUSAL)["weights"].split("; ") == [
         f"q_proj.weight differs by up to {largest:.3g}",
         "k_proj.bias is float32 (7,), expected float32 (8,)",
@@ -302,11 +287,9 @@ def test_stored_weights_that_differ_are_named() -> None:
 
 
 def test_weights_under_other_names_are_not_compared() -> None:
-    """Tools rename what they do not know; the numbers then show alone whether the weights are right."""
-    made = model(CAUSAL)
-    made.graph.initializer[0].name = "renamed"
-    for node in made.graph.node:
-        node.input[:] = ["renamed" if given == "q_proj.weight" else given for given in node.input]
+    """The numbers then show alone whether the weights are right."""
+    made = made_of(CAUSAL)
+    rename(made, "q_proj.weight")
     checks, _ = inspected(made, CAUSAL)
     assert checks[-1] == Check("weights", ONNX, "", "", True, detail="8 of 9 stored under their names and equal")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_forms import random_weights
+from export_forms import exported
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, to_onnx
 from relskew_core.export._check import questions
@@ -30,8 +30,7 @@ class Asked:
     def __init__(
         self, spec: BlockSpec, *, atol: Any = None, tolerance: Any = None, scale: float = 1.0, **options: Any
     ) -> None:
-        projections = options.get("projections", True)
-        weights = random_weights(spec, projections=projections)
+        _, _, weights = exported(spec, **options)
         weights = {key: scale * array if key.startswith("q_proj") else array for key, array in weights.items()}
         subject = inspect_model(to_onnx(spec, weights, **options), spec, weights, lambda check: None)
         assert subject is not None
@@ -50,13 +49,12 @@ class Asked:
         asked = Runner("fake 1", "here", lambda feeds: change(self.right(feeds)), **runner)
         return Questions(self.subject, asked, self.checks.append, self.atol, self.tolerance)
 
+    def pieces(self, name: str = "x") -> list[int]:
+        return [feeds[name].shape[-2] for feeds in self.fed]
+
 
 def raising(*args: Any) -> Results:
     raise RuntimeError("no\n such   kernel " + "x" * 500)
-
-
-def nothing(results: Results) -> Results:
-    return [np.full_like(results[0], np.nan), *results[1:]]
 
 
 def raised(index: int, by: float) -> Callable[[Results], Results]:
@@ -77,33 +75,25 @@ def test_the_placement_of_nodes_is_one_check() -> None:
         Check("placement", "fake 1", "here", "", True, detail="3 nodes here"),
         Check("placement", "fake 1", "here", "", False, detail="MatMul there; no node here; 3 nodes there"),
     ]
-
-
-def test_a_loop_on_a_gpu_gets_advice() -> None:
     asked = Asked(CAUSAL, chunk_size=2)
-    asked.about(detail="3 nodes there").placement()
-    replaced = replace(asked.about(detail="3 nodes there")._runner, provider="CUDAExecutionProvider")
-    Questions(asked.subject, replaced, asked.checks.append, None, None).placement()
-    assert [(check.ok, "chunk_size=None" in check.detail) for check in asked.checks] == [(True, False), (True, True)]
-
-
-def test_right_outputs_pass_with_their_rounding_error() -> None:
-    asked = Asked(CAUSAL, **PAST)
-    asked.about().trial(TRIAL, 0)
-    assert [check.name for check in asked.checks] == ["y", "present_key", "present_value"]
-    for check in asked.checks:
-        assert (check.runtime, check.provider, check.case, check.ok) == ("fake 1", "here", str(TRIAL), True)
-        assert check.gate == 2e-6
-        assert check.error is not None
-        assert 0 < check.error < 1e-7  # the rounding error of float32
-        assert check.detail.startswith("largest difference ")
+    for provider, advised in (("here", False), ("CUDAExecutionProvider", True)):  # a loop costs more on GPUs
+        runner = replace(asked.about()._runner, provider=provider)
+        Questions(asked.subject, runner, asked.checks.append, None, None).placement()
+        assert (asked.checks[-1].ok, "chunk_size=None" in asked.checks[-1].detail) == (True, advised)
 
 
 @pytest.mark.parametrize("index", range(3))
 def test_a_wrong_number_fails_relative_to_the_whole_output(index: int) -> None:
-    """The error is relative to the whole output, the largest difference is not."""
+    """Also of the optimiser, and in the last piece of decoding, or in what that returns for the next."""
+    asked, change = Asked(CAUSAL, **PAST), raised(index, 0.5)
+    asked.about(unoptimised=lambda feeds: change(asked.right(feeds))).trial(TRIAL, 0)
+    assert [check.ok for check in asked.checks] == [True] * 3 + [other != index for other in range(3)]
+    assert asked.fed[0] is asked.fed[1]
     asked = Asked(CAUSAL, **PAST)
-    asked.about(raised(index, 0.5)).trial(TRIAL, 0)
+    asked.about(lambda results: change(results) if len(asked.fed) == 5 else results).decoding(9)
+    assert [check.ok for check in asked.checks] == [other != index for other in range(3)]
+    asked = Asked(CAUSAL, **PAST)
+    asked.about(change).trial(TRIAL, 0)
     (wrong,) = [check for check in asked.checks if not check.ok]
     assert wrong.name == asked.subject.outputs[index]
     size = np.linalg.norm(asked.right(make_inputs(asked.subject.plan, TRIAL, 0))[index])
@@ -124,10 +114,14 @@ def test_where_logits_are_large_tolerances_grow() -> None:
     assert [check.ok for check in asked.checks] == [False] * 3 + [True] * 3  # float32 is not more accurate than 1e-8
     assert asked.checks[0].detail.endswith(f", more than atol {1e-8 * logit / 16:g}")
     assert asked.checks[1].detail.endswith(", more than atol 1e-08")
+    asked = Asked(CAUSAL, scale=1e3, **PAST)
+    asked.about().decoding(4)
+    _, logit = expected_outputs(asked.subject, asked.fed[0])
+    assert logit > 100
+    assert [check.gate for check in asked.checks] == [pytest.approx(2e-6 * logit / 16)] * 3
 
 
 def test_a_given_tolerance_grows_with_large_logits() -> None:
-    """It grows with large logits, and the largest difference with it, as the usual one does."""
     asked = Asked(CAUSAL, tolerance=0.5, atol=1e-3)
     asked.about().trial(Trial(2, 3, 3, 0, True), 0)
     asked.about().trial(Trial(2, 3, 3, 0, True, large_logits=True), 0)
@@ -154,7 +148,6 @@ def test_the_rest_of_a_cache_in_place_must_not_change(core: bool) -> None:
 
 @pytest.mark.parametrize(("scale", "factor"), [(0.0, 64.0), (1e4, 1.0)])
 def test_inputs_grow_within_bounds_for_large_logits(scale: float, factor: float) -> None:
-    """Weights of zero have no large logits, others have them without help."""
     asked, trial = Asked(CAUSAL, scale=scale), Trial(2, 3, 3, 0, True, large_logits=True)
     asked.about().trial(trial, 5)
     wanted = make_inputs(asked.subject.plan, trial, 5, factor=factor)
@@ -162,12 +155,12 @@ def test_inputs_grow_within_bounds_for_large_logits(scale: float, factor: float)
 
 
 def test_an_input_that_is_too_long_must_fail_or_give_nan() -> None:
+    def nothing(results: Results) -> Results:
+        return [np.full_like(results[0], np.nan), *results[1:]]
+
     long = Trial(1, 10, 10, 0, False)
-    for change, ok, detail in (
-        (raising, True, "raised"),
-        (nothing, True, "no finite number"),
-        (list, False, "gave numbers"),
-    ):
+    answers = (raising, True, "raised"), (nothing, True, "no finite number"), (list, False, "gave numbers")
+    for change, ok, detail in answers:
         asked = Asked(OPEN, **PAST)  # the definition has no end
         asked.about(change, unoptimised=raising).trial(long, 0)
         assert asked.checks == [Check("too long fails", "fake 1", "here", str(long), ok, detail=detail)]
@@ -187,7 +180,6 @@ def test_an_error_of_a_runtime_fails_each_question() -> None:
     assert len(asked.checks) == 6
 
 
-EMPTY = Trial(0, 3, 5, 2, True)
 FORMS = {
     "block": (CAUSAL, {}),
     "cross": (BlockSpec(8, 2, Span.clipped(9), cross=True), {"mask": True}),
@@ -225,7 +217,7 @@ def test_a_refused_empty_batch_passes_where_onnxruntime_has_no_kernel(message: s
     def refuse(*given: Any) -> Results:
         raise RuntimeError(f"Non-zero status code while {message}")
 
-    for trial in (EMPTY, TRIAL):
+    for trial in (replace(TRIAL, batch=0), TRIAL):
         asked = Asked(CAUSAL, **PAST)
         asked.about(refuse).trial(trial, 0)
         asked.about(unoptimised=refuse).trial(trial, 0)
@@ -236,25 +228,13 @@ def test_a_refused_empty_batch_passes_where_onnxruntime_has_no_kernel(message: s
             assert check.detail == f"refused by {operator} of fake 1" if operator else message[:9] in check.detail
 
 
-def test_an_optimiser_is_held_against_none() -> None:
-    for index in range(3):
-        asked = Asked(CAUSAL, **PAST)
-        changed = raised(index, 0.5)
-        asked.about(unoptimised=lambda feeds, asked=asked, changed=changed: changed(asked.right(feeds))).trial(TRIAL, 0)
-        assert [check.ok for check in asked.checks] == [True] * 3 + [other != index for other in range(3)]
-        assert asked.fed[0] is asked.fed[1]
-        assert {check.case for check in asked.checks} == {str(TRIAL)}
-
-
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 1e4), ("float32", 1e-10)])
 def test_errors_count_for_numbers_of_every_size(dtype: str, size: float) -> None:
     """Half precision cannot hold the squares of its numbers; errors of small numbers count as much."""
     asked = Asked(CAUSAL, dtype=dtype, **PAST)
     near, far = (np.dtype(dtype).type(size * factor) for factor in (1, 1.01))
-    asked.about(
-        lambda results: [result * near for result in results],
-        unoptimised=lambda feeds: [result * far for result in asked.right(feeds)],
-    ).trial(TRIAL, 0)
+    made, plain = (lambda results, by=by: [result * by for result in results] for by in (near, far))
+    asked.about(made, unoptimised=lambda feeds: plain(asked.right(feeds))).trial(TRIAL, 0)
     assert not any(check.ok for check in asked.checks)
     assert all(check.error == pytest.approx(0.01, rel=0.1) for check in asked.checks[3:])
 
@@ -272,14 +252,12 @@ def test_errors_count_for_numbers_of_every_size(dtype: str, size: float) -> None
 def test_a_result_of_another_shape_or_type_is_wrong(batch: int, change: Callable[[Any], Any], detail: str) -> None:
     asked, trial = Asked(CAUSAL), Trial(batch, 3, 3, 0, True)
     asked.about(lambda results: [change(results[0]), *results[1:]]).trial(trial, 0)
-    assert [(check.name, check.case, check.ok, check.detail) for check in asked.checks] == [
-        ("y", str(trial), False, detail)
-    ]
+    (check,) = asked.checks
+    assert (check.name, check.case, check.ok, check.detail) == ("y", str(trial), False, detail)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 50, 198, 199, None])
 def test_wrong_rows_of_long_inputs_are_found_by_chance(wrong: int | None) -> None:
-    """Of many queries the ends are always compared, others by chance, which the seed decides."""
     asked = Asked(OPEN)
 
     def change(results: Results) -> Results:
@@ -312,10 +290,6 @@ def test_as_many_rows_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(list(rows) == sorted(rows) for rows in seen)
 
 
-def pieces(asked: Asked, name: str = "x") -> list[int]:
-    return [feeds[name].shape[-2] for feeds in asked.fed]
-
-
 DECODED = [
     (CAUSAL, 9, [9, 1, 2, 3, 3]),
     (OPEN, 30, [30, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]),
@@ -332,33 +306,12 @@ def test_decoding_gives_each_piece_the_presents_of_the_one_before(
     asked = Asked(spec, **PAST)
     asked.about().decoding(length)
     case = f"batch 2, queries {length}, keys {length}, past 0, in pieces"
-    assert [(check.name, check.case, check.ok, check.gate) for check in asked.checks] == [
-        ("decoding", case, True, 2e-6)
-    ] * 3
-    assert pieces(asked) == sizes
+    told = {(check.name, check.case, check.ok, check.gate) for check in asked.checks}
+    assert told == {("decoding", case, True, 2e-6)}
+    assert (len(asked.checks), asked.pieces()) == (3, sizes)
     pasts = [0, *itertools.accumulate([0, *sizes[1:-1]])]
-    assert pieces(asked, "past_key") == pieces(asked, "past_value") == pasts
+    assert asked.pieces("past_key") == asked.pieces("past_value") == pasts
     np.testing.assert_array_equal(np.concatenate([feeds["x"] for feeds in asked.fed[1:]], 1), asked.fed[0]["x"])
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_a_wrong_piece_of_decoding_fails(index: int) -> None:
-    """In its last piece, or in what that returns for the next."""
-    asked = Asked(CAUSAL, **PAST)
-
-    def change(results: Results) -> Results:
-        return raised(index, 0.1)(results) if len(asked.fed) == 5 else results
-
-    asked.about(change).decoding(9)
-    assert [check.ok for check in asked.checks] == [other != index for other in range(3)]
-
-
-def test_decoding_with_large_logits_has_a_larger_gate() -> None:
-    asked = Asked(CAUSAL, scale=1e3, **PAST)
-    asked.about().decoding(4)
-    _, logit = expected_outputs(asked.subject, asked.fed[0])
-    assert logit > 100
-    assert [check.gate for check in asked.checks] == [pytest.approx(2e-6 * logit / 16)] * 3
 
 
 def test_decoding_with_a_mask_and_segments() -> None:
@@ -366,7 +319,7 @@ def test_decoding_with_a_mask_and_segments() -> None:
     asked = Asked(OPEN, mask=True, segments=True, projections=False, **PAST)
     asked.about().decoding(9)
     assert all(check.ok for check in asked.checks)
-    assert pieces(asked, "q") == pieces(asked, "k") == pieces(asked, "v") == [9, 1, 2, 3, 3]
+    assert asked.pieces("q") == asked.pieces("k") == asked.pieces("v") == [9, 1, 2, 3, 3]
     whole, *parts = asked.fed
     hidden = [True, True, True, False, True] * 2
     for feeds, keys in zip(parts, (1, 3, 6, 9), strict=True):
@@ -377,12 +330,11 @@ def test_decoding_with_a_mask_and_segments() -> None:
 
 
 def test_decoding_in_place_has_a_cache_longer_by_one() -> None:
-    """A cache that is longer by one than its filled part."""
     asked = Asked(OPEN, mask=True, segments=True, in_place=True, **PAST)
     asked.about().decoding(9)
     assert all(check.ok for check in asked.checks)
     assert asked.checks[0].case == "batch 2, queries 9, keys 9, past 0, cache 10, in pieces"
-    assert pieces(asked) == [9, 1, 2, 3, 3]
+    assert asked.pieces() == [9, 1, 2, 3, 3]
     assert [list(feeds["past_lengths"]) for feeds in asked.fed] == [[0, 0], [0, 0], [1, 1], [3, 3], [6, 6]]
     assert {feeds["past_key"].shape[2] for feeds in asked.fed} == {10}
     assert {feeds["mask"].shape[-1] for feeds in asked.fed} == {10}
