@@ -190,7 +190,7 @@ def exported(name: str, contender: str, given: dict[str, Tensor]) -> Path:
 
 
 def baseline(name: str) -> Path:
-    """Return the graphs of optimum, or of Piper's own exporter."""
+    """Return the graphs of optimum, of Piper's own exporter, or of torch's for what optimum does not export."""
     model, job = pair(name)[0], JOBS[name]
     options: Any = {"no_post_process": True, "do_validation": False, "library_name": "transformers", "task": job.task}
     code = f"import sys; from optimum.exporters.onnx import main_export; main_export(*sys.argv[1:], **{options})"
@@ -198,7 +198,9 @@ def baseline(name: str) -> Path:
     plain: Any = {"dynamo": False, "input_names": [*axes], "dynamic_axes": axes, "opset_version": 15}
 
     def make(path: Path) -> None:
-        if not hasattr(model, "config"):
+        if isinstance(model, find("SamVisionModel")):
+            torch.onnx.export(model, (), path / "model.onnx", kwargs=job.given(1, 1024), dynamo=True)
+        elif not hasattr(model, "config"):
             torch.onnx.export(model, (*job.given(1, 50).values(),), path / "model.onnx", **plain)
         elif failed := OPTIMUM.run("-c", code, stored(name), path):
             raise RuntimeError(failed)
@@ -211,7 +213,7 @@ def stored(name: str) -> Path:
 
     def make(path: Path) -> None:
         (model := pair(name)[0]).save_pretrained(path)
-        words = {f"t{i}": i for i in range(getattr(model.config, "vocab_size", 3))}
+        words = {f"t{i}": i for i in range(getattr(model.config, "vocab_size", None) or 3)}
         tokenizers, special = import_module("tokenizers"), {"pad_token": "t0", "eos_token": "t1", "unk_token": "t2"}
         made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t2"))
         find("PreTrainedTokenizerFast")(tokenizer_object=made, bos_token="t1", **special).save_pretrained(path)
