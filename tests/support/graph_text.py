@@ -3,6 +3,7 @@
 ``PYTHONPATH=. python tests/support/graph_text.py`` writes the files of ``tests/export/graphs``.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,49 +21,30 @@ from relskew_core.export._form.plan import GraphPlan, make_plan
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
 CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable"))
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "causal": ("causal", {}),
-    "full-half": ("full, mask", {"dtype": "float16"}),
-    "window-half": ("causal, window", PORTABLE | {"dtype": "float16"}),
-    "full-double": ("full, shared table", {"dtype": "float64"}),
-    "full-portable": ("full, uneven table", PORTABLE),
-    "short-trt": ("causal, short", TRT),
-    "window-core-chunks": ("core: window, mask", CHUNKS),
-    "grouped-core-chunks": ("core: full, grouped", CHUNKS),
-    "values-window": ("values alone, window", {}),
-    "cross-clip-short": ("cross, clip, short", {}),
-    "cache-mask-chunks-trt": ("cache, mask", CHUNKS | TRT),
-    "cache-window-chunks-portable": ("cache, window, mask", CHUNKS | PORTABLE),
-    "cross-window-portable": ("cross, window, mask", PORTABLE),
-    "cross-window": ("cross, window", {}),
-    "cross-chunks": ("cross, window, mask", CHUNKS),
-    "bias-cache-chunks": ("bias alone, cache", CHUNKS),
-    "bias-clip-cross-values": ("bias, clip, cross, values", {}),
-    "segments-cache-chunks-portable": ("segments, cache", CHUNKS | PORTABLE),
-    "segments-mask-values": ("segments, clip, values, mask", {}),
-    "segments-mask-values-chunks": ("segments, clip, values, mask", CHUNKS),
-    "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
-    "sinks-grouped-chunks": ("sinks, causal, grouped", CHUNKS),
-    "blocks-core": ("core: blocks, clip, values", {}),
-    "stream-window": ("stream, clip, window", {}),
-    "stream-values": ("stream, none before, values", PORTABLE),
-    "stream-segments": ("segments, stream", {}),
-    "stream-cache-trt": ("stream, cache, short table", TRT),
-    "in-place-core": ("in place: core: cache, grouped, no bias", {}),
-    "in-place-bias": ("in place: shared table, values, bias", {}),
-    "alibi": ("alibi", {}),
-    "alibi-cache-trt": ("alibi, grouped, cache", TRT),
-    "alibi-window-half": ("alibi, window, mask", {"dtype": "float16"}),
-    "alibi-chunks": ("alibi, grouped, cache", {"chunk_size": 3}),
-    "no-positions": ("no positions", {}),
-    "in-place-bias-alone": ("in place: bias alone, cache", {}),
-    "in-place-values-alone": ("in place: values alone, mask", {}),
-    "in-place-half": ("in place: cache", {"dtype": "float16"}),
-    "in-place-mask": ("in place: cache, mask", {}),
-    "in-place-zero": ("in place: cache, zero, values, mask", {}),
-    "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
-}
-CHANGED = "cache-changed"
-WRITTEN[CHANGED] = "cache, grouped, no bias", TRT | {"opset": 24}
+    re.sub(r"\W+", "-", " ".join([form, *map(str, options.values())])): (form, options)
+    for options, forms in (
+        ({},
+         "causal; values alone, window; cross, clip, short; cross, window; bias, clip, cross, values; "
+         "segments, clip, values, mask; core: blocks, clip, values; stream, clip, window; segments, stream; "
+         "in place: core: cache, grouped, no bias; in place: shared table, values, bias; alibi; no positions; "
+         "in place: bias alone, cache; in place: values alone, mask; in place: cache, mask; "
+         "in place: cache, zero, values, mask; in place: segments, cache, mask, sinks"),
+        ({"dtype": "float16"}, "full, mask; alibi, window, mask; in place: cache"),
+        (PORTABLE | {"dtype": "float16"}, "causal, window"),
+        ({"dtype": "float64"}, "full, shared table"),
+        (PORTABLE, "full, uneven table; cross, window, mask; stream, none before, values"),
+        (TRT, "causal, short; stream, cache, short table; alibi, grouped, cache"),
+        (CHUNKS,
+         "core: window, mask; core: full, grouped; cross, window, mask; bias alone, cache; "
+         "segments, clip, values, mask; sinks, causal, grouped; alibi, grouped, cache"),
+        (CHUNKS | TRT, "cache, mask"),
+        (CHUNKS | PORTABLE, "cache, window, mask; segments, cache"),
+        ({"dtype": "bfloat16"}, "sinks, mask, values"),
+        (TRT | {"opset": 24}, "cache, grouped, no bias"),
+    )
+    for form in forms.split("; ")
+}  # fmt: skip
+CHANGED = "cache-grouped-no-bias-trt-24"
 """What each file of the folder shows: a form, and how it is exported. Between them they come to every line."""
 
 
@@ -129,7 +111,7 @@ def _lines(model: onnx.ModelProto) -> Iterator[str]:
     yield from _graph(model.graph)
     for function in model.functions:
         yield ""
-        inputs, outputs = ", ".join(map(_short, function.input)), ", ".join(map(_short, function.output))
+        inputs, outputs = ", ".join(map(short, function.input)), ", ".join(map(short, function.output))
         yield _told(f"function {function.domain}.{function.name}({inputs}) → {outputs}", function.doc_string)
         yield f"    {_opsets(function)}"
         types = {value.name: _typed(value) for value in function.value_info}
@@ -141,23 +123,23 @@ def _graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
     types = {value.name: _typed(value) for value in (*graph.input, *graph.output)}
     types |= {value.name: _told(_typed(value), value.doc_string) for value in graph.value_info}
     for value in graph.input:
-        yield indent + _told(f"input {_short(value.name)}: {types[value.name]}", value.doc_string)
+        yield indent + _told(f"input {short(value.name)}: {types[value.name]}", value.doc_string)
     for node in graph.node:
         yield from _node(node, types, indent)
     for value in graph.output:
-        yield indent + _told(f"output {_short(value.name)}: {types[value.name]}", value.doc_string)
+        yield indent + _told(f"output {short(value.name)}: {types[value.name]}", value.doc_string)
 
 
 def _node(node: onnx.NodeProto, types: dict[str, str], indent: str) -> Iterator[str]:
     plain = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute if not a.HasField("g")}
-    given = [*map(_short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
-    named = "" if list(node.output) == [node.name] else f" as {_short(node.name)}"
+    given = [*map(short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
+    named = "" if list(node.output) == [node.name] else f" as {short(node.name)}"
     domain = f"{node.domain}." if node.domain else ""
-    made = ", ".join(f"{_short(name)}: {types[name]}" if name in types else _short(name) for name in node.output)
+    made = ", ".join(f"{short(name)}: {types[name]}" if name in types else short(name) for name in node.output)
     yield f"{indent}{made} = {domain}{node.op_type}({', '.join(given)}){named}"
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            yield _told(f"{indent}    {attribute.name} {_short(attribute.g.name)}", attribute.g.doc_string)
+            yield _told(f"{indent}    {attribute.name} {short(attribute.g.name)}", attribute.g.doc_string)
             yield from _graph(attribute.g, indent + "        ")
 
 
@@ -169,7 +151,7 @@ def _told(line: str, doc: str) -> str:
     return f"{line} -- {doc}" if doc else line
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
     for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
         name = name.replace(start, mark)
@@ -194,10 +176,10 @@ def _opsets(owner: onnx.ModelProto | onnx.FunctionProto) -> str:
     return ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in owner.opset_import)
 
 
+def write(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+
+
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for old in FOLDER.glob("*.txt"):
-        old.unlink()
-    for name in WRITTEN:
-        (FOLDER / f"{name}.txt").write_text(text(model_of(name)))
-    (FOLDER / "plans.txt").write_text(plans())
+    write(FOLDER, {name: text(model_of(name)) for name in WRITTEN} | {"plans": plans()})

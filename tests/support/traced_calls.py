@@ -3,6 +3,7 @@
 ``PYTHONPATH=. python tests/support/traced_calls.py`` writes the files of ``tests/export/traced``.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import onnx_ir as ir
 import onnxscript
 import pytest
 
+from graph_text import short, write
 from onnx_sessions import NOTHING_OPTIMISED, opened
 from relskew_core import Span
 from relskew_core._kernel import forward, problem
@@ -31,8 +33,7 @@ from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "traced"
 Array = np.ndarray[Any, Any]
-Sizes = tuple[int, int, int]
-"""Of the batch, the queries and the keys."""
+Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
 
 
 def random(*shape: int, seed: int = 0) -> Array:
@@ -72,7 +73,6 @@ class Case:
         return self.offset == "length"
 
     def operands(self, sizes: Sizes, dtype: Any) -> tuple[Operands, Options]:
-        """Return what the operator is given."""
         batch, n, m = sizes
         leading = ((), (batch,), (batch, 3))[self.lead]
         shapes = {"q": (*leading, 4, n, 6), "k": (*leading, 2, m, 6), "v": (*leading, 2, m, 6 if self.along else 5)}
@@ -85,7 +85,6 @@ class Case:
         return _operands(Arguments(**call), dtype, asks=asks)
 
     def feeds(self, sizes: Sizes, dtype: Any) -> dict[str, Array]:
-        """Return the inputs of the graph."""
         operands, options = self.operands(sizes, dtype)
         given: dict[str, Array | None] = operands._asdict()
         if self.has_past:
@@ -109,7 +108,6 @@ class Case:
         return found | ({"past": ["past"]} if self.has_past else {})
 
     def promised(self, sizes: Sizes, dtype: Any) -> list[Array]:
-        """Return the results."""
         out, sums = forward.attention(*self.operands(sizes, dtype), xp=xp)
         return [out, np.zeros(0, dtype) if sums is None else sums.sum(-1)]
 
@@ -122,21 +120,17 @@ class Drawn(Case):
     asks: bool = False
 
     def operands(self, sizes: Sizes, dtype: Any) -> tuple[Operands, Options]:
-        """Return what the operator is given."""
         return _operands(Arguments(**self.call), dtype, asks=self.asks)
 
     def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
-        """Return the shapes of the inputs."""
         feeds = self.feeds((0, 0, 0), dtype)
         n, m = (feeds[name].shape[-2] for name in "qk")
         queries, keys = "queries", "keys" if n != m or self.call["offset"] else "queries"
         ends: dict[str, tuple[Any, ...]] = {"q": (queries, 0), "rel_q": (queries, 0), "k": (keys, 0), "v": (keys, 0)}
         ends |= {"q_segments": (queries,), "q_positions": (queries,), "k_segments": (keys,), "k_positions": (keys,)}
         if "mask" in feeds:
-            ends["mask"] = tuple(
-                name if size == length != 1 else 0
-                for name, size, length in zip((queries, keys), feeds["mask"].shape[-2:], (n, m), strict=True)
-            )
+            sizes_of_mask = zip((queries, keys), feeds["mask"].shape[-2:], (n, m), strict=True)
+            ends["mask"] = tuple(name if size == length != 1 else 0 for name, size, length in sizes_of_mask)
         found: dict[str, list[int | str]] = {name: [*x.shape] for name, x in feeds.items()}
         for name in () if self.fixed else ends.keys() & feeds.keys():
             end = [told or size for told, size in zip(ends[name], found[name][-len(ends[name]) :], strict=True)]
@@ -161,12 +155,16 @@ def _mask(batch: int, n: int, m: int) -> Array:
     return mask
 
 
-def _mask_of_keys(batch: int, n: int, m: int) -> Array:
-    return random(batch, 1, 1, m, seed=4) > -1
-
-
 def _added(batch: int, n: int, m: int) -> Array:
     return np.where(_mask(batch, n, m), random(batch, 1, n, 1, seed=5), -np.inf).astype(np.float32)
+
+
+def _rel_q(batch: int, n: int, m: int) -> Array:
+    return random(batch, 4, n, 6, seed=6)
+
+
+def _of_key_heads(count: int) -> dict[str, Callable[..., Array]]:
+    return {name: lambda batch, n, m, d=d: random(batch, count, m, d, seed=12 - d) for name, d in (("k", 6), ("v", 5))}
 
 
 def _labels(low: int, high: int, seed: int) -> Callable[..., tuple[Array, Array]]:
@@ -179,6 +177,7 @@ def _labels(low: int, high: int, seed: int) -> Callable[..., tuple[Array, Array]
 
 _AT, _OF = _labels(-4, 5, 1), _labels(0, 3, 2)
 _CLIPPED: dict[str, Any] = {"rel_k": TABLE, "span": CLIP}
+_BIAS: dict[str, Any] = {"rel_bias": VALUES[:, 0]}
 _BLOCKS = {**_CLIPPED, "block_size": 3}
 
 
@@ -188,37 +187,35 @@ def _cases() -> Iterator[tuple[str, Case]]:
         yield f"{name}, mask", Case({**call, "mask": _mask})
     for name, call in ALONG.items():
         yield f"along: {name}", Case(call, along=True)
-        yield f"along: {name}, mask", Case({**call, "mask": _mask_of_keys}, along=True)
+        yield (
+            f"along: {name}, mask",
+            Case({**call, "mask": lambda batch, n, m: random(batch, 1, 1, m, seed=4) > -1}, along=True),
+        )
     for name, call in PLACED.items():
         yield f"placed: {name}", Case({**call, "positions": _AT})
         of_one = {"positions": lambda *sizes: (_AT(*sizes)[0][0], _AT(*sizes)[1])}
         yield f"placed: {name}, segments", Case({**call, **of_one, "segments": _OF})
 
 
-def _fitted(beyond: Any, *tables: str, heads: int = 4) -> dict[str, Any]:
+def _fitted(beyond: Any, *tables: str) -> dict[str, Any]:
     """Return tables of as many rows as the sizes say, all that are needed or half of them, and their span."""
 
     def span(batch: int, n: int, m: int) -> Span:
         return Span(n - 1, m - 1) if beyond == "error" else Span(n // 2, m // 2, beyond)
 
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "rel_k": ((heads,), (6,)), "rel_v": ((), (5,)), "rel_bias": ((heads,), ()), "key_table": ((), (6,))
-    }  # fmt: skip
-    made = {
-        name: lambda *sizes, before, after: random(*before, span(*sizes).rows, *after, seed=len(after) + len(before))
-        for name in tables
-    }
-    ends = {name: dict(zip(("before", "after"), shapes[name], strict=True)) for name in tables}
-    return {"span": span} | {name: partial(make, **ends[name]) for name, make in made.items()}
+    def table(*sizes: int, before: tuple[int, ...], after: tuple[int, ...]) -> Array:
+        return random(*before, span(*sizes).rows, *after, seed=len(after) + len(before))
+
+    ends: dict[str, Any] = {"rel_k": ((4,), (6,)), "rel_v": ((), (5,)), "rel_bias": ((4,), ()), "key_table": ((), (6,))}
+    made = {name: partial(table, before=ends[name][0], after=ends[name][1]) for name in tables}
+    return {"span": span, **made}
 
 
 CASES = dict(_cases()) | {
     "fitted": Case(_fitted("error", "rel_k"), fitted=True),
-    "fitted: all": Case(_fitted("error", "rel_k", "rel_v", "rel_bias", "key_table"), fitted=True),
-    "fitted: clip": Case(_fitted("clip", "rel_k", "rel_v", "rel_bias", "key_table"), fitted=True),
-    "fitted: zero": Case(
-        {**_fitted("zero", "rel_k", "rel_v", "rel_bias", "key_table"), "window": (3, 2)}, fitted=True
-    ),
+    "fitted: all": Case(_fitted("error", *TABLES), fitted=True),
+    "fitted: clip": Case(_fitted("clip", *TABLES), fitted=True),
+    "fitted: zero": Case({**_fitted("zero", *TABLES), "window": (3, 2)}, fitted=True),
     "fitted: offset": Case({**_fitted("clip", "rel_k", "rel_v"), "offset": 1, "causal": True}, fitted=True),
     "fitted: values": Case({**_fitted("error", "rel_v"), "mask": _mask, "return_lse": True}, fitted=True),
     "fitted: keys": Case({**_fitted("error", "key_table"), "causal": True, "softcap": 2.0}, fitted=True),
@@ -232,41 +229,27 @@ CASES = dict(_cases()) | {
          "causal": True}, offset="length", aligned=True, fitted=True,
     ),
     "rows not known": Case({**_CLIPPED, "rel_v": VALUES, "key_table": TABLE}, unknown=True),
-    "rel_q": Case({**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}),
-    "placed: rel_q": Case(
-        {**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6), "positions": _AT, "causal": True}
-    ),
-    "window, narrower and wider": Case(
-        {"rel_k": TABLE[0], "rel_v": VALUES, "span": Span(2, 1, "clip"), "window": (1, 3)}
-    ),
-    "window, wider, zero": Case(
-        {"rel_k": TABLE, "rel_bias": VALUES[:, 0], "span": Span(2, 1, "zero"), "window": (4, 3)}
-    ),
+    "rel_q": Case({**_CLIPPED, "rel_q": _rel_q}),
+    "placed: rel_q": Case({**_CLIPPED, "rel_q": _rel_q, "positions": _AT, "causal": True}),
+    "window, narrower and wider": Case({"rel_k": TABLE[0], "rel_v": VALUES, "span": CLIP, "window": (1, 3)}),
+    "window, wider, zero": Case({"rel_k": TABLE, **_BIAS, "span": Span(2, 1, "zero"), "window": (4, 3)}),
     "far before all keys, values": Case({**_CLIPPED, "rel_v": VALUES, "offset": -9}),
     "along: blocks, key table": Case({**_BLOCKS, "key_table": TABLE}, along=True),
-    "along: blocks, rel_q": Case({**_BLOCKS, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}, along=True),
+    "along: blocks, rel_q": Case({**_BLOCKS, "rel_q": _rel_q}, along=True),
     "along: blocks, scales": Case({**_BLOCKS, "scale": 0.3, "rel_scale": 0.7}, along=True),
     "no batch, blocks": Case(_BLOCKS, along=True, lead=0),
     "span without tables": Case({"span": Span(1, 0), "window": (None, 3)}),
-    "bias, mask, added": Case({"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added}),
-    "along: bias, mask, added": Case(
-        {"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added, "causal": True}, along=True
-    ),
-    "far behind all keys, key table": Case({"key_table": TABLE, "rel_bias": VALUES[:, 0], "span": CLIP, "offset": 9}),
+    "bias, mask, added": Case({**_BIAS, "span": CLIP, "mask": _added}),
+    "along: bias, mask, added": Case({**_BIAS, "span": CLIP, "mask": _added, "causal": True}, along=True),
+    "far behind all keys, key table": Case({"key_table": TABLE, **_BIAS, "span": CLIP, "offset": 9}),
     "scale of nothing": Case({**_CLIPPED, "scale": 0.0, "rel_scale": 1.0}),
     "mask, added": Case({**_CLIPPED, "mask": _added}),
     "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
     "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
     "segments": Case({**_CLIPPED, "segments": _OF}),
     "segments, mask, values": Case({**_CLIPPED, "segments": _OF, "mask": _mask, "rel_v": VALUES}),
-    "one key head, key table": Case(
-        {"key_table": TABLE, "span": CLIP, "k": lambda batch, n, m: random(batch, 1, m, 6, seed=6),
-         "v": lambda batch, n, m: random(batch, 1, m, 5, seed=7)}
-    ),
-    "as many key heads, key table": Case(
-        {"key_table": TABLE, "span": CLIP, "k": lambda batch, n, m: random(batch, 4, m, 6, seed=6),
-         "v": lambda batch, n, m: random(batch, 4, m, 5, seed=7)}
-    ),
+    "one key head, key table": Case({"key_table": TABLE, "span": CLIP, **_of_key_heads(1)}),
+    "as many key heads, key table": Case({"key_table": TABLE, "span": CLIP, **_of_key_heads(4)}),
     "placed: a short table": Case(
         {"rel_k": TABLE, "rel_v": VALUES, "span": Span(2, 1), "causal": True, "segments": _OF,
          "positions": lambda batch, n, m: [np.arange(x)[::-1] // 6 for x in (n, m)]}
@@ -297,49 +280,26 @@ CASES = dict(_cases()) | {
 }  # fmt: skip
 
 WRITTEN: dict[str, tuple[str, int, str]] = {
-    "fitted": ("fitted", 23, "float32"),
-    "fitted-all-half": ("fitted: all", 18, "float16"),
-    "fitted-zero": ("fitted: zero", 23, "float32"),
-    "fitted-values": ("fitted: values", 18, "float32"),
-    "fitted-clip": ("fitted: clip", 23, "float32"),
-    "fitted-bias": ("fitted: bias", 18, "float32"),
-    "across-scale-of-nothing": ("scale of nothing", 23, "float32"),
-    "past-key-table": ("past, key table", 18, "float32"),
-    "past-reach": ("past", 23, "float32"),
-    "two-batches-placed": ("two batches, placed", 18, "float32"),
-    "two-batches-mask": ("two batches, mask", 23, "float32"),
-    "two-batches-lse": ("two batches, lse", 23, "float16"),
-    "no-batch-placed": ("no batch, placed", 23, "float32"),
-    "no-batch-lse": ("no batch, lse", 18, "float16"),
-    "placed-segments-half": ("placed: a longer table than the window, segments", 18, "float16"),
-    "placed-zero-causal": ("placed: zero, causal", 18, "float32"),
-    "placed-bias-key-table": ("placed: bias for all, key table", 23, "float32"),
-    "placed-bias-window": ("placed: bias alone, window", 23, "float32"),
-    "placed-no-tables": ("placed: no tables", 23, "float32"),
-    "placed-short-table": ("placed: a short table", 18, "float32"),
-    "across-blocks": ("blocks across", 18, "float32"),
-    "across-blocks-before-keys": ("blocks across, before all keys", 23, "float32"),
-    "across-rel-q": ("rel_q", 23, "float32"),
-    "across-window-both": ("window, narrower and wider", 18, "float32"),
-    "across-window-zero": ("window, wider, zero", 18, "float32"),
-    "across-window-key-table": ("key table, window, softcap", 18, "float16"),
-    "across-window": ("wider windows", 23, "float32"),
-    "across-values": ("clip, values", 23, "float64"),
-    "across-key-table": ("as many key heads, key table", 23, "float32"),
-    "along-values": ("along: causal, values", 23, "float32"),
-    "along-causal": ("along: causal", 23, "float32"),
-    "along-blocks": ("along: blocks, zero", 23, "float32"),
-    "no-batch-blocks": ("no batch, blocks", 23, "float32"),
-    "across-nothing": ("nothing", 18, "float32"),
-    "across-lse": ("lse", 18, "float32"),
-    "across-bias": ("bias", 18, "float32"),
-    "along-stream": ("along: stream, key table, softcap", 18, "float32"),
-    "mask-added": ("mask, added", 23, "float32"),
-    "mask-added-bias": ("bias, mask, added", 23, "float32"),
-    "mask-added-softcap": ("mask, added, softcap", 23, "float16"),
-    "offset-unknown": ("offset unknown", 18, "float32"),
-    "offset-difference": ("offset a difference", 23, "float32"),
-}
+    re.sub(r"\W+", "-", case): (case, opset, dtype)
+    for (opset, dtype), cases in {
+        (23, "float32"):
+            "fitted; fitted: zero; fitted: clip; scale of nothing; past; two batches, mask; no batch, placed; "
+            "placed: bias for all, key table; placed: bias alone, window; placed: no tables; "
+            "blocks across, before all keys; rel_q; wider windows; as many key heads, key table; "
+            "along: causal, values; along: causal; along: blocks, zero; no batch, blocks; mask, added; "
+            "bias, mask, added; offset a difference",
+        (18, "float16"):
+            "fitted: all; no batch, lse; placed: a longer table than the window, segments; "
+            "key table, window, softcap",
+        (18, "float32"):
+            "fitted: values; fitted: bias; past, key table; two batches, placed; placed: zero, causal; "
+            "placed: a short table; blocks across; window, narrower and wider; window, wider, zero; nothing; "
+            "lse; bias; along: stream, key table, softcap; offset unknown",
+        (23, "float16"): "two batches, lse; mask, added, softcap",
+        (23, "float64"): "clip, values",
+    }.items()
+    for case in cases.split("; ")
+}  # fmt: skip
 """The case of each file of the folder, for which opset and of which numbers. Between them they come to every line."""
 
 
@@ -395,8 +355,6 @@ def exporting(opset: int) -> Iterator[Translate]:
     made: list[Traced] = []
 
     class Noted(TracedEmitter):
-        """Notes what every tensor is taken for."""
-
         def adopt(self, tensor: Any, name: str, shape: Any, dtype: Any = None) -> Value:
             return self._noted(super().adopt(tensor, name, shape, dtype))
 
@@ -470,22 +428,14 @@ def _plain(value: Any) -> Any:
 
 
 def _short(name: str) -> str:
-    """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
-    for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
-        name = name.replace(f"{start}attention_1/", mark) if mark != "%" else name.replace(start, mark)
-    return name
+    return re.sub("([@#])attention_1/", r"\1", short(name))
 
 
 def written(name: str) -> str:
-    """Write a case of the folder."""
     case, opset, dtype = WRITTEN[name]
     with exporting(opset) as translate:
         return text(translate(CASES[case], np.dtype(dtype)))
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for old in FOLDER.glob("*.txt"):
-        old.unlink()
-    for name in WRITTEN:
-        (FOLDER / f"{name}.txt").write_text(written(name))
+    write(FOLDER, {name: written(name) for name in WRITTEN})
