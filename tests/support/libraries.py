@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import array_api_compat
@@ -29,36 +30,22 @@ needs_kernels = pytest.mark.skipif(_compiled.kernels is None, reason="the kernel
 
 
 def unchanged(function: Function) -> Function:
-    """Call eagerly."""
     return function
 
 
 @dataclass(frozen=True)
 class Library:
-    """One array library in one way of use."""
-
-    name: str
-    """What a test's id and the table show."""
-    module: str
-    """The module that must be importable."""
-    tested: str
-    """How it is tested, for the table."""
-    dtypes: tuple[str, ...]
-    """Floating dtypes that are held to :data:`GATES`."""
-    from_numpy: Callable[[NDArray[Any], str | None], Array]
-    """Make an array on the row's device, in a dtype given by name or in the data's own."""
-    to_numpy: Callable[[Array], NDArray[Any]]
-    """Bring a result home; floating ones in float64."""
-    device: Callable[[], Any]
-    """What :func:`device_of` must say of every result."""
-    array_type: Callable[[], Any]
-    """What every result must be an instance of."""
-    wrap: Callable[[Function], Function] = unchanged
-    """Compile a function of arrays."""
-    setting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """The library's flags while a test runs."""
-    gpu: bool = False
-    """Needs a CUDA device."""
+    name: str  # of a test's id and of the table
+    module: str  # must be importable
+    tested: str  # how it is tested, for the table
+    dtypes: tuple[str, ...]  # floating dtypes that are held to :data:`GATES`
+    from_numpy: Callable[[NDArray[Any], str | None], Array]  # on the row's device, in a dtype by name or the data's own
+    to_numpy: Callable[[Array], NDArray[Any]]  # floating results in float64
+    device: Callable[[], Any]  # what :func:`device_of` must say of every result
+    array_type: Callable[[], Any]  # what every result must be an instance of
+    wrap: Callable[[Function], Function] = unchanged  # compiles a function of arrays
+    setting: Callable[[], AbstractContextManager[object]] = nullcontext  # the library's flags while a test runs
+    gpu: bool = False  # needs a CUDA device
 
     def __str__(self) -> str:
         return self.name
@@ -78,10 +65,8 @@ class Library:
         return (self.dtypes[place % len(self.dtypes)],) if self.compiled else self.dtypes
 
     def namespace(self) -> Any:
-        """Return the module that has the library's functions."""
-        return importlib.import_module(
-            {"jax": "jax.numpy", "dask": "dask.array", "mlx": "mlx.core"}.get(self.module, self.module)
-        )
+        inside = {"jax": "jax.numpy", "dask": "dask.array", "mlx": "mlx.core"}
+        return importlib.import_module(inside.get(self.module, self.module))
 
     def missing(self) -> str | None:
         """Why the row cannot be tested on this machine; ``None`` if it can."""
@@ -92,12 +77,10 @@ class Library:
         return _no_cuda(self.module) if self.gpu else None
 
     def needed(self) -> None:
-        """Skip the test where the row cannot be tested."""
         if (reason := self.missing()) is not None:
             pytest.skip(reason)
 
     def asarray(self, data: ArrayLike, dtype: str | None = None) -> Array:
-        """Make an array of the library."""
         return self.from_numpy(np.asarray(data), dtype)
 
     def call(self, function: Function, arrays: dict[str, Array], **options: Any) -> Any:
@@ -129,16 +112,13 @@ EVERY = (*HALF, "bfloat16")
 
 @contextmanager
 def _strictest() -> Iterator[None]:
-    with imported("array_api_strict").ArrayAPIStrictFlags(
-        boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()
-    ):
+    flags = {"boolean_indexing": False, "data_dependent_shapes": False, "enabled_extensions": ()}
+    with imported("array_api_strict").ArrayAPIStrictFlags(**flags):
         yield
 
 
 def _strict_on(device: str) -> dict[str, Any]:
-    def xp() -> Any:
-        return imported("array_api_strict")
-
+    xp = partial(imported, "array_api_strict")
     return {
         "from_numpy": lambda x, of: xp().asarray(x, dtype=of and getattr(xp(), of), device=xp().Device(device)),
         "to_numpy": lambda x: np.asarray(x.to_device(xp().Device("CPU_DEVICE"))),
@@ -147,9 +127,7 @@ def _strict_on(device: str) -> dict[str, Any]:
 
 
 def _torch_on(device: str) -> dict[str, Any]:
-    def torch() -> Any:
-        return imported("torch")
-
+    torch = partial(imported, "torch")
     return {
         "from_numpy": lambda x, dtype: torch().tensor(x, dtype=dtype and getattr(torch(), dtype), device=device),
         "to_numpy": lambda x: np.asarray(x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()),
@@ -227,7 +205,6 @@ LIBRARIES = (
 
 
 def table() -> str:
-    """Print the matrix as docs/accuracy.md shows it."""
     rows = [("library", "tested", "held to the tolerances of float64 in"), ("---",) * 3]
     rows += [(library.name, library.tested, ", ".join(library.dtypes)) for library in LIBRARIES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -6,7 +6,7 @@ loops over queries and keys. A span is anything with ``left``, ``right`` and ``b
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,15 +31,12 @@ class SpanLike(Protocol):
 
 
 class Reach(NamedTuple):
-    """A span of the oracle's own."""
-
     left: int
     right: int
     beyond: str = "error"
 
 
 def default_span(rows: int, *, causal: bool) -> Reach:
-    """Span of a table of ``rows`` rows when none is given."""
     if causal:
         return Reach(rows - 1, 0)
     if rows % 2 == 0:
@@ -101,8 +98,6 @@ def span_of(tables: Iterable[tuple[Tensor | None, int]], span: SpanLike | None, 
 
 
 class Attention(NamedTuple):
-    """The output and the log-sum-exp, of torch or of NumPy."""
-
     out: Any
     lse: Any
 
@@ -129,8 +124,7 @@ def attention(
     by_head = (slice(None), None, None) if q.ndim > 2 else (slice(None), None)
     scale, rel_scale = (x[by_head] if isinstance(x, Tensor) else x for x in (scale, rel_scale))
     span = span_of(((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2)), span, causal=causal)
-    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
-    pattern["blocks_before"] = blocks_before
+    pattern = {"causal": causal, "window": window, "block_size": block_size, "blocks_before": blocks_before}
     # Python's integers can hold every offset.
     places: list[NDArray[Any]] = [np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)]
     if positions is not None:
@@ -220,25 +214,28 @@ def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tens
 
 
 def skew(x: ArrayLike) -> Floats:
-    """``s[i, j] = x[i, n - 1 - i + j]``, one number at a time."""
+    """``s[i, j] = x[i, n - 1 - i + j]``."""
     x = np.asarray(x, dtype=np.float64)
     n, width = x.shape[-2:]
-    s = np.zeros((*x.shape[:-1], width - n + 1))
-    for i in range(n):
-        for j in range(width - n + 1):
-            s[..., i, j] = x[..., i, n - 1 - i + j]
-    return s
+    i, j = np.indices((n, width - n + 1))
+    return x[..., i, n - 1 - i + j]
 
 
 def unskew(s: ArrayLike) -> Floats:
     """Put every number of the absolute layout back to its place in the relative layout, zeros elsewhere."""
     s = np.asarray(s, dtype=np.float64)
     n, m = s.shape[-2:]
+    i, j = np.indices((n, m))
     x = np.zeros((*s.shape[:-1], n + m - 1))
-    for i in range(n):
-        for j in range(m):
-            x[..., i, n - 1 - i + j] = s[..., i, j]
+    x[..., i, n - 1 - i + j] = s
     return x
+
+
+def _rows(table: Floats, span: SpanLike | None, n: int, m: int, offset: int, causal: bool) -> tuple[Any, Any]:
+    """Which row serves each query and key, (n, m), and where there is one."""
+    span = span or default_span(table.shape[-2], causal=causal)
+    _, rows = pairs(np.arange(n) + offset, np.arange(m), span, heads=False, causal=causal)
+    return rows.clamp(min=0).numpy(), (rows >= 0).numpy()
 
 
 def relative_logits(
@@ -246,16 +243,10 @@ def relative_logits(
 ) -> Floats:  # fmt: skip
     """``q_i · e_r`` for every query and key; zero at ``r > 0`` where ``causal``."""
     q, table = np.asarray(q, dtype=np.float64), np.asarray(table, dtype=np.float64)
-    span = span or default_span(table.shape[-2], causal=causal)
-    logits = np.zeros((*q.shape[:-1], n_keys))
-    for lead in _leads(q):
-        rows = _of_head(table, 2, lead)
-        for i in range(q.shape[-2]):
-            for j in range(n_keys):
-                if sees(i, j, offset=offset, causal=causal):
-                    row = row_of(j - i - offset, span)
-                    logits[(*lead, i, j)] = 0.0 if row is None else _dot(q[(*lead, i)], rows[row])
-    return logits
+    rows, served = _rows(table, span, q.shape[-2], n_keys, offset, causal)
+    products = q @ table.swapaxes(-1, -2)
+    found = np.take_along_axis(products, np.broadcast_to(rows, (*products.shape[:-1], n_keys)), -1)
+    return np.where(served, found, 0.0)
 
 
 def relative_values(
@@ -263,16 +254,9 @@ def relative_values(
 ) -> Floats:
     """``Σ_j w_ij · ev_r`` for every query; nothing comes from ``r > 0`` where ``causal``."""
     weights, table = np.asarray(weights, dtype=np.float64), np.asarray(table, dtype=np.float64)
-    span = span or default_span(table.shape[-2], causal=causal)
-    values = np.zeros((*weights.shape[:-1], table.shape[-1]))
-    for lead in _leads(weights):
-        rows = _of_head(table, 2, lead)
-        for i in range(weights.shape[-2]):
-            for j in range(weights.shape[-1]):
-                if sees(i, j, offset=offset, causal=causal):
-                    row = row_of(j - i - offset, span)
-                    if row is not None:
-                        values[(*lead, i)] += weights[(*lead, i, j)] * rows[row]
+    n, m = weights.shape[-2:]
+    rows, served = _rows(table, span, n, m, offset, causal)
+    values: Floats = np.where(served[..., None], weights[..., None] * table[..., rows, :], 0.0).sum(-2)
     return values
 
 
@@ -317,7 +301,6 @@ def merge_attention(outs: list[Floats], lses: list[Floats]) -> Attention:
 
 
 def pattern(spec: Any) -> dict[str, Any]:
-    """Return which keys the queries of a block see."""
     return {name: getattr(spec, name) for name in ("causal", "window", "block_size", "blocks_before")}
 
 
@@ -325,7 +308,6 @@ def attention_block(
     x: ArrayLike, weights: Mapping[str, ArrayLike], spec: Any, *, memory: ArrayLike | None = None,
     past: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Project, attend, project back; returns the output and all keys and values so far."""
     x = np.asarray(x, dtype=np.float64)
     source = x if memory is None else np.asarray(memory, dtype=np.float64)
     named = {name: np.asarray(weight, dtype=np.float64) for name, weight in weights.items()}
@@ -362,17 +344,3 @@ def _linear(x: Floats, name: str, weights: Mapping[str, Floats]) -> Floats:
 def _into_heads(x: Floats, name: str, weights: Mapping[str, Floats], heads: int) -> Floats:
     projected = _linear(x, name, weights)
     return np.stack(np.split(projected, heads, axis=-1), axis=-3)
-
-
-def _leads(x: Floats) -> Iterator[tuple[int, ...]]:
-    """Indices of the leading axes, the last of them the head."""
-    return np.ndindex(x.shape[:-2])
-
-
-def _of_head(table: Floats, ndim: int, lead: tuple[int, ...]) -> Floats:
-    """The table of one head: the whole of a shared one (``ndim`` axes), else one entry of its first axis."""
-    return table if table.ndim == ndim else table[lead[-1] if lead else 0]
-
-
-def _dot(a: Floats, b: Floats) -> float:
-    return math.fsum(float(x) * float(y) for x, y in zip(a, b, strict=True))

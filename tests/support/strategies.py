@@ -14,15 +14,11 @@ from dense import each
 from libraries import LIBRARIES, NATIVE
 from relskew_core import Span, relative_attention
 
-Floats = NDArray[np.float64]
-TOLERANCE = 1e-11
-"""The float64 gate, with room for the largest of thousands of random logits."""
+TOLERANCE = 1e-11  # the float64 gate, with room for the largest of thousands of random logits
 
 
 @dataclass(frozen=True)
 class Way:
-    """A library and an implementation that a property is tried on."""
-
     row: str
     impl: Any
 
@@ -30,7 +26,6 @@ class Way:
         return f"{self.row}, {self.impl}"
 
     def attend(self, arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
-        """Call ``relative_attention`` on NumPy arrays in this way."""
         library = next(library for library in LIBRARIES if library.name == self.row)
         given = {name: each(library.asarray, array) for name, array in arrays.items()}
         out, lse = relative_attention(**given, **options, return_lse=True, impl=self.impl)
@@ -42,19 +37,15 @@ WAYS = [Way("numpy", "portable"), Way("numpy", NATIVE), Way("torch, CPU", "auto"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``relative_attention``: its arrays and its options."""
-
     arrays: dict[str, Any]
     options: dict[str, Any]
 
     @property
     def n(self) -> int:
-        """Number of queries."""
         return int(self.arrays["q"].shape[-2])
 
     @property
     def m(self) -> int:
-        """Number of keys."""
         return int(self.arrays["k"].shape[-2])
 
     @property
@@ -63,11 +54,9 @@ class Call:
         return int(self.options["offset"])
 
     def oracle(self) -> oracles.Attention:
-        """What plain loops make of it."""
         return oracles.relative_attention(**self.arrays, **{k: v for k, v in self.options.items() if k != "chunk_size"})
 
     def on(self, way: Way) -> oracles.Attention:
-        """What the library makes of it."""
         return way.attend(self.arrays, self.options)
 
     def but(self, **changes: Any) -> Call:
@@ -140,7 +129,6 @@ def masks(draw: st.DrawFn, full: tuple[int, ...], rng: np.random.Generator) -> N
 
 @st.composite
 def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, all_tables: bool = False) -> Call:
-    """A random valid call."""
     rng = np.random.default_rng(draw(seeds))
     n, m, d, dv = draw(sizes), draw(sizes), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -283,7 +271,6 @@ AXES = {
 
 @st.composite
 def cut_axis(draw: st.DrawFn, call: Call) -> Call:
-    """Leave nothing of one axis."""
     q = call.arrays["q"]
     axis = draw(st.sampled_from(["queries", "keys", "values", *["heads", "items"][: q.ndim - 2]]))
 
@@ -301,13 +288,11 @@ def cut_axis(draw: st.DrawFn, call: Call) -> Call:
 
 def close(actual: oracles.Attention, expected: oracles.Attention, tolerance: float = TOLERANCE) -> bool:
     """Whether output and log-sum-exp agree, infinities included; no NaN anywhere."""
-    return all(_close(a, e, tolerance) for a, e in zip(actual, expected, strict=True))
-
-
-def _close(actual: Floats, expected: Floats, tolerance: float) -> bool:
-    assert actual.shape == expected.shape
-    finite = np.isfinite(expected)
-    if not np.array_equal(actual[~finite], expected[~finite]):
-        return False
-    size = max(1.0, float(np.max(np.abs(expected[finite]), initial=0.0)))
-    return bool(np.all(np.abs(actual[finite] - expected[finite]) <= tolerance * size))
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        finite = np.isfinite(other)
+        size = max(1.0, float(np.max(np.abs(other[finite]), initial=0.0)))
+        near = np.all(np.abs(one[finite] - other[finite]) <= tolerance * size)
+        if not near or not np.array_equal(one[~finite], other[~finite]):
+            return False
+    return True
