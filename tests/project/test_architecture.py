@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import relskew_core
@@ -24,14 +25,9 @@ INSIDE_EXPORT = [folder.replace("/", ".") for folder in layers("Inside export")]
 
 def sources() -> dict[str, Path]:
     """Every module by its name inside the package, ``""`` for the package itself; links are followed once."""
-    found = {}
-    for path in sorted(PACKAGE.glob("*.py")):
-        found["" if path.stem == "__init__" else path.stem] = path
-    for folder in sorted(path for path in PACKAGE.iterdir() if path.is_dir()):
-        for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(PACKAGE).with_suffix("").parts
-            found[".".join(part for part in parts if part != "__init__")] = path
-    return found
+    paths = [*PACKAGE.glob("*.py"), *(path for folder in PACKAGE.iterdir() for path in folder.rglob("*.py"))]
+    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(paths)}
+    return {".".join(part for part in parts if part != "__init__"): path for path, parts in names.items()}
 
 
 MODULES = sources()
@@ -46,19 +42,17 @@ def imports_of(module: str) -> set[str]:
     """Modules of the package that a module imports, anywhere in it but under ``if TYPE_CHECKING``."""
     tree = ast.parse(MODULES[module].read_text())
     typing_only = {
-        id(inner)
+        inner
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for inner in ast.walk(node)
     }
     found = set()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or id(node) in typing_only or not node.module:
-            continue
-        package, _, rest = node.module.partition(".")
-        if package == "relskew_core":
+        if isinstance(node, ast.ImportFrom) and node not in typing_only and node.module:
+            package, _, rest = node.module.partition(".")
             inner = [f"{rest}.{alias.name}" if rest else alias.name for alias in node.names]
-            found |= {name if name in MODULES else rest for name in inner}
+            found |= {name if name in MODULES else rest for name in inner if package == "relskew_core"}
     return found - {module}
 
 
@@ -76,31 +70,20 @@ def test_imports_go_one_way() -> None:
 def test_imports_inside_export_go_one_way() -> None:
     folders = {path.parent.name for path in (PACKAGE / "export").glob("*/__init__.py")}
     assert sorted(INSIDE_EXPORT) == sorted(f"export.{folder}" for folder in folders)
-
-    def place(module: str) -> int:
-        folder = ".".join(module.split(".")[:2])
-        return INSIDE_EXPORT.index(folder) if folder in INSIDE_EXPORT else len(INSIDE_EXPORT)
-
-    for module in MODULES:
-        if module.startswith("export"):
-            wrong = sorted(x for x in imports_of(module) if x.startswith("export") and place(x) > place(module))
-            assert not wrong, f"{module} imports {wrong} from a later folder"
+    order = [*INSIDE_EXPORT, "export"]
+    places = {
+        module: order.index(folder if (folder := ".".join(module.split(".")[:2])) in order else "export")
+        for module in MODULES
+        if module.startswith("export")
+    }
+    for module, place in places.items():
+        wrong = sorted(name for name in imports_of(module) & places.keys() if places[name] > place)
+        assert not wrong, f"{module} imports {wrong} from a later folder"
 
 
 def test_no_import_runs_in_a_circle() -> None:
     """Modules of one folder may import each other in one direction only."""
-    graph = {module: imports_of(module) & set(MODULES) for module in MODULES}
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " → ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for imported in sorted(graph[module]):
-                visit(imported, (*path, module))
-            done.add(module)
-
-    for module in MODULES:
-        visit(module, ())
+    TopologicalSorter({module: imports_of(module) & set(MODULES) for module in MODULES}).prepare()
 
 
 def lines_of(path: str, names: list[str]) -> int:

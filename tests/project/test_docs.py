@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ import relskew_core
 from relskew_core._array.extras import compile_line
 from relskew_core.export import custom_ops_library
 from relskew_core.export._files.library import found_library
+from tracked import PROJECT, ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 OF_PEERS = {
@@ -37,8 +36,7 @@ OF_PEERS = {
 }
 """Pages that need what only ``make test-peers`` or ``make test-weights`` installs, and what runs them there."""
 
-OF_SOME_PLATFORMS = {"mlx.md": "mlx"}
-"""Pages of a library that has no wheels for every platform."""
+OF_SOME_PLATFORMS = {"mlx.md": "mlx"}  # pages of a library that has no wheels for every platform
 
 RUN = [page for page in PAGES if page.name not in OF_PEERS]
 
@@ -55,8 +53,6 @@ NOT_RUN = {
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
-
     language: str
     code: str
     line: int
@@ -75,13 +71,17 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
     if not block.code.startswith(">>> "):
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
         return
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     test = doctest.DocTestParser().get_doctest(block.code, names, page.name, str(page), block.line - 1)
     report: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=options)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=report.append, clear_globs=False)
     names.update(test.globs)
     assert not runner.failures, "".join(report)
+
+
+def ran(command: list[str], folder: Path) -> None:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, f"{command}: {run.stdout}{run.stderr}"
 
 
 def run_command(command: str, folder: Path) -> None:
@@ -95,14 +95,10 @@ def run_command(command: str, folder: Path) -> None:
     elif program == "pip":
         extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew-core)(?:\[([\w,-]+)\])?", " ".join(arguments))
         assert extras is not None, f"not an installation of relskew: {command}"
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert set((extras[1] or "numpy").split(",")) <= set(project["optional-dependencies"])
+        assert set((extras[1] or "numpy").split(",")) <= PROJECT["optional-dependencies"].keys()
     else:
         assert program == "relskew", f"not run and not known: {command}"
-        run = subprocess.run(
-            [sys.executable, "-m", "relskew_core.cli", *arguments], cwd=folder, capture_output=True, text=True
-        )
-        assert run.returncode == 0, f"{command}: {run.stdout}{run.stderr}"
+        ran([sys.executable, "-m", "relskew_core.cli", *arguments], folder)
 
 
 def run_c(block: Block, folder: Path, page: Path) -> None:
@@ -113,10 +109,9 @@ def run_c(block: Block, folder: Path, page: Path) -> None:
     (folder / "host.c").write_text(block.code)
     (folder / library.name).symlink_to(library)
     (folder / "include").symlink_to(library.parent / "include")
-    compiled, ran = re.findall(r"^\$ (.*)$", page.read_text(), re.MULTILINE)
-    for line in (f"{compiled} -std=c99 -Wall -Wextra -Werror -pedantic", ran):
-        run = subprocess.run(shlex.split(line), cwd=folder, capture_output=True, text=True)
-        assert run.returncode == 0, f"{line}: {run.stdout}{run.stderr}"
+    compiles, runs = re.findall(r"^\$ (.*)$", page.read_text(), re.MULTILINE)
+    for line in (f"{compiles} -std=c99 -Wall -Wextra -Werror -pedantic", runs):
+        ran(shlex.split(line), folder)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -163,10 +158,15 @@ def test_biases_by_pair_have_the_gradients_of_the_plain_formula() -> None:
         assert want.norm() > 0
 
 
+COLUMNS = 88  # of code on a page of the site; `docs/ruff.toml` has the same, and `pyproject.toml` for docstrings
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
-    assert 2 * len(blocks_of(page)) == len(re.findall(r"^```", text, re.MULTILINE))
+def test_fences_are_closed_code_fits_and_links_lead_somewhere(page: Path) -> None:
+    text, blocks = page.read_text(), blocks_of(page)
+    assert 2 * len(blocks) == len(re.findall(r"^```", text, re.MULTILINE))
+    wide = [line for block in blocks for line in block.code.splitlines() if len(line) > COLUMNS]
+    assert not wide, f"{page.name} has code of more than {COLUMNS} columns: {wide}"
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
         if not target.startswith("https://"):
@@ -201,16 +201,6 @@ def test_pages_for_users_name_no_tests_and_no_private_files() -> None:
     assert {name: found for name, text in prose.items() if (found := re.findall(private, text))} == {}
 
 
-COLUMNS = 88
-"""Of code on a page of the site; `docs/ruff.toml` has the same, and `pyproject.toml` for docstrings."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_fits_the_page(page: Path) -> None:
-    wide = [line for block in blocks_of(page) for line in block.code.splitlines() if len(line) > COLUMNS]
-    assert not wide, f"{page.name} has code of more than {COLUMNS} columns: {wide}"
-
-
 def docs(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
@@ -240,9 +230,8 @@ def test_the_gates_are_those_of_the_tests() -> None:
 
 
 def test_every_extra_is_named() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = set(re.findall(r"`([\w-]+)`", docs("install.md").partition("The extras are")[2].partition("\n\n")[0]))
-    assert set(project["optional-dependencies"]) - {"ci", "dev", "bench", "docs"} == named - {"relskew"}
+    assert PROJECT["optional-dependencies"].keys() - {"ci", "dev", "bench", "docs"} == named - {"relskew"}
 
 
 def cell(page: str, heading: str, row: str, column: str) -> str:
@@ -259,15 +248,12 @@ def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
     theirs, ours, plain = "pad–reshape–slice (Huang)", "relskew on torch", "plain SDPA, no relative positions"
     biased, flex = "SDPA with a skewed bias", "compiled FlexAttention"
     before, after = cell(docs("huggingface.md"), "Time and memory", "T5", "MiB, longest").split(" → ")
-    figures = [
-        *(memory(row=row) for row in (theirs, biased, ours)),
-        *(seconds(row=row).split(" (")[0] for row in (plain, theirs, flex, ours)),
-    ]  # fmt: skip
+    figures = [memory(row=row) for row in (theirs, biased, ours)]
+    figures += [seconds(row=row).split(" (")[0] for row in (plain, theirs, flex, ours)]
     readme = (ROOT / "README.md").read_text()
     section = readme.partition("<!-- figures -->")[2].partition("<!-- end of figures -->")[0]
-    assert f"takes {memory(row=ours)}, and a bias for torch's attention {memory(row=biased)}." in " ".join(
-        readme.split()
-    )
+    said = f"takes {memory(row=ours)}, and a bias for torch's attention {memory(row=biased)}."
+    assert said in " ".join(readme.split())
     assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, f"{before} MiB", f"{after} MiB"]
 
 

@@ -3,15 +3,13 @@
 import ast
 import re
 import subprocess
-import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tracked import ROOT, tracked
+from tracked import PROJECT, ROOT, tracked
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PARTS = re.findall(r"^(\w+)\(\) ", (ROOT / ".ci/run").read_text(), re.MULTILINE)
@@ -24,8 +22,7 @@ def read(path: Path) -> dict[Any, Any]:
 
 
 def supported_pythons() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [match[1] for line in project["classifiers"] if (match := re.fullmatch(r".* :: (3\.\d+)", line))]
+    return [match[1] for line in PROJECT["classifiers"] if (match := re.fullmatch(r".* :: (3\.\d+)", line))]
 
 
 def runs(workflow: dict[Any, Any]) -> list[str]:
@@ -44,7 +41,7 @@ def test_every_change_is_tested_in_separate_jobs_on_every_python() -> None:
     assert {"push", "pull_request"} <= set(workflow[True])  # `on` is a boolean in YAML 1.1
     assert {f".ci/run {part}" for part in ("lint", "types", "tests", "peers")} <= set(runs(workflow))
     pythons = workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
-    assert pythons[0] == supported_pythons()[0]
+    assert pythons[0] == supported_pythons()[0] == PROJECT["requires-python"].removeprefix(">=")
     assert set(supported_pythons()) <= set(pythons)
 
 
@@ -67,45 +64,34 @@ def test_actions_are_pinned_by_commit_and_may_only_read(path: Path) -> None:
     assert path.parts[-3] == ".forgejo" or workflow["permissions"] == {"contents": "read"}
 
 
-def test_forgejo_runs_everything_on_the_oldest_and_the_newest_python() -> None:
-    (job,) = read(ROOT / ".forgejo/workflows/ci.yml")["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step][-1] == ".ci/run"
-    assert job["strategy"]["matrix"]["python"] == [supported_pythons()[0], supported_pythons()[-1]]
-
-
-def test_gitlab_runs_everything_on_the_oldest_and_the_newest_python() -> None:
-    (job,) = read(ROOT / ".gitlab-ci.yml").values()
-    assert job["script"] == [".ci/run"]
-    (pythons,) = job["parallel"]["matrix"]
-    assert pythons == {"PYTHON_VERSION": [supported_pythons()[0], supported_pythons()[-1]]}
-
-
-def test_the_oldest_python_is_the_one_that_is_required() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={supported_pythons()[0]}"
+def test_other_forges_run_everything_on_the_oldest_and_the_newest_python() -> None:
+    (forgejo,) = read(ROOT / ".forgejo/workflows/ci.yml")["jobs"].values()
+    (gitlab,) = read(ROOT / ".gitlab-ci.yml").values()
+    assert [step["run"] for step in forgejo["steps"] if "run" in step][-1] == ".ci/run"
+    assert gitlab["script"] == [".ci/run"]
+    pythons = [supported_pythons()[0], supported_pythons()[-1]]
+    assert forgejo["strategy"]["matrix"]["python"] == pythons
+    assert gitlab["parallel"]["matrix"] == [{"PYTHON_VERSION": pythons}]
 
 
 def test_the_citation_and_the_metadata_name_the_same_authors() -> None:
     citation = read(ROOT / "CITATION.cff")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert citation["authors"] == project["authors"]
-    assert citation["license"] == project["license"] == "MIT"
+    assert citation["authors"] == PROJECT["authors"]
+    assert citation["license"] == PROJECT["license"] == "MIT"
     assert {"cff-version", "message", "title", "abstract", "version"} <= set(citation)
 
 
 def test_hooks_call_the_pinned_ruff_and_download_nothing() -> None:
     (repository,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
-    for hook in repository["hooks"]:
-        assert hook["language"] == "system"
-        assert hook["entry"].startswith(".venv/bin/ruff ")
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    assert all(hook["entry"].startswith(".venv/bin/ruff ") for hook in repository["hooks"])
 
 
 def test_issue_forms_have_what_a_form_needs() -> None:
     forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert forms
-    for path in forms:
-        form = read(path)
+    for form in map(read, forms):
         assert form["name"]
         assert form["description"]
         identifiers = [field["id"] for field in form["body"]]
@@ -118,11 +104,11 @@ def test_forges_get_the_same_request_template() -> None:
     assert len({(ROOT / path).read_text() for path in templates}) == 1
 
 
-MADE = ("build/objects", "dist/", "site/html", ".emulated/")
-"""Folders that make writes."""
+MADE = ("build/objects", "dist/", "site/html", ".emulated/")  # folders that make writes
 
 
 def test_an_unknown_part_is_refused_before_anything_runs() -> None:
+    assert (ROOT / ".ci/release-check").stat().st_mode & 0o111  # the guides call it too
     ended = subprocess.run([ROOT / ".ci/run", "lint", "all"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("all is none of lint, types, tests, peers, ")
@@ -144,19 +130,6 @@ def test_the_guides_name_what_is_there(guide: str) -> None:
             assert f"{last}/{path}" in there or path in MADE, f"{guide} names {path}"
 
 
-def test_the_comparisons_find_their_own_modules() -> None:
-    """Without the peers themselves, which `make test-peers` installs, none of them is imported by the other tests."""
-    sources = [(ROOT / name).read_text() for name in tracked() if name.startswith("tests/peers/")]
-    ours = {name for source in sources for name in re.findall(r"^from (peers\.\w+) import", source, re.MULTILINE)}
-    assert ours
-    assert all(find_spec(name) for name in ours)
-
-
-def test_what_the_guides_call_can_be_called() -> None:
-    assert (ROOT / ".ci/run").stat().st_mode & 0o111
-    assert (ROOT / ".ci/release-check").stat().st_mode & 0o111
-
-
 PUBLIC_ALONE = (
     "backends", "cli", "core", "distributed", "draw", "examples", "export", "huggingface", "layers", "peers", "web",
 )  # fmt: skip
@@ -165,9 +138,9 @@ PUBLIC_ALONE = (
 
 def test_tests_of_behaviour_import_public_names() -> None:
     for path in (path for folder in PUBLIC_ALONE for path in (ROOT / "tests" / folder).rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module = getattr(node, "module", None) or ""
-                names = [f"{module}.{alias.name}" for alias in node.names]
-                private = [name for name in names if re.search(r"relskew_core(\.\w+)*\._(?!_)", name)]
-                assert not private, f"{path.name} imports {private}: move its test to a file inside_*.py"
+        imports = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = [f"{getattr(node, 'module', None) or ''}.{alias.name}" for node in imports for alias in node.names]
+        private = [name for name in names if re.search(r"relskew_core(\.\w+)*\._(?!_)", name)]
+        assert not private, f"{path.name} imports {private}: move its test to a file inside_*.py"

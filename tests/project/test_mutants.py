@@ -4,9 +4,16 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pytest
 from mutants.decorators import undecorated
 from mutants.record import Mutant, Sample, faults, recorded
 from mutants.record import update as update_all
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "survivors.md"
+
 
 DECORATED = """
     import contextlib
@@ -45,10 +52,8 @@ def test_a_decorator_is_the_call_that_it_is() -> None:
 
 def tried(*verdicts: str, module: str = "pkg.one") -> list[tuple[Mutant, str]]:
     """One mutant for each verdict: of the first number there are two that look the same."""
-    return [
-        (Mutant(f"{module}.x_f__mutmut_{n}", f"return {max(n, 1)} → return None"), verdict)
-        for n, verdict in enumerate(verdicts)
-    ]
+    changes = (f"return {max(n, 1)} → return None" for n in range(len(verdicts)))
+    return [(Mutant(f"{module}.x_f__mutmut_{n}", x), y) for n, (x, y) in enumerate(zip(changes, verdicts, strict=True))]
 
 
 def update(path: Path, run: list[tuple[Mutant, str]], *, size: int | None = None, **kind: Any) -> list[str]:
@@ -57,12 +62,11 @@ def update(path: Path, run: list[tuple[Mutant, str]], *, size: int | None = None
 
 
 def survivors(path: Path, reason: str) -> list[str]:
-    _, _, rest = path.read_text().partition(f"## {reason}\n")
+    rest = path.read_text().partition(f"## {reason}\n")[2]
     return rest.partition("```text\n")[2].partition("```")[0].splitlines()
 
 
-def test_a_survivor_stays_under_its_reason_until_it_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
+def test_a_survivor_stays_under_its_reason_until_it_is_noticed(path: Path) -> None:
     few = ["killed"] * 97
     assert update(path, tried("survived", "survived", "unreached", *few)) == ["3 survivors have no reason"]
     one, two = "pkg.one.f: return 1 → return None", "pkg.one.f: return 2 → return None"
@@ -80,13 +84,10 @@ def test_a_survivor_stays_under_its_reason_until_it_is_noticed(tmp_path: Path) -
     assert "Not looked at" not in path.read_text()
 
 
-def test_a_part_leaves_the_record_of_the_others_alone(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
+def test_a_part_leaves_the_record_of_the_others_alone(path: Path) -> None:
     update(path, tried("survived", "killed"))
-    assert faults(path.read_text()) == [
-        "50.0% of the mutants are noticed; it must be 95%",
-        "1 survivors have no reason",
-    ]
+    share = "50.0% of the mutants are noticed; it must be 95%"
+    assert faults(path.read_text()) == [share, "1 survivors have no reason"]
     update(path, tried("killed", "survived", module="pkg.two"))
     new = [f"pkg.{module}.f: return 1 → return None" for module in ("one", "two")]
     assert survivors(path, "Not looked at") == new
@@ -95,8 +96,7 @@ def test_a_part_leaves_the_record_of_the_others_alone(tmp_path: Path) -> None:
     assert survivors(path, "Not looked at") == new[1:]
 
 
-def test_a_sample_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
+def test_a_sample_counts_where_nothing_better_is_known(path: Path) -> None:
     update(path, tried("survived", "killed", "killed", "killed"), size=40)
     assert "| `pkg.one` | 40 | 4 | 3 | 75.0 % |" in path.read_text()
     update(path, tried("killed", "survived"), size=2)
@@ -106,31 +106,26 @@ def test_a_sample_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
     assert path.read_text() == whole
 
 
-def test_the_last_sample_of_each_suite_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
-    update(
-        path, tried("survived", "killed"), size=40, samples={"core": Sample(5, 40, 2, 1), "layers": Sample(6, 9, 1, 1)}
-    )
-    update(path, tried("survived", "killed"), size=40, samples={"core": Sample(7, 40, 2, 2)})
+def test_the_last_sample_of_each_suite_is_kept(path: Path) -> None:
+    for samples in ({"core": Sample(5, 40, 2, 1), "layers": Sample(6, 9, 1, 1)}, {"core": Sample(7, 40, 2, 2)}):
+        update(path, tried("survived", "killed"), size=40, samples=samples)
     update(path, tried("killed"), size=1)
     assert "| core | 7 | 40 | 2 | 2 |\n| layers | 6 | 9 | 1 | 1 |\n" in path.read_text()
 
 
-def test_a_module_in_another_has_its_own_lines(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
+def test_a_module_in_another_has_its_own_lines(path: Path) -> None:
     update(path, tried("survived", module="pkg.one.two"))
     update(path, tried("killed", module="pkg.one"))
     assert survivors(path, "Not looked at") == ["pkg.one.two.f: return 1 → return None"]
 
 
-def test_survivors_alone_are_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
+def test_survivors_alone_are_tried_again(path: Path) -> None:
     update(path, tried("killed", "survived", "survived", "killed"))
     run = tried("killed", "killed", "survived", "killed")
     assert recorded(path) == {mutant.line for mutant, _ in run[1:3]}
     update(path, run[1:3], size=5, again=True)
     assert "| `pkg.one` | 5 | 4 | 3 | 75.0 % |" in path.read_text()  # the fifth was not tried
-    sampled = tmp_path / "sampled.md"
+    sampled = path.with_name("sampled.md")
     update(sampled, tried("killed", "survived", "survived", "killed"), size=50)
     update(sampled, run[1:3], size=50, again=True)
     assert "| `pkg.one` | 50 | 4 | 3 | 75.0 % |" in sampled.read_text()

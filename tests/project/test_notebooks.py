@@ -2,33 +2,26 @@
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from notebooks import TUTORIALS, Cell, cells_of, fingerprint, run
+from notebooks import TUTORIALS, cells_of, fingerprint, run
+from tracked import PROJECT
 
-ROOT = TUTORIALS.parents[1]
 NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
-READERS = ("teachers", "researchers", "JAX", "production")
-"""A word of who each kind of reader is."""
+READERS = ("teachers", "researchers", "JAX", "production")  # a word of who each kind of reader is
 
 
-def named(path: Path) -> str:
-    return path.stem
-
-
-def first_cell(path: Path) -> str:
-    return cells_of(path)[0].source
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def test_every_kind_of_reader_has_a_notebook() -> None:
-    firsts = [first_cell(path) for path in NOTEBOOKS]
-    assert all(any(f"{reader}" in first.split("**")[1] for first in firsts) for reader in READERS)
+    readers = [cells_of(path)[0].source.split("**")[1] for path in NOTEBOOKS]
+    assert all(any(reader in one for one in readers) for reader in READERS)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
+@each_notebook
 def test_outputs_are_those_of_the_code(path: Path) -> None:
     """``python tests/support/notebooks.py --store`` writes them."""
     cells = cells_of(path)
@@ -45,32 +38,24 @@ def test_outputs_are_those_of_the_code(path: Path) -> None:
     assert path.stat().st_size < 300_000
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
-def test_the_first_cell_says_what_for_whom_and_with_which_extras(path: Path) -> None:
-    first = first_cell(path)
-    assert re.match(r"# \w[^\n]+\n\n\*\*For [^*]+\.\*\* \w+ minutes", first)
-    (extras,) = re.findall(r'`pip install "[\w.-]+\[([\w,-]+)\]"`', first)
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras.split(",")) <= set(known)
-
-
-def imported(cells: list[Cell]) -> set[str]:
-    code = "\n".join(cell.source for cell in cells if cell.kind == "code")
-    return set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
-def test_the_extras_bring_what_is_imported(path: Path) -> None:
+@each_notebook
+def test_the_first_cell_says_what_for_whom_and_with_extras_that_bring_what_is_imported(path: Path) -> None:
+    first, *others = cells_of(path)
+    assert re.match(r"# \w[^\n]+\n\n\*\*For [^*]+\.\*\* \w+ minutes", first.source)
+    (extras,) = re.findall(r'`pip install "[\w.-]+\[([\w,-]+)\]"`', first.source)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
     brought = {
         "numpy": {"numpy"}, "torch": {"torch"}, "torch-onnx": {"torch", "onnx"}, "onnxruntime": {"onnxruntime"},
         "plot": {"matplotlib"}, "flax": {"jax", "flax", "optax"},
     }  # fmt: skip
-    (extras,) = re.findall(r'pip install "[\w.-]+\[([\w,-]+)\]"', first_cell(path))
-    standard = {"relskew_core", "time", "tracemalloc", "tempfile", "pathlib"}
-    assert imported(cells_of(path)) <= standard.union(*(brought[extra] for extra in extras.split(",")))
+    there = {"relskew_core", "time", "tracemalloc", "tempfile", "pathlib"}.union(
+        *(brought[x] for x in extras.split(","))
+    )
+    code = "\n".join(cell.source for cell in others if cell.kind == "code")
+    assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) <= there
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
+@each_notebook
 def test_links_lead_somewhere(path: Path) -> None:
     text = "\n".join(cell.source for cell in cells_of(path) if cell.kind == "markdown")
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text)
@@ -79,7 +64,7 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
+@each_notebook
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,6 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,7 @@ import pytest
 
 import relskew_core
 from relskew_core._kernel.call import GROUPS, Arguments
-
-ROOT = Path(__file__).parents[2]
-
+from tracked import ROOT
 
 ABSENT = tuple(f"relskew_core.layers.{name}" for name in ("keras", "mlx") if importlib.util.find_spec(name) is None)
 """Keras is a peer, and MLX has no wheels for some platforms."""
@@ -27,13 +24,8 @@ def public_modules(package: ModuleType) -> Iterator[str]:
     """The package and everything public in it, packages in packages too."""
     yield package.__name__
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if not module.name.rpartition(".")[2].startswith("_"):
-            if module.name in ABSENT:
-                continue
-            if module.ispkg:
-                yield from public_modules(importlib.import_module(module.name))
-            else:
-                yield module.name
+        if not module.name.rpartition(".")[2].startswith("_") and module.name not in ABSENT:
+            yield from public_modules(importlib.import_module(module.name)) if module.ispkg else [module.name]
 
 
 PUBLIC = list(public_modules(relskew_core))
@@ -42,20 +34,18 @@ HELPFUL = ("relskew_core.backends", "relskew_core.layers.torch", "relskew_core.l
 FACADES = [name for name in PUBLIC if name not in HELPFUL]
 
 
-def members() -> list[Any]:
-    found = []
-    for name in PUBLIC:
-        module = importlib.import_module(name)
-        found += [pytest.param(getattr(module, member), id=f"{name}.{member}") for member in module.__all__]
-    return found
+MEMBERS = {
+    f"{name}.{member}": getattr(module, member)
+    for name, module in zip(PUBLIC, map(importlib.import_module, PUBLIC), strict=True)
+    for member in module.__all__
+}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_all_is_there_and_sorted(name: str) -> None:
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
-    constants_first = sorted(module.__all__, key=lambda member: (not member.isupper(), member))
-    assert list(module.__all__) == constants_first
+    assert list(module.__all__) == sorted(module.__all__, key=lambda member: (not member.isupper(), member))
     assert module.__doc__
 
 
@@ -73,13 +63,11 @@ def test_all_is_exact(name: str) -> None:
     assert ours == {member for member in module.__all__ if hasattr(getattr(module, member), "__module__")}
 
 
-LIKE_TORCHS = [f"relskew_core.layers.{name}" for name in ("equinox", "flax", "mlx")]
-
-
 def test_no_name_is_public_twice() -> None:
     """But for modules, which are called the same in every framework."""
-    apart = [name for name in PUBLIC if name not in LIKE_TORCHS]
-    names = [member for name in apart for member in importlib.import_module(name).__all__ if member != "main"]
+    like_torchs = tuple(f"relskew_core.layers.{name}." for name in ("equinox", "flax", "mlx"))
+    names = [name.rpartition(".")[2] for name in MEMBERS if not name.startswith(like_torchs)]
+    names = [name for name in names if name != "main"]
     assert len(names) == len(set(names))
 
 
@@ -96,13 +84,15 @@ def documented_arguments(member: Any) -> set[str]:
     home = inspect.getmodule(member)
     others = documented_arguments(getattr(home, shared[1], getattr(relskew_core, shared[1], None))) if shared else set()
     section = re.search(r"^Parameters\n-+\n(.*?)(?:^\w+\n-+$|\Z)", text, re.MULTILINE | re.DOTALL)
-    if section is None:
-        return others
-    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section[1], re.MULTILINE)
-    return others | {name.strip().lstrip("*") for line in lines for name in line.split(",")}
+    return others | set(named_in(section[1] if section else ""))
 
 
-@pytest.mark.parametrize("member", members())
+def named_in(section: str) -> list[str]:
+    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section, re.MULTILINE)
+    return [name.strip().lstrip("*") for line in lines for name in line.split(",")]
+
+
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
 def test_every_argument_is_documented(member: Any) -> None:
     assert inspect.getdoc(member)
     if callable(member):
@@ -114,8 +104,7 @@ def test_every_argument_is_documented(member: Any) -> None:
 def test_arguments_are_documented_in_their_order(name: str) -> None:
     function = getattr(relskew_core, name)
     section = (inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0]
-    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section, re.MULTILINE)
-    told = [name.strip().lstrip("*") for line in lines for name in line.split(",")]
+    told = named_in(section)
     order = [name for name in inspect.signature(function).parameters if name in told]
     assert order == [name for name in told if name in order]
 
@@ -148,8 +137,7 @@ LARGE = (
 @pytest.mark.parametrize("name", LARGE)
 def test_large_functions_show_three_uses(name: str) -> None:
     """Each after a sentence that says what it is; those that need transformers run in tests/peers."""
-    module, _, function = name.rpartition(".")
-    examples = (inspect.getdoc(getattr(importlib.import_module(module), function)) or "").partition("\nExamples\n")[2]
+    examples = (inspect.getdoc(MEMBERS[name]) or "").partition("\nExamples\n")[2]
     assert len(re.findall(r"^(?:-+\n|(?!>>>|\.\.\.).*:\n\n)>>> ", examples, re.MULTILINE)) >= 3
 
 

@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 
 import oracles
+from tracked import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "variants.md").read_text()
 PAGE_OF_MODELS = (ROOT / "docs" / "chooser.md").read_text().partition("## A model of your own")[0]
-SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+(SETUP, *_) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
-
-COMPARED: dict[str, list[str]] = json.loads((ROOT / "tests" / "project" / "variants.json").read_text())
+COMPARED: dict[str, list[str]] = json.loads(Path(__file__).with_name("variants.json").read_text())
 """The comparisons of each row, and a code base that is compared elsewhere, but not with this call."""
 
 
 class Row(NamedTuple):
-    """A line of a table with a call."""
-
     who: str
     what: str
     call: str
@@ -53,9 +50,8 @@ ROWS = rows()
 
 def evaluate(call: str, **replaced: Any) -> Any:
     """Run a call after the page's setup, some functions replaced: random tables come out the same every time."""
-    assert SETUP is not None
     names: dict[str, Any] = {}
-    exec(SETUP[1], names)
+    exec(SETUP, names)
     names |= replaced
     return eval(call, names)
 
@@ -115,6 +111,9 @@ OTHERS = {
 """What else the first column has: papers whose code is named next to them, and what is no code base."""
 
 
+KNOWN = {*INSTALLED, *ELSEWHERE, *OTHERS}
+
+
 def named(text: str, names: Iterable[str]) -> set[str]:
     """Return the names in a text; ``Swin`` is not one in ``Swin v2``."""
     found = set()
@@ -130,22 +129,14 @@ def sources() -> dict[str, str]:
     found = {}
     for path in (ROOT / "tests" / "peers").glob("*.py"):
         text = path.read_text()
-        parts = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-        lines = {
-            name: "\n".join(
-                text.splitlines()[min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1 : node.end_lineno]
-            )
-            for name, node in parts.items()
-        }
-        constants = "\n".join(
-            line for line in text.splitlines() if re.match(r"[A-Z_0-9]+ = |from peers\.tensor2", line)
-        )
-        for name in parts:
-            used, new = set(), {name}
+        parts = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        lines = {node.name: "\n".join(map(ast.unparse, [node, *node.decorator_list])) for node in parts}
+        constants = "\n".join(re.findall(r"^(?:[A-Z_0-9]+ = |from peers\.tensor2).*$", text, re.MULTILINE))
+        for name in lines:
+            used, new = set[str](), {name}
             while new:
                 used |= new
-                words = set(re.findall(r"\w+", "\n".join(lines[each] for each in new)))
-                new = (words & parts.keys()) - used
+                new = set(re.findall(r"\w+", "\n".join(lines[each] for each in new))) & lines.keys() - used
             found[f"{path.stem}.{name}"] = "\n".join(lines[each] for each in used) + constants
     return found
 
@@ -156,11 +147,9 @@ def test_a_code_base_is_compared_or_said_not_to_be() -> None:
     assert COMPARED.keys() <= {row.name for row in ROWS}
     for row in ROWS:
         for part in re.split(r"[,()]", row.who):
-            assert not part.strip() or named(part, {*INSTALLED, *ELSEWHERE, *OTHERS}), (
-                f"{part!r} is on none of the lists"
-            )
+            assert not part.strip() or named(part, KNOWN), f"{part!r} is on none of the lists"
         compared = "\n".join(code[test] for test in row.compared)
-        for name in named(row.who, {*INSTALLED, *ELSEWHERE, *OTHERS}):
+        for name in named(row.who, KNOWN):
             runs = name in INSTALLED and INSTALLED[name] in compared
             not_run = name in ELSEWHERE or f"not run: {name}" in COMPARED.get(row.name, [])
             assert name in OTHERS or runs != not_run, f"{row.who}: {name} is compared, or else said not to be"
@@ -169,21 +158,15 @@ def test_a_code_base_is_compared_or_said_not_to_be() -> None:
 
 
 def test_the_chooser_says_what_was_not_run() -> None:
-    known = {*INSTALLED, *ELSEWHERE, *OTHERS}
     for row in re.findall(r"^\| (.*) \|$", PAGE_OF_MODELS, re.MULTILINE):
         model, line, more = row.split(" | ")
         if line.strip("`").startswith(("relative_attention(", "relative_attention_")):
-            assert named(model, known), f"{model!r} has no code base"
+            assert named(model, KNOWN), f"{model!r} has no code base"
             assert named(model, ELSEWHERE) == named(more.partition("not run: ")[2], ELSEWHERE), model
 
 
 def test_every_comparison_is_a_test() -> None:
-    tests = {
-        f"{path.stem}.{node.name}"
-        for path in (ROOT / "tests" / "peers").glob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    tests = {name for name in sources() if name.startswith("test_")}
     named = {name for row in ROWS for name in row.compared}
     assert len(named) > 20
     assert named <= tests
@@ -193,12 +176,11 @@ def test_every_comparison_is_a_test() -> None:
         "test_speech_page.", "test_decoders.", "test_encoder_decoder.",
         "test_libraries.",
     )  # fmt: skip
-    drop_ins = {name for name in tests if name.startswith(inside_models)}
     helpers = {
         "test_text.test_t5_buckets", "test_text.test_deberta_buckets", "test_speech.test_text_encoders_of_voices",
         "test_speech.test_a_text_encoder_with_speakers", "test_speech.test_an_encoder_of_melotts",
     }  # fmt: skip
-    unnamed = {name for name in tests if ".test_" in name} - named - drop_ins - helpers
+    unnamed = {name for name in tests - named - helpers if ".test_" in name and not name.startswith(inside_models)}
     assert not unnamed, f"tests/project/variants.json does not name {sorted(unnamed)}"
 
 

@@ -1,8 +1,7 @@
 """Notebooks without Jupyter: their cells, and running them one after the other as a notebook does.
 
-``python tests/support/notebooks.py PATH …`` runs some, says how long each took, and writes what their cells show into
-the folder that ``--show`` names. With ``--store`` Jupyter runs them, and they keep what their cells show; do that after
-each change of a cell.
+``python tests/support/notebooks.py --store`` lets Jupyter run them and keep what their cells show; do that after each
+change of a cell. With paths, those notebooks alone; without ``--store`` it only says how long each took.
 """
 
 import argparse
@@ -19,8 +18,6 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
 class Cell(NamedTuple):
-    """A cell with what git keeps of it."""
-
     kind: str
     source: str
     raw: dict[str, Any]
@@ -36,7 +33,6 @@ def fingerprint(cells: list[Cell]) -> str:
 
 
 def store(path: Path) -> None:
-    """Run a notebook as Jupyter does and write it with its outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -59,14 +55,12 @@ def run(path: Path) -> list[Any]:
     for number, cell in enumerate(cells_of(path)):
         if cell.kind != "code":
             continue
-        tree = ast.parse(cell.source)
+        tree, place = ast.parse(cell.source), f"{path.name}, cell {number}"
         last = tree.body[-1]
-        place = f"{path.name}, cell {number}"
+        body = tree.body[:-1] if isinstance(last, ast.Expr) else tree.body
+        exec(compile(ast.Module(body, []), place, "exec"), names)
         if isinstance(last, ast.Expr):
-            exec(compile(ast.Module(tree.body[:-1], []), place, "exec"), names)
             shown.append(eval(compile(ast.Expression(last.value), place, "eval"), names))
-        else:
-            exec(compile(tree, place, "exec"), names)
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None:
             shown += [pyplot.figure(number) for number in pyplot.get_fignums()]
@@ -77,31 +71,12 @@ def run(path: Path) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, default=sorted(TUTORIALS.glob("*.ipynb")))
-    parser.add_argument("--show", type=Path, help="a folder for what the cells show")
     parser.add_argument("--store", action="store_true", help="keep what the cells show in the notebooks")
     given = parser.parse_args()
     for path in given.paths:
         start = time.perf_counter()
-        shown = None
-        if given.store:
-            store(path.resolve())
-        else:
-            shown = run(path.resolve())
+        (store if given.store else run)(path.resolve())
         print(f"{path.name}: {time.perf_counter() - start:.1f} s")
-        if given.show is not None and shown is not None:
-            show(shown, given.show, path.stem)
-
-
-def show(shown: list[Any], folder: Path, name: str) -> None:
-    """Write pictures and plots into files, and print the rest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, value in enumerate(shown):
-        if hasattr(value, "_repr_svg_"):
-            (folder / f"{name}-{number:02d}.svg").write_text(value._repr_svg_())
-        elif hasattr(value, "savefig"):
-            value.savefig(folder / f"{name}-{number:02d}.png")
-        elif value is not None:
-            print(value)
 
 
 if __name__ == "__main__":

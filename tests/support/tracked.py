@@ -1,12 +1,15 @@
 """The project's own files: those of git, or in an unpacked sdist those that it brought."""
 
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = PYPROJECT["project"]
 IN_GIT = (ROOT / ".git").exists()
-PACKED = ("PKG-INFO", "relskew_core.egg-info/", "setup.cfg")
-"""What packing adds to an sdist, by how the names start."""
+PACKED = ("PKG-INFO", "relskew_core.egg-info/", "setup.cfg")  # what packing adds to an sdist, by how the names start
 
 
 def tracked() -> list[str]:
@@ -16,8 +19,5 @@ def tracked() -> list[str]:
         names = listed.stdout.split("\0")
     else:
         names = (ROOT / "relskew_core.egg-info" / "SOURCES.txt").read_text().splitlines()
-    return [name for name in names if name and not name.startswith(PACKED) and _is_there(ROOT / name)]
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_file() or path.is_symlink()
+    there = ((name, ROOT / name) for name in names if name and not name.startswith(PACKED))
+    return [name for name, path in there if path.is_file() or path.is_symlink()]
