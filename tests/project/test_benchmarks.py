@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ PAGES = [name for name in cli.NAMES if (name != "gpu_registers" or find_spec("tr
 NO_MEMORY = pytest.mark.skipif(resident_peak(lambda: None) is None, reason="the system does not count peak memory")
 
 
-# it is slow, which does not matter here
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # slow, which does not matter here
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_score_of_flex_attention_is_right(causal: bool) -> None:
     shape = Shape(90, heads=2, dim=16, causal=causal, by_head=True)
@@ -80,8 +80,9 @@ def tiny(name: str) -> list[str]:
     return [*options, *(["--contenders", *who.split()] if who else [])]
 
 
+TEXTBOOKS = [f"{kind}: Music Transformer, pad–reshape–slice" for kind in ("torch", "torch, dynamo=False")]
 FEW = {
-    "export": (graphs.BARE, graphs.CHUNKED, graphs.IN_PLACE, "relskew `ort`"),
+    "export": (graphs.BARE, graphs.CHUNKED, graphs.IN_PLACE, "relskew `ort`", *TEXTBOOKS),
     "gpu_graphs": (graphs.BARE, "relskew `portable`"),
 }
 """Of contenders that each take torch's exporter seconds, or a process."""
@@ -139,28 +140,26 @@ def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: 
         options += ["--contenders", *FEW[name]]
     assert cli.main([name, *options, "--seconds", "0", "--json", str(path)]) == 0
     record = Record.load(path)
-    record.save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == path.read_text()
+    record.save(again := tmp_path / "again.json")
+    assert again.read_text() == path.read_text()
     assert record.machine["cores"] >= 1
     measured = list(record.measured())
     assert measured
+    assert set(FEW.get(name, ())) <= {row.contender for row in measured}
     elsewhere = {row.contender for row in record.rows if row.skipped == "not compiled for this processor"}
     assert {row.contender for row in record.rows if row.skipped} - elsewhere <= {"sdpa-cudnn", "tables"}
     benchmark = cli.load(name)
     for row in measured:
         assert row.error is None or row.error <= benchmark.gate(row.case)
         assert (row.cpu is not None) == ("time" in benchmark.measures_of(row.case))
-    page, texts = tmp_path / "page.md", benchmark.texts(record)
+    page, texts, printed = tmp_path / "page.md", benchmark.texts(record), capsys.readouterr().out
     page.write_text("before\n" + "".join(f"{mark(name, part)}\nold\n{END}\n" for part in texts) + "after\n")
-    printed = capsys.readouterr().out
     for part, text in texts.items():
         assert text in printed
         assert text.count("|") > 4 or part == "where"
         put(page, name, part, text)
-        assert text in page.read_text()
-    assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith("after\n")
-    assert "old" not in page.read_text()
+    shown = "".join(f"{mark(name, part)}\n\n{text}\n\n{END}\n" for part, text in texts.items())
+    assert page.read_text() == f"before\n{shown}after\n"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -184,35 +183,14 @@ def test_a_record_says_where_it_is_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("about", "why"), [({"commit": "abc+changes"}, "commit your changes"), ({"load_average": 1.6}, "quiet machine")]
+    ("commit", "load", "why"), [("abc+changes", 0.1, "your changes"), ("abc", 1.6, "quiet machine")]
 )
 def test_pages_get_records_of_commits_on_a_quiet_machine(
-    about: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    commit: str, load: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"commit": "abc", "load_average": 0.1, "cores": 2} | about
-    monkeypatch.setattr(cli, "machine", lambda device: found)
+    monkeypatch.setattr(cli, "machine", lambda device: {"commit": commit, "load_average": load, "cores": 2})
     with pytest.raises(SystemExit, match=why):
         cli.main(["short", "--docs"])
-
-
-def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Facts(Benchmark):
-        names, measures, page = ("one",), frozenset[str](), "page.md"
-
-        def cases(self) -> list[Any]:
-            return [{"size": 1}]
-
-        def prepare(self, case: Any, contender: str) -> Any:
-            return lambda: None
-
-        def texts(self, record: Record) -> dict[str, str]:
-            return {}
-
-    monkeypatch.setattr(cli, "machine", lambda device: {"commit": "abc", "load_average": 1.6, "cores": 2})
-    monkeypatch.setattr(cli, "load", lambda name: Facts())
-    monkeypatch.setattr(Record, "path", lambda self, name: tmp_path / "record.json")
-    assert cli.main(["short", "--docs"]) == 0
-    assert [row.contender for row in Record.load(tmp_path / "record.json").rows] == ["one"]
 
 
 @pytest.mark.skipif(not IN_GIT, reason="the history is in git")
@@ -260,6 +238,17 @@ class Counting(Benchmark):
 
     def texts(self, record: Record) -> dict[str, str]:
         return {"": pivot((row.contender, str(row.case["size"]), str(row.skipped)) for row in record.rows)}
+
+
+def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = Counting()
+    monkeypatch.setattr(benchmark, "measures", frozenset[str]())
+    monkeypatch.setattr(benchmark, "texts", lambda record: {})
+    monkeypatch.setattr(cli, "machine", lambda device: {"commit": "abc", "load_average": 1.6, "cores": 2})
+    monkeypatch.setattr(cli, "load", lambda name: benchmark)
+    monkeypatch.setattr(Record, "path", lambda self, name: tmp_path / "record.json")
+    assert cli.main(["short", "--docs", "--only", "size=3", "--contenders", "right"]) == 0
+    assert [row.contender for row in Record.load(tmp_path / "record.json").rows] == ["right"]
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["together", "in pairs"])
@@ -323,24 +312,9 @@ def test_the_pictures_of_the_page(tmp_path: Path) -> None:
     assert "matplotlib.pyplot" not in sys.modules or "agg" in sys.modules["matplotlib"].get_backend().lower()
 
 
-FORMS = graphs.forms(16, width=16, heads=2)
-
-
-def test_torch_exports_the_textbook(tmp_path: Path) -> None:
-    """Both exporters' graphs are right at another length than the one that they were shown."""
-    path = tmp_path / "record.json"
-    names = [f"{kind}: Music Transformer, pad–reshape–slice" for kind in ("torch", "torch, dynamo=False")]
-    options = ["--set", "width=16", "--set", "reach=16", "--set", "length=7", "--only", "form=causal", "--seconds", "0"]
-    assert cli.main(["export", *options, "--json", str(path), "--contenders", graphs.BARE, *names]) == 0
-    rows = Record.load(path).rows
-    assert [row.contender for row in rows] == [graphs.BARE, *names]
-    assert [row.skipped for row in rows] == [None] * 3
-    assert all(row.ratio for row in rows)
-
-
 @pytest.mark.parametrize("name", ["causal", "full", "clip"])
 def test_the_bare_block_is_the_block_with_empty_tables(name: str) -> None:
-    spec = FORMS[name].spec
+    spec = graphs.forms(16, width=16, heads=2)[name].spec
     weights = init_weights(spec, seed=0)
     weights["rel_k"] = weights["rel_k"] * 0
     model = graphs.without_positions(spec, init_weights(spec, seed=0))
@@ -360,11 +334,7 @@ def test_a_missing_provider_is_named(tmp_path: Path) -> None:
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-
-    def call(name: str) -> Callable[[], None]:
-        return lambda: order.append(name)
-
-    found = turns({name: call(name) for name in "ab"}, 0.0, lambda _: "a")
+    found = turns({name: partial(order.append, name) for name in "ab"}, 0.0, lambda _: "a")
     assert order == ["a", "b", "b", "a"]  # each round begins with a different contender
     assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
     assert found["a"]["ratio"] == 1
@@ -395,10 +365,11 @@ def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_targets_compare_with_the_promise() -> None:
     def verdicts(seconds: float) -> dict[str, bool | None]:
-        times = {"plain": 0.01, "torch": seconds, "numpy": 0.04}
         case = {"section": "forward", "length": 2048, "backward": False}
-        record = Record({}, [Row(case, name, fastest=x) for name, x in times.items()])
-        return {name: met for name, _, _, met in calls.outcomes(record)}
+        times = {"plain": 0.01, "torch": seconds, "numpy": 0.04}.items()
+        return {
+            name: met for name, _, _, met in calls.outcomes(Record({}, [Row(case, x, fastest=y) for x, y in times]))
+        }
 
     name = "forward, torch, L = 2048, of plain SDPA"
     assert verdicts(0.0179)[name] is True
@@ -431,10 +402,8 @@ def test_what_is_unverified_is_run_and_written(tmp_path: Path) -> None:
 
 @NO_MEMORY
 def test_the_peak_of_memory_is_that_of_the_call() -> None:
-    def call() -> int:
-        return int(np.ones(8 * 2**20).sum())  # 64 MiB, written and freed
-
-    for low, function, high in ((60, call, 80), (60, call, 80), (0, lambda: None, 1)):
+    allocate = partial(np.ones, 8 * 2**20)  # 64 MiB, written and freed
+    for low, function, high in ((60, allocate, 80), (60, allocate, 80), (0, lambda: None, 1)):
         peak = resident_peak(function)
         assert peak is not None
         assert low * 2**20 <= peak < high * 2**20
