@@ -33,17 +33,16 @@ WAYS = {
     "numpy, portable": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='portable', **options)",
     "numpy, native": f"call = lambda offset: relative_attention(*arrays, offset=offset, impl={NATIVE!r}, **options)",
     "numpy, gradients": "call = lambda offset: relative_attention_vjp(arrays[0], *arrays, offset=offset, **options)",
+    "numpy, gradients of more queries": """
+        more = arrays[1], *arrays[1:]
+        call = lambda offset: relative_attention_vjp(arrays[1], *more, offset=offset, **options)""",
     "torch": """
         import torch
-
         tensors = [torch.from_numpy(x) for x in arrays]
-        call = lambda offset: relative_attention(*tensors, offset=offset, **options)
-        """,
+        call = lambda offset: relative_attention(*tensors, offset=offset, **options)""",
     "jax": """
         import jax
-
-        call = jax.jit(lambda offset: relative_attention(*map(jax.numpy.asarray, arrays), offset=offset, **options))
-        """,
+        call = jax.jit(lambda offset: relative_attention(*map(jax.numpy.asarray, arrays), offset=offset, **options))""",
 }
 
 
