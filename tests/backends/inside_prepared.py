@@ -5,7 +5,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import dense
-import oracles
 from libraries import needs_kernels
 from relskew_core import Span, relative_attention
 from relskew_core._functions import prepared
@@ -29,7 +25,7 @@ from relskew_core.backends._torch.cpu import eager
 
 pytestmark = needs_kernels
 
-every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
+
 libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 
 
@@ -71,17 +67,6 @@ def close(found: Any, expected: Any) -> None:
 
 
 @libraries
-def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[..., Any], known: dict[Any, Any]) -> None:
-    for width in (4, 2):
-        for m in (3, 9, 1, 9, 40):
-            q, k, v, table = (library(each) for each in drawn(1, m))
-            x = q, k, v[..., :width], table
-            for more in ({}, {"offset": m + 5}, {"offset": -2}, {"offset": 0}):
-                close(attend(*x, **more), attend(*x, impl="portable", **more))
-    assert of_kernels(known) == 2  # one for each width of the values
-
-
-@libraries
 @pytest.mark.parametrize("lead", [(), (1,), (3,)], ids=str)
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("by_head", [False, True])
@@ -90,19 +75,31 @@ def test_one_query_of_any_heads(
 ) -> None:
     rng = np.random.default_rng(0)
     shapes = [(*lead, 4, 1, 3), *[(*lead, key_heads, 9, 3)] * 2, (4, 64, 3) if by_head else (64, 3)]
-    x = [library(rng.standard_normal(shape)) for shape in shapes]
-    for scale in (1.0, 40.0):  # with the second, most weights are negligible
+    q, k, v, table = (rng.standard_normal(shape) for shape in shapes)
+    bias = np.ascontiguousarray(table[..., 0])
+    for tables, scale in itertools.product(({"rel_k": table}, {"rel_bias": bias}), (1.0, 40.0)):
+        # with the second scale, most weights are negligible
+        given: Any = {name: library(x) for name, x in {"q": q, "k": k, "v": v, **tables}.items()}
         options: Any = {"span": Span.causal(64), "window": (6, 0), "offset": 8, "scale": scale}
-        close(relative_attention(*x, **options), relative_attention(*x, **options, impl="portable"))
-    assert of_kernels(known) == 2
+        close(relative_attention(**given, **options), relative_attention(**given, **options, impl="portable"))
+    assert of_kernels(known) == 4
 
 
 @libraries
-def test_calls_alike_are_one_kind(library: Callable[..., Any], known: dict[Any, Any]) -> None:
-    for seed, m in ((0, 9), (1, 9), (2, 7)):
-        x = [library(each) for each in drawn(3, m, seed=seed)]
-        close(attend(*x), attend(*x, impl="portable"))
-    assert of_kernels(known) == 2
+@pytest.mark.parametrize(("n", "keys", "widths", "options", "kinds"), [
+    (1, (3, 9, 1, 9, 40), (4, 2), ({}, {"offset": 45}, {"offset": -2}, {"offset": 0}), 2),  # one for each width
+    (3, (9, 9, 7), (4,), ({},), 2), (3, (9000,), (4,), ({"window": (5, 0)},), 1),
+    (8, (9000, 9000), (4,), ({"span": Span.causal(9000)},), 1),
+], ids=["one query, wherever it stands", "several queries", "few of many keys", "long calls"])  # fmt: skip
+def test_calls_alike_are_one_kind(
+    library: Callable[..., Any], n: int, keys: tuple[int, ...], widths: tuple[int, ...],
+    options: tuple[dict[str, Any], ...], kinds: int, known: dict[Any, Any],
+) -> None:  # fmt: skip
+    for width, (seed, m), more in itertools.product(widths, enumerate(keys), options):
+        q, k, v, table = map(library, drawn(n, m, rows=more.get("span", Span.causal(64)).rows, seed=seed))
+        x = q, k, v[..., :width], table
+        close(attend(*x, **more), attend(*x, impl="portable", **more))
+    assert of_kernels(known) == kinds
 
 
 @libraries
@@ -135,23 +132,6 @@ def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytes
         assert 1 <= len(prepared._alike) <= 3
 
 
-@every_case
-def test_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
-    """Of the output, and in turn of the log-sum-exp as well."""
-    asks, found = dense.CASES.index(case) % 2 == 1, []
-    functions: list[Callable[..., Any]] = [partial(relative_attention, return_lse=True), oracles.attention]
-    if not asks:
-        functions = [lambda **given: (relative_attention(**given), None), oracles.attention]
-    for function in functions:
-        given: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
-        wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]
-        options = {name: x for name, x in case.call().items() if name not in ("chunk_size", "return_lse")}
-        out, lse = function(**given, **options)
-        loss = out.sin().sum() + (torch.where(lse.isfinite(), lse, 0.0).cos().sum() if asks else 0.0)
-        found.append([out, *torch.autograd.grad(loss, wanted, materialize_grads=True)])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
-
-
 def test_second_gradients() -> None:
     x = tensors(3, 5, grad=True)
     assert isinstance(attend(*x).grad_fn, eager._Attention._backward_cls)
@@ -167,26 +147,6 @@ def test_gradients_of_many_cotangents_at_once(which: int) -> None:
     found = torch.autograd.grad(out, x, cotangents, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(out, x, cotangent, retain_graph=True) for cotangent in cotangents]
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))), rtol=0, atol=1e-12)
-
-
-class Noting(TorchDispatchMode):
-    """A mode that notes the names of operators."""
-
-    def __init__(self) -> None:
-        parent: Any = super()  # has no types
-        parent.__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-def test_modes_see_the_backward_pass() -> None:
-    out = attend(*tensors(3, 5, grad=True))
-    with Noting() as mode:
-        out.sum().backward()
-    assert "relskew::attention_vjp" in mode.names
 
 
 def test_checkpoints_find_the_same_graph_again() -> None:
@@ -230,37 +190,38 @@ def test_calls_unlike_a_known_one_are_checked(
 
 @libraries
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", ["k", "v", "mask"])
-def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: int, name: str) -> None:
-    q, k, v, table = (library(each) for each in drawn(n, 9))
-    mask = library(np.ones((n, 9), dtype=bool))
-    for length in (9, 1):
-        attend(q, k, v, table, mask=mask[:, :length])
-    wrong = {"k": k, "v": v, "mask": mask}
-    wrong[name] = wrong[name][..., :5, :] if name != "mask" else mask[:, :5]
-    with pytest.raises(ValueError, match=f"`{'v' if name == 'k' else name}` must"):
-        attend(q, wrong["k"], wrong["v"], table, mask=wrong["mask"], offset=9 - n)
-
-
-@libraries
-@pytest.mark.parametrize(("name", "shape", "message"),
-                         [("k", (3, 3, 9, 4), "`v` must have the heads"),
-                          ("v", (3, 3, 9, 4), "`v` must have the heads"), ("k", (3, 2, 9, 5), "must"),
-                          ("k", (5, 2, 9, 4), "must"), ("v", (5, 2, 9, 4), "must"),
-                          ("rel_k", (65, 4), "`rel_k` must have the 64 rows"), ("rel_k", (3, 64, 4), "`rel_k` must"),
-                          ("rel_bias", (65,), "`rel_bias` must"), ("rel_bias", (3, 64), "`rel_bias` must"),
-                          ("mask", (7, 1, 1, 9), "`mask` must broadcast"),
-                          ("mask", (3, 5, 1, 9), "`mask` must broadcast"),
-                          ("mask", (3, 1, 2, 9), "`mask` must broadcast")])  # fmt: skip
-def test_leading_axes_unlike_known_ones_are_checked(
-    library: Callable[..., Any], name: str, shape: tuple[int, ...], message: str
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["one batch axis", "two"])
+@pytest.mark.parametrize(("name", "shape", "message"), [
+    ("k", (3, 3, 9, 4), "`v` must have the heads"), ("v", (3, 3, 9, 6), "`v` must have the heads"),
+    *((name, shape, "`[kv]`") for name, width in (("k", 4), ("v", 6))
+      for shape in ((3, 1, 9, width), (4, 2, 9, width), (3, 2, 8, width), (3, 2, 5, width))),
+    ("k", (3, 2, 9, 5), "`k`"), ("rel_k", (65, 4), "`rel_k` must have the 64 rows"),
+    ("rel_k", (3, 64, 4), "`rel_k` must"), ("rel_bias", (65,), "`rel_bias` must"),
+    ("rel_bias", (3, 64), "`rel_bias` must"),
+    *(("mask", shape, "`mask` must broadcast") for shape in ((7, 1, 1, 9), (3, 5, 1, 9), (3, 1, 2, 9), (3, 1, 1, 5))),
+], ids=str)  # fmt: skip
+def test_shapes_unlike_known_ones_are_checked(
+    library: Callable[..., Any], n: int, lead: tuple[int, ...], name: str, shape: tuple[int, ...], message: str
 ) -> None:
-    right: dict[str, Any] = dict(zip(("q", "k", "v", "rel_k"), map(library, drawn(1, 9)), strict=True))
-    right |= {"rel_bias": library(np.zeros(64)), "mask": library(np.zeros((3, 1, 1, 9)))}
-    options: dict[str, Any] = {"span": Span.causal(64), "causal": True, "offset": 8}
-    relative_attention(**right, **options)
+    def made(name: str, shape: tuple[int, ...]) -> Any:
+        return library(np.ones((*(() if name.startswith("rel_") else lead), *shape)))
+
+    def call(m: int, **others: tuple[int, ...]) -> dict[str, Any]:
+        shapes = {"q": (3, 2, n, 4), "k": (3, 2, m, 4), "v": (3, 2, m, 6), "rel_k": (64, 4), "rel_bias": (64,)}
+        shapes |= {"mask": (3, 1, 1, m), **others}
+        return {name: made(name, x) for name, x in shapes.items()}
+
+    options: dict[str, Any] = {"span": Span.causal(64), "causal": True, "offset": 9 - n}
+    for m in (9, 5):
+        relative_attention(**call(m), **options)
+        relative_attention(**call(m, mask=(1, 1, n, 1)), **options)
+        relative_attention(**{key: x for key, x in call(m).items() if key in "qkv"}, **options)
+    wrong = call(9, **{name: shape})
     with pytest.raises(ValueError, match=message):
-        relative_attention(**{**right, name: library(np.zeros(shape))}, **options)
+        relative_attention(**wrong, **options)
+    if name in ("k", "v"):
+        with pytest.raises(ValueError, match=message):
+            relative_attention(**{key: x for key, x in wrong.items() if key in "qkv"}, **options)
 
 
 @libraries
@@ -286,13 +247,6 @@ def test_nothing_of_a_caller_is_kept(known: dict[Any, Any]) -> None:
     del x
     gc.collect()
     assert [reference() for reference in left] == [None] * 4
-
-
-def test_a_mask_as_wide_as_one_of_fewer_keys_is_another_kind() -> None:
-    q, k, v, table = tensors(1, 9)
-    attend(q, k[:, :, :5], v[:, :, :5], table, mask=torch.ones(1, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="`mask` must broadcast"):
-        attend(q, k, v, table, mask=torch.ones(1, 5, dtype=torch.bool))
 
 
 class Own(Tensor):
@@ -341,16 +295,6 @@ def test_what_inference_mode_has_remembered_serves_training() -> None:
             for impl in ("auto", "portable")
         )
         torch.testing.assert_close(found, expected)
-
-
-@libraries
-def test_one_query_and_numbers_alone(library: Callable[..., Any]) -> None:
-    *sequences, table = drawn(1, 9)
-    q, k, v = (library(each) for each in sequences)
-    by_head = library(np.ascontiguousarray(table.T[:2]))
-    for bias in (by_head[0], by_head):
-        options: Any = {"rel_bias": bias, "span": Span.causal(64), "causal": True, "offset": 8}
-        close(relative_attention(q, k, v, **options), relative_attention(q, k, v, **options, impl="portable"))
 
 
 def test_a_table_of_one_head() -> None:
@@ -425,18 +369,6 @@ def test_what_is_not_known_goes_the_usual_way(library: Callable[..., Any], known
 
 
 @libraries
-@pytest.mark.parametrize("impl", ["native", "portable"])
-def test_calls_of_one_implementation_are_known_as_well(
-    library: Callable[..., Any], impl: str, known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = [library(each) for each in drawn(3, 9)]
-    first = attend(*x, impl=impl)
-    assert len(known) == 1
-    monkeypatch.setattr("relskew_core._functions.attention.problem", None)  # checks nothing again
-    close(first, attend(*x, impl=impl))
-
-
-@libraries
 def test_a_portable_query_is_of_one_kind_at_any_position(library: Callable[..., Any], known: dict[Any, Any]) -> None:
     for m, offset in ((9, 8), (5, 3), (12, 4), (3, 40)):
         q, k, v, table = (library(each) for each in drawn(1, m))
@@ -480,17 +412,12 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @libraries
 @pytest.mark.parametrize("lead", [(), (2,), (3, 2), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("span", "window", "offsets"),
-    [
-        (Span(40, 23, "clip"), None, (8, 2, 2**38, -(2**38))),
-        (Span(16, 0, "clip"), None, (8, 2)),  # as many rows as a full table of 9 keys
-        (Span.causal(64), (None, 0), (8, 63, -5)),
-        (Span(60, 3), (60, 3), (2, 63, 500)),
-        (Span(3, 60), (3, None), (69, 10, 9)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("span", "window", "offsets"), [
+    (Span(40, 23, "clip"), None, (8, 2, 2**38, -(2**38))),
+    (Span(16, 0, "clip"), None, (8, 2)),  # as many rows as a full table of 9 keys
+    (Span.causal(64), (None, 0), (8, 63, -5)), (Span(60, 3), (60, 3), (2, 63, 500)),
+    (Span(3, 60), (3, None), (69, 10, 9)),
+], ids=str)  # fmt: skip
 def test_one_query_is_checked_once(
     library: Callable[..., Any], lead: tuple[int, ...], masked: bool, span: Span, window: Any, offsets: tuple[int, ...],
     unchecked: Callable[[], None],
@@ -515,43 +442,17 @@ def test_one_query_is_checked_once(
 
 
 @libraries
-@pytest.mark.parametrize("more", [{}, {"window": (2, 1)}, {"softcap": 2.0, "return_lse": True}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"window": (2, 1)}, {"softcap": 2.0, "return_lse": True}, {"impl": "native"},
+                                  {"impl": "portable"}], ids=str)  # fmt: skip
 def test_several_queries_are_checked_once(
     library: Callable[..., Any], more: dict[str, Any], unchecked: Callable[[], None]
 ) -> None:
     one, two = ([library(x) for x in drawn(3, 9, seed=seed)] for seed in (0, 1))
-    expected = attend(*two, **more, impl="portable")
+    expected = attend(*two, **{**more, "impl": "portable"})
     attend(*one, **more)
     unchecked()
     for found, each in zip(attend(*two, **more), expected, strict=True):
         close(found, each)
-
-
-def test_few_of_many_keys(known: dict[Any, Any]) -> None:
-    q, k, v, table = drawn(3, 9000)
-    close(attend(q, k, v, table, window=(5, 0)), attend(q, k, v, table, window=(5, 0), impl="portable"))
-    assert of_kernels(known) == 1
-
-
-@pytest.mark.parametrize("lead", [(), (5,)], ids=["one batch axis", "two"])
-@pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("wrong", [(3, 1, 9, 4), (4, 2, 9, 4), (3, 2, 9, 5), (3, 2, 8, 4)], ids=str)
-@pytest.mark.parametrize("width", [4, 6])
-def test_one_query_is_not_taken_for_one_of_other_shapes(
-    lead: tuple[int, ...], name: str, wrong: tuple[int, ...], width: int, known: dict[Any, Any]
-) -> None:
-    rng = np.random.default_rng(0)
-    shapes = {"q": (3, 2, 1, 4), "k": (3, 2, 9, 4), "v": (3, 2, 9, width)}
-    good = {key: rng.standard_normal((*lead, *shape)) for key, shape in shapes.items()}
-    attention: Any = relative_attention
-    attention(**good)
-    assert of_kernels(known) == 1
-    if name == "v":
-        wrong = (*wrong[:3], width)
-        if wrong == shapes["v"]:  # values may have any width
-            return
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        attention(**good | {name: rng.standard_normal((*lead, *wrong))})
 
 
 @libraries
@@ -575,15 +476,6 @@ def test_heads_and_results_tell_kinds_apart(
     k, v = (library(rng.standard_normal((3, 3, 9, size))) for size in (4, width))
     with pytest.raises(ValueError, match="heads"):
         attend(library(q), k, v, library(table))
-
-
-@libraries
-def test_long_calls_are_remembered(library: Callable[..., Any], known: dict[Any, Any]) -> None:
-    long = [library(x.astype(np.float32)) for x in drawn(8, 9000, rows=9000)]
-    for _ in range(2):
-        out = attend(*long, span=Span.causal(9000))
-        np.testing.assert_allclose(out, attend(*long, span=Span.causal(9000), impl="portable"), rtol=0, atol=1e-5)
-    assert of_kernels(known) == 1
 
 
 @pytest.mark.parametrize("lead", [(3,), (3, 1)], ids=str)
