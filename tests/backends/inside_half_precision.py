@@ -32,7 +32,6 @@ TURNS = [*LEVELS, *kernels_built.OTHERS]
 
 @pytest.fixture(params=TURNS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Work as on an older processor, or another one."""
     with kernels_built.at(request.param) as level:
         yield level
 
@@ -61,7 +60,6 @@ def is_label(x: Any) -> bool:
 
 
 def results(given: dict[str, Any], options: dict[str, Any], d_out: Any, **more: Any) -> dict[str, Any]:
-    """Return the output and all gradients by autograd."""
     arrays = {name: x if is_label(x) else x.clone().requires_grad_() for name, x in given.items()}
     out: Any = relative_attention(**arrays, **options, **more)
     learned = {name: x for name, x in arrays.items() if not is_label(x)}
@@ -163,17 +161,6 @@ def test_other_code_may_configure_the_same_registers() -> None:
     for one, other in itertools.product(range(len(calls)), repeat=2):
         assert torch.equal(calls[one](), first[one])
         assert torch.equal(calls[other](), first[other])
-
-
-@pytest.mark.parametrize("n", [1, 50], ids="{} queries".format)
-def test_numpy_has_float16(n: int) -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, m, 16)).astype(np.float16) for m in (n, 50, 50))
-    out, lse = relative_attention(q, k, v, return_lse=True, impl="native")
-    wide = [x.astype(np.float64) for x in (q, k, v)]
-    expected = relative_attention(wide[0], wide[1], wide[2], impl="portable")
-    assert [out.dtype, lse.dtype] == [np.float16, np.float32]
-    np.testing.assert_allclose(out, expected, atol=2e-3)
 
 
 TAKEN = """

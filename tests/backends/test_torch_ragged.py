@@ -28,6 +28,16 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+TWO_AXES: dict[str, dict[str, Any]] = {
+    f"two axes, keys of {'each item' if lead else 'all'}": {
+        "mask": torch.linspace(-1, 1, math.prod(rows) * KEYS, dtype=torch.float64).reshape(*rows, 1, 1, KEYS),
+        "segments": (torch.arange(LENGTH) // 4, (torch.arange(math.prod(lead) * KEYS) // 5 % 4).reshape(*lead, KEYS)),
+        "causal": True,
+    }
+    for lead, rows in (((), (3,)), ((2, 3), (2, 1)))
+}  # fmt: skip
+
+
 def arrays(lead: tuple[int, ...] = (6,)) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
@@ -52,45 +62,20 @@ def is_additive(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-def test_ragged_batches_are_what_the_portable_code_makes_of_them(options: dict[str, Any]) -> None:
-    found = by_autograd(NATIVE, arrays(), offset=OFFSETS, **options)
-    torch.testing.assert_close(found, by_autograd("portable", arrays(), offset=OFFSETS, **options), rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("given", [(), ("out", "lse", "d_lse")], ids=["alone", "with the forward's results"])
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-def test_gradients_of_ragged_batches_equal_the_portable_code(options: dict[str, Any], given: tuple[str, ...]) -> None:
-    tensors = {name: x.detach() for name, x in arrays().items()}
-    call: dict[str, Any] = {**tensors, "span": Span.clipped(4), "offset": torch.tensor(OFFSETS), **options}
-    out, lse = relative_attention(**call, return_lse=True)
-    results = {"out": out, "lse": lse, "d_lse": lse.nan_to_num(0, 0, 0).cos()}
-    chosen: dict[str, Any] = {name: results[name] for name in given}
-    found, expected = (relative_attention_vjp(out.sin(), **call, **chosen, impl=impl) for impl in (NATIVE, "portable"))
-    for name in found._fields:
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize(("lead", "of_mask"), [((), (3,)), ((2, 3), (2, 1))], ids=str)
-def test_ragged_batches_of_two_axes_equal_the_portable_code(lead: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
-    offsets = torch.tensor(OFFSETS).reshape(2, 3)
-    mask = torch.linspace(-1, 1, math.prod(of_mask) * KEYS, dtype=torch.float64).reshape(*of_mask, 1, 1, KEYS)
-    segments = torch.arange(LENGTH) // 4, (torch.arange(math.prod(lead) * KEYS) // 5 % 4).reshape(*lead, KEYS)
-    found, expected = (
-        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, segments=segments, causal=True)
-        for impl in (NATIVE, "portable")
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    detached: dict[str, Any] = {name: x.detach() for name, x in arrays((2, 3)).items()}
-    vjps = [
-        relative_attention_vjp(
-            expected[0].detach(), **detached, span=Span.clipped(4), offset=offsets, mask=mask, segments=segments,
-            impl=impl,
-        )
-        for impl in (NATIVE, "portable")
-    ]  # fmt: skip
-    for name in vjps[0]._fields:
-        torch.testing.assert_close(getattr(vjps[0], name), getattr(vjps[1], name), rtol=0, atol=1e-11)
+@pytest.mark.parametrize("name", [*CALLS, *TWO_AXES])
+def test_ragged_batches_are_what_the_portable_code_makes_of_them(name: str) -> None:
+    lead, options = ((6,), CALLS[name]) if name in CALLS else ((2, 3), TWO_AXES[name])
+    given, offsets = arrays(lead), torch.tensor(OFFSETS).reshape(lead)
+    known: Any = OFFSETS if name in CALLS else offsets
+    results = [by_autograd(impl, given, offset=known, **options) for impl in (NATIVE, "portable")]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+    out, lse = (x.detach() for x in results[1][:2])
+    call: dict[str, Any] = {name: x.detach() for name, x in given.items()}
+    call |= {"span": Span.clipped(4), "offset": offsets, **options}
+    of_forward: dict[str, Any] = {"out": out, "lse": lse, "d_lse": lse.nan_to_num(0, 0, 0).cos()}
+    for more in ({}, of_forward):
+        found = [relative_attention_vjp(out.sin(), **call, **more, impl=impl) for impl in (NATIVE, "portable")]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-11)
 
 
 def test_ragged_batches_of_half_precision_equal_the_portable_code() -> None:
