@@ -199,7 +199,8 @@ def baseline(name: str) -> Path:
 
     def make(path: Path) -> None:
         if isinstance(model, find("SamVisionModel")):
-            torch.onnx.export(model, (), path / "model.onnx", kwargs=job.given(1, 1024), dynamo=True)
+            pixels: Any = {"dynamo": False, "input_names": ["pixel_values"], "opset_version": 17}
+            torch.onnx.export(model, (*job.given(1, 1024).values(),), path / "model.onnx", **pixels)
         elif not hasattr(model, "config"):
             torch.onnx.export(model, (*job.given(1, 50).values(),), path / "model.onnx", **plain)
         elif failed := OPTIMUM.run("-c", code, stored(name), path):

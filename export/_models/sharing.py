@@ -11,14 +11,16 @@ import numpy as np
 
 from relskew_core.export._translate.chunked import SHARED
 
+MOST_ENTRIES = 2**16  # of constants that are compared, such as the buckets of distances
 _LENGTH = re.compile(r"[su]\d+([-+* ]+[su]?\d+)*")  # torch's symbols, and sums and products of them
 
 
 def share(model: Any) -> None:
     """Compute once what several layers of a graph of torch's exporter have in common; shapes have torch's symbols."""
-    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass
 
     _share_lengths(model)
+    DeduplicateInitializersPass(size_limit=MOST_ENTRIES)(model)
     CommonSubexpressionEliminationPass()(model)
     alike: dict[Hashable, list[Any]] = defaultdict(list)
     for node in model.graph:

@@ -143,6 +143,17 @@ def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
     return None if table is None else g.adopt(table, name, shape_of(table, name))
 
 
+def repeated_rows(table: Any) -> tuple[Any, Any] | None:
+    """Return what the rows of a table are gathered from and their places, if most are repeated, as those of buckets."""
+    node = None if table is None else table.producer()
+    if node is None or node.op_type != "Gather":
+        return None
+    (source, places), axis = node.inputs, len(table.shape) - 2
+    count = source.shape[axis] if len(source.shape) == len(table.shape) else None
+    along = node.attributes.get_int("axis", 0) % len(table.shape) == axis
+    return (source, places) if along and isinstance(count, int) and 2 * count <= table.shape[axis] else None
+
+
 def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:
     """Return a table for its window: trimmed to the visible rows, with columns for the positions past them."""
     if stored is None:

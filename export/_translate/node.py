@@ -22,7 +22,8 @@ from relskew_core.export._translate.emitter import TracedEmitter
 
 def _argument(name: str, given: Any) -> Any:
     """Return an operand inside the function: its name there, and its facts from the call."""
-    return SimpleNamespace(name=name, shape=given.shape, dtype=given.dtype, producer=given.producer)
+    producer = given.producer if name == "offset" else lambda: None  # nodes outside are not read by a function
+    return SimpleNamespace(name=name, shape=given.shape, dtype=given.dtype, producer=producer)
 
 
 class BodyEmitter(TracedEmitter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,17 @@ from relskew_core._positions.span import Span
 from relskew_core.export._form.plan import GraphPlan, make_plan
 from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.attend import guarded
-from relskew_core.export._nodes.emitter import BOOL, Shape, Value
+from relskew_core.export._nodes.emitter import BOOL, INT64, Shape, Value
 from relskew_core.export._nodes.visible import broadcast, by_pair, of_own_segment, visible
 from relskew_core.export._nodes.window import Lengths, StoredTables, TableWindow
-from relskew_core.export._translate.call import FittedWindow, Reach, TracedCall, adopted_table, stored_table
+from relskew_core.export._translate.call import (
+    FittedWindow,
+    Reach,
+    TracedCall,
+    adopted_table,
+    repeated_rows,
+    stored_table,
+)
 from relskew_core.export._translate.emitter import TracedEmitter
 
 INT64_MIN = -(2**63)
@@ -137,7 +145,13 @@ class LookedUp:
             "relative/no_columns", shape, wide,
         )  # fmt: skip
         moved = g.compute(
-            "ScatterElements", [empty, self._columns, weights], "relative/columns", shape, wide, axis=3, reduction="add"
+            "ScatterElements",
+            [empty, self._wide(self._column), weights],
+            "relative/columns",
+            shape,
+            wide,
+            axis=3,
+            reduction="add",
         )
         if wide != g.dtype:
             moved = g.cast(moved, g.dtype, "relative/columns_as_given")
@@ -145,12 +159,12 @@ class LookedUp:
 
     def _of_queries(self) -> Value:
         g, call, operands = self._g, self._call, self._operands
-        shape, product, bias = (*self._pairs[:3], self._width), None, None
+        shape, product, bias, column = (*self._pairs[:3], self._width), None, None, None
         if operands.rel_k is not None:
             queries = parts.scaled(
                 g, call.q if call.rel_q is None else call.rel_q, self._options.rel_scale, "relative/scaled"
             )
-            product = g.compute("MatMul", [queries, self._turned("rel_k")], "relative/product", shape)
+            product, column = self._product(queries, "rel_k", "relative/product")
         if operands.rel_bias is not None:
             cut = self._table("rel_bias")
             bias = g.compute("Unsqueeze", [cut, g.constant([1])], "rel_bias/row", (cut.shape[0], 1, self._width))
@@ -161,13 +175,15 @@ class LookedUp:
             product = g.compute("Expand", [bias, whole], "relative/bias", shape)
         elif bias is not None:
             product = g.compute("Add", [product, bias], "relative/biased", shape)
-        return g.compute("GatherElements", [product, self._columns], "relative/looked_up", self._pairs, axis=3)
+        return g.compute(
+            "GatherElements", [product, self._wide(column or self._column)], "relative/looked_up", self._pairs, axis=3
+        )
 
     def _of_keys(self) -> Value:
         g, (batch, heads, n, m) = self._g, self._pairs
         keys = keys_by_query_head(g, self._plan, self._call, self._options.rel_scale)
-        product = g.compute("MatMul", [keys, self._turned("key_table")], "keys/product", (batch, heads, m, self._width))
-        columns = g.index("Transpose", [self._columns], "keys/columns", (batch, heads, m, n), perm=[0, 1, 3, 2])
+        product, column = self._product(keys, "key_table", "keys/product")
+        columns = self._wide(column or self._column, of_keys=True)
         found = g.compute("GatherElements", [product, columns], "keys/looked_up", (batch, heads, m, n), axis=3)
         return g.compute("Transpose", [found], "keys/logits", self._pairs, perm=[0, 1, 3, 2])
 
@@ -190,8 +206,32 @@ class LookedUp:
             return table
         return g.cut(table, axis, first, first + self._width, self._width, f"{name}/kept")
 
-    def _turned(self, name: str) -> Value:
-        return self._g.transpose(self._table(name), f"{name}/columns")
+    def _product(self, x: Value, name: str, path: str) -> tuple[Value, Value | None]:
+        """Return the product with a table, and its column for each pair where it is not that of the position."""
+        g, repeated, column = self._g, self._repeated(name), None
+        if repeated is None:
+            table = self._table(name)
+        else:  # rows are multiplied once, from the first to the last that any pair reads
+            (source, places), column = repeated, self._column
+            whole = g.adopt(places, f"{name}/places", (getattr(self._operands, name).shape[-2],), INT64)
+            start = g.constant(self._low + self._options.span.left)
+            row = g.index("Add", [column, start], "positions/row", column.shape)
+            place = g.index("Gather", [whole, row], f"{name}/place", column.shape)
+            first, last = (
+                g.index("Reshape", [g.index(op, [place], f"{name}/{op}"), g.constant([1])], f"{name}/{op}_row")
+                for op in ("ReduceMin", "ReduceMax")
+            )
+            column = g.index("Sub", [place, first], f"{name}/column", column.shape)
+            table, end = g.adopt(source, f"{name}/repeated", tuple(source.shape)), g.plus(last, 1, f"{name}/end")
+            table = g.cut(table, len(table.shape) - 2, first, end, f"{name}_rows", f"{name}/read")
+        columns = g.transpose(table, f"{name}/columns")
+        return g.compute("MatMul", [x, columns], path, (*x.shape[:3], columns.shape[-1])), column
+
+    def _repeated(self, name: str) -> tuple[Any, Any] | None:
+        """Return the rows that products need and their places in the table, unless a bias or values need all rows."""
+        operands = self._operands
+        others = operands.rel_v is not None or (name == "rel_k" and operands.rel_bias is not None)
+        return None if others else repeated_rows(getattr(operands, name))
 
     @cached_property
     def _sizes(self) -> Value:
@@ -200,12 +240,20 @@ class LookedUp:
         return g.dims("positions/pairs", sizes, g.length(call.k, 2, "positions/keys"))
 
     @cached_property
-    def _columns(self) -> Value:
+    def _column(self) -> Value:
         g = self._g
         first = g.index("Sub", [self._r, g.constant(self._low)], "positions/from_first", self._loose)
-        limits = [g.constant(0), g.constant(self._width - 1)]
-        column = g.index("Clip", [first, *limits], "positions/column", self._loose)
-        return g.index("Expand", [column, self._sizes], "positions/columns", self._pairs)
+        return g.index("Clip", [first, g.constant(0), g.constant(self._width - 1)], "positions/column", self._loose)
+
+    def _wide(self, column: Value, *, of_keys: bool = False) -> Value:
+        """Return the column of each pair in every head, in rows of queries or of keys."""
+        g, sizes, shape = self._g, self._sizes, self._pairs
+        if of_keys:
+            order = [0, 1, 3, 2]
+            loose, shape = (tuple(given[axis] for axis in order) for given in (column.shape, shape))
+            column = g.index("Transpose", [column], "keys/column", loose, perm=order)
+            sizes = g.index("Gather", [sizes, g.constant(order)], "keys/pairs", (4,))
+        return g.index("Expand", [column, sizes], "keys/columns" if of_keys else "positions/columns", shape)
 
     @cached_property
     def _there(self) -> Value:

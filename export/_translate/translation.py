@@ -21,7 +21,15 @@ from relskew_core.export._nodes.emitter import Value
 from relskew_core.export._nodes.local import attend_blocks
 from relskew_core.export._nodes.operator_nodes import read_side_by_side
 from relskew_core.export._nodes.visible import broadcast
-from relskew_core.export._translate.call import Ends, Reach, TracedCall, dims_of, ends_of, with_one_leading_axis
+from relskew_core.export._translate.call import (
+    Ends,
+    Reach,
+    TracedCall,
+    dims_of,
+    ends_of,
+    repeated_rows,
+    with_one_leading_axis,
+)
 from relskew_core.export._translate.chunked import Translate, attend_by_length, chunk_sizes
 from relskew_core.export._translate.emitter import TracedEmitter
 from relskew_core.export._translate.node import Functions, add_functions, is_served, write_node
@@ -202,7 +210,10 @@ def _related(
     # there.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
     before_queries = operands.key_table is not None and pattern.offset != 0
-    if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
+    # Few rows that are repeated are multiplied once, and their products looked up by pair.
+    repeated = any(repeated_rows(x) for x in (operands.rel_k, operands.key_table)) and operands.rel_v is None
+    unaligned = not call.aligned and (before_queries or pattern.block_size is not None)
+    if before_keys or unaligned or repeated:
         options = replace(options, visibility=replace(pattern, by_value=True))
     reach = None
     if dims is not None:

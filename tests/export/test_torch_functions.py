@@ -62,6 +62,32 @@ def test_pieces_of_attention_agree_at_every_end_of_a_table() -> None:
     assert [bool(np.isnan(result).any()) for result in past] == [index in (0, 7) for index in range(9)]
 
 
+def test_products_with_repeated_rows_agree_at_every_length() -> None:
+    """Rows that are gathered from few are multiplied once, in the product of the queries and in that of the keys."""
+    distances = torch.arange(-11, 12)
+    near, signed, row = distances.abs() // 4, distances // 6 + 2, distances.abs() // 6
+    rows = {"few": BY_HEAD[:, :7], "row": random(3, 6)}
+
+    def forward(self: Any, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Any, ...]:
+        first, second = self.few.index_select(1, near), self.few.index_select(-2, signed)
+        values, bias, n = k * 2, NUMBERS[:, None].expand(4, 23), q.shape[2]
+        local: dict[str, Any] = {"key_table": second, "span": FULL, "window": (5, 3)}
+        return (
+            relative_attention(q, k, values, first, FULL, offset=0),
+            relative_attention(q, k, values, self.row.index_select(0, row), FULL, offset=0, rel_bias=bias),
+            relative_attention(q, k, values, key_table=second, span=Span(11, 11, "clip"), offset=offsets),
+            relative_attention(k[:, :, :n], k[:, :, :n], values[:, :, :n], first, **local),
+            relative_attention(q, k, values, first, Span(22, 0, "zero"), offset=2, causal=True),
+        )
+
+    run = agrees(of(forward, **rows), pieces, {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18)
+    past = run(*pieces(1, 13, 4))  # a row past the table: the first result must be obviously wrong
+    assert np.isnan(past[0]).any()
+    model = of(lambda self, q: relative_attention(q, q, q, self.few.index_select(1, near), FULL), **rows)
+    graph = torch_to_onnx(model, random(2, 4, 9, 6), check=False).graph
+    assert [node.op_type for node in graph.node].count("GatherElements") == 1
+
+
 def test_grids_agree_at_every_size() -> None:
     def forward(self: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         grids: dict[str, Any] = {"q_grid": tuple(q.shape[2:4]), "k_grid": tuple(q.shape[2:4])}
