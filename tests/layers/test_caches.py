@@ -1,5 +1,6 @@
 """Caches: growing, of one length, sliding; each equals attention without one, however the sequence is cut."""
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,9 +86,9 @@ def test_what_a_cache_has_yet_to_fill_counts_for_nothing() -> None:
     module = made(DECODERS["grouped"])
     (x,) = inputs(module.spec)
     for empty in (module.empty_cache(2, length=12), module.empty_cache(2, keep=12)):
-        for room in (empty.keys, empty.values):
-            room.fill_(1e6)
-        y, _ = fed(made(replace(module.spec, span=Span.causal(16))), x, CUTS[1], empty)
+        empty.keys.fill_(1e6)
+        empty.values.fill_(1e6)
+        y, _ = fed(module, x, CUTS[1], empty)
         torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-9)
 
 
@@ -133,11 +134,9 @@ def test_packed_documents_in_a_cache() -> None:
 def test_unbatched_sequences_and_several_batch_axes() -> None:
     module = made(DECODERS["causal"])
     (x,) = inputs(module.spec)
-    for axes in ((), (1, 2)):
-        given = x[0] if not axes else x[None]
-        for room in ROOMS:
-            y, _ = module(given, past=module.empty_cache(axes, **room))
-            torch.testing.assert_close(y, module(given), rtol=0, atol=1e-12)
+    for given, room in itertools.product((x[0], x[None]), ROOMS):
+        y, _ = module(given, past=module.empty_cache(given.shape[:-2], **room))
+        torch.testing.assert_close(y, module(given), rtol=0, atol=1e-12)
 
 
 # A growing cache without gradients
@@ -183,10 +182,9 @@ def test_a_growing_cache_may_change_modes_and_be_copied() -> None:
         with mode():
             copied = pickle.loads(pickle.dumps(cache))
             assert all(map(torch.equal, cache, copied))
-            y, _ = module(x[:, place : place + 1], past=copied)
-            torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
-            y, cache = module(x[:, place : place + 1], past=cache)
-            torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
+            for past in (copied, cache):
+                y, cache = module(x[:, place : place + 1], past=past)
+                torch.testing.assert_close(y, whole[:, place : place + 1], rtol=0, atol=1e-12)
     compiled: Any = torch.compile(module, fullgraph=True, backend="eager")
     assert compiled(x[:, 8:], past=cache)[1].keys.shape[-2] == 9
 

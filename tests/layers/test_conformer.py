@@ -1,11 +1,12 @@
 """Attention of Conformers: its formula, a stream of chunks, weights of other code bases, ONNX."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from relskew_core import BlockSpec, Span, conventions, relative_attention, sinusoidal_table
+from relskew_core import BlockSpec, Span, conventions, sinusoidal_table
 
 if TYPE_CHECKING:
     import torch
@@ -130,76 +131,33 @@ def test_causal_ones_have_the_caches_of_others() -> None:
         torch.testing.assert_close(torch.cat(steps, 1), module(x(12)))
 
 
-@pytest.mark.parametrize("names", ["espnet", "parakeet"])
-def test_weights_of_espnet_and_parakeet_load(names: str) -> None:
-    module = drawn(STREAM)
-    theirs = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
-    theirs |= {"pos_proj": "linear_pos", "u": "pos_bias_u", "w": "pos_bias_v"}
-    if names == "parakeet":
-        theirs = {"out_proj": "o_proj", "pos_proj": "relative_k_proj", "u": "bias_u", "w": "bias_v"}
-    state = {}
-    for key, value in module.state_dict().items():
-        first, dot, rest = key.partition(".")
-        state[f"a.{theirs.get(first, first)}{dot}{rest}"] = value
-    weights = conventions.load_conformer(state, num_heads=H, prefix="a.")
-    assert weights.keys() == module.state_dict().keys()
-    other = ConformerAttention(STREAM, dtype=torch.float64)
-    other.load_state_dict(weights)
-    torch.testing.assert_close(other(x(7)), module(x(7)))
-    with pytest.raises(ValueError, match="`state` must have"):
-        conventions.load_conformer({key: x for key, x in state.items() if "bias" not in key}, num_heads=H, prefix="a.")
-
-
-def test_weights_of_speechbrain_load() -> None:
-    """Projections packed by head, one bias of four, the scale of all heads, and sines of distances."""
-    module = drawn(STREAM, direction="both")
-    assert repr(module).count("direction='both'") == 1
-    ours = module.state_dict()
-    with torch.no_grad():
-        ours["q_proj.bias"].zero_()
-        ours["k_proj.bias"].zero_()
-    packed = torch.stack([ours[f"{name}_proj.weight"].unflatten(0, (H, -1)) for name in "qkv"], dim=1)
-    packed[:, 0] *= H**0.5
-    state = {"in_proj_weight": packed.flatten(0, 2), "value_bias_weight": ours["v_proj.bias"]}
-    state |= {"linear_pos.weight": ours["pos_proj.weight"]}
-    state |= {f"pos_bias_{theirs}": H**0.5 * ours[name].reshape(E // H, H) for theirs, name in ("uu", "vw")}
-    state |= {key: ours[key] for key in ("out_proj.weight", "out_proj.bias")}
-    other = ConformerAttention(STREAM, direction="both", dtype=torch.float64)
-    other.load_state_dict(conventions.load_conformer(state, num_heads=H))
-    torch.testing.assert_close(other(x(7)), module(x(7)))
-    del state["value_bias_weight"]
-    assert not conventions.load_conformer(state, num_heads=H)["v_proj.bias"].any()
+def test_sines_of_distances_are_the_same_on_both_sides() -> None:
+    assert repr(drawn(STREAM, direction="both")).count("direction='both'") == 1
     ahead, back = (sinusoidal_table(Span.full(3), E, xp=torch, direction="both")[rows] for rows in ([3, 4], [1, 0]))
     torch.testing.assert_close(ahead, back, rtol=0, atol=0)
     with pytest.raises(ValueError, match="`direction` must be one of"):
         ConformerAttention(STREAM, direction="neither")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`state\['pos_bias_u'\]` must have shape \(D, H\)"):
-        conventions.load_conformer({**state, "pos_bias_u": torch.ones(H, E // H, dtype=torch.float64)}, num_heads=H)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_weights_of_nemos_transformer_load(bias: bool) -> None:
-    """Packed one after the other; of several layers, the prefix that is missing is named."""
-    module = drawn(STREAM)
-    ours = module.state_dict()
-    if not bias:
-        for name in "qkv":
-            ours[f"{name}_proj.bias"].zero_()
-    state = {f"w_qkv.{part}": torch.cat([ours[f"{name}_proj.{part}"] for name in "qkv"]) for part in ("weight", "bias")}
-    state |= {"linear_pos.weight": ours["pos_proj.weight"], "pos_bias_u": ours["u"], "pos_bias_v": ours["w"]}
-    state |= {key: ours[key] for key in ("out_proj.weight", "out_proj.bias")}
-    if not bias:
-        del state["w_qkv.bias"]
-    other = ConformerAttention(STREAM, dtype=torch.float64)
-    other.load_state_dict(
-        conventions.load_conformer({f"layers.0.attn.{key}": x for key, x in state.items()}, num_heads=H)
-    )
-    torch.testing.assert_close(other(x(7)), module(x(7)))
-    two = {f"layers.{layer}.attn.{key}": x for layer in "01" for key, x in state.items()}
-    with pytest.raises(ValueError, match=r"`prefix` must be one of .*'layers.0.attn.', 'layers.1.attn.'"):
-        conventions.load_conformer(two, num_heads=H)
-    with pytest.raises(ValueError, match=r"got q_norm\.weight"):
-        conventions.load_conformer({**state, "q_norm.weight": ours["u"][0]}, num_heads=H)
+def test_states_of_conformers_that_do_not_fit_are_refused() -> None:
+    """The right ones are compared with the packages themselves, in tests/peers."""
+    square, heads = torch.zeros(E, E), torch.zeros(H, E // H)
+    load = partial(conventions.load_conformer, num_heads=H)
+    nemo = {"w_qkv.weight": torch.zeros(3 * E, E), "linear_pos.weight": square, "out_proj.weight": square}
+    nemo |= {"pos_bias_u": heads, "pos_bias_v": heads, "out_proj.bias": square[0]}
+    assert not load({f"layers.0.attn.{key}": x for key, x in nemo.items()})["q_proj.bias"].any()
+    brain = {**nemo, "in_proj_weight": nemo["w_qkv.weight"], "pos_bias_u": heads.mT, "pos_bias_v": heads.mT}
+    del brain["w_qkv.weight"]
+    assert not load(brain)["v_proj.bias"].any()
+    two: dict[str, Any] = {f"layers.{layer}.attn.{key}": x for layer in "01" for key, x in nemo.items()}
+    for state, message in [
+        ({key: x for key, x in nemo.items() if "bias" not in key}, "`state` must have"),
+        ({**brain, "pos_bias_u": heads}, r"`state\['pos_bias_u'\]` must have shape \(D, H\)"),
+        (two, r"`prefix` must be one of .*'layers.0.attn.', 'layers.1.attn.'"),
+        ({**nemo, "q_norm.weight": heads[0]}, r"got q_norm\.weight"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load(state)
 
 
 def test_a_conformer_has_the_options_of_other_modules() -> None:
@@ -251,15 +209,3 @@ def test_a_step_of_a_stream_exports_for_any_batch(tmp_path: Path) -> None:
         y, *state = session.run(None, dict(feed))
         chunks.append(torch.from_numpy(y))
     torch.testing.assert_close(torch.cat(chunks, 1), module(given), rtol=1e-4, atol=1e-5)
-
-
-def test_a_conformer_equals_attention_with_a_projected_table() -> None:
-    """The call that a table of projected sinusoids needs, of a longer span too."""
-    module = drawn(BlockSpec(E, H, Span.full(40)))
-    q, k, v = (
-        getattr(module, name)(x(7)).unflatten(-1, (H, -1)).transpose(1, 2) for name in ("q_proj", "k_proj", "v_proj")
-    )
-    table = sinusoidal_table(Span.full(50), E, xp=torch, dtype=torch.float64, order="interleaved")
-    rel_k = module.pos_proj(table).unflatten(-1, (H, -1)).transpose(0, 1)
-    heads: Any = relative_attention(q + module.u[:, None], k, v, rel_k, Span.full(50), rel_q=q + module.w[:, None])
-    torch.testing.assert_close(module(x(7)), module.out_proj(heads.transpose(1, 2).flatten(-2)))

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layers.jax_frameworks import close, differ, inputs, mapping
-from layers.modules import SPECS
+from layers import modules
+from layers.frameworks import close, differ
+from layers.modules import SPECS, inputs
 
 from relskew_core.layers.flax import RelativeMultiheadAttention
 
 CAUSAL = SPECS["causal"]
-(X,) = inputs(CAUSAL)
+X, WEIGHTS = inputs(CAUSAL)[0].numpy(), modules.made(CAUSAL).state_dict()
 
 
 def made(**options: Any) -> Any:
@@ -65,9 +66,7 @@ def test_random_numbers_of_the_call() -> None:
 
 def test_random_numbers_of_a_module_with_given_weights() -> None:
     def taken(**options: Any) -> Any:
-        return RelativeMultiheadAttention.from_weights(
-            mapping(CAUSAL), CAUSAL, dropout=0.5, deterministic=False, **options
-        )
+        return RelativeMultiheadAttention.from_weights(WEIGHTS, CAUSAL, dropout=0.5, deterministic=False, **options)
 
     with pytest.raises(ValueError, match="`rngs` must be given to the call"):
         taken()(X)

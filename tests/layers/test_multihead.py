@@ -56,29 +56,23 @@ MASKS: dict[str, dict[str, Tensor]] = {
     "both": {"attn_mask": HIDDEN, "key_padding_mask": PADDING},
     "both, by head": {"attn_mask": BY_HEAD, "key_padding_mask": PADDING},
     "both, additive": {"attn_mask": drawn(7, 5), "key_padding_mask": drawn(3, 5)},
+    "both, one additive": {"attn_mask": drawn(7, 5), "key_padding_mask": PADDING},
+    "both, the other additive": {"attn_mask": HIDDEN, "key_padding_mask": drawn(3, 5)},
 }
 
 WEIGHTS: list[dict[str, bool]] = [{}, {"average_attn_weights": False}, {"need_weights": False}]
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask is deprecated:UserWarning")
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
 def test_masks_and_weights_are_torchs(batch_first: bool, masks: str, weights: dict[str, bool]) -> None:
     theirs, ours = pair(batch_first=batch_first)
-    query, key, value = drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16) + 1
-    given: Any = [x if batch_first else x.transpose(0, 1) for x in (query, key, value)]
+    inputs = drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16) + 1
+    given: Any = [x if batch_first else x.transpose(0, 1) for x in inputs]
     options: Any = {**MASKS[masks], **weights}
     same(ours(*given, **options), theirs(*given, **options))
-
-
-@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask is deprecated:UserWarning")
-@pytest.mark.parametrize("additive", ["attn_mask", "key_padding_mask"])
-def test_masks_of_two_kinds(additive: str) -> None:
-    theirs, ours = pair(batch_first=True)
-    given = drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16)
-    masks: Any = {**MASKS["both"], additive: MASKS["both, additive"][additive]}
-    same(ours(*given, **masks), theirs(*given, **masks))
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}, {"kdim": 6, "bias": False}], ids=str)
@@ -204,8 +198,10 @@ def test_a_seed_gives_torchs_weights_and_tables_of_zeros() -> None:
 
 
 def test_a_checkpoint_of_an_encoder_loads() -> None:
-    theirs = encoder()
-    ours = encoder(lambda: MultiheadAttention(16, 4, SPAN, dropout=0.1, batch_first=True, **F64))
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **F64)
+    theirs: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    layer.self_attn = MultiheadAttention(16, 4, SPAN, dropout=0.1, batch_first=True, **F64)  # type: ignore[assignment]
+    ours: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert missing == ["layers.0.self_attn.rel_k", "layers.1.self_attn.rel_k"]
     assert not unexpected
@@ -222,15 +218,6 @@ def test_what_has_no_position_is_refused(option: str) -> None:
 
 
 # Inside torch's layers
-
-
-def encoder(attention: Any = None, **options: Any) -> Any:
-    """An encoder of torch whose layers, if asked, attend through another module."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, **{"batch_first": True, **options}, **F64)
-    if attention is not None:
-        layer.self_attn = attention()
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def taken_over(model: Any, *, random: bool = False) -> Any:
@@ -262,10 +249,8 @@ def test_torchs_encoder_runs_with_replaced_attention(options: dict[str, Any], tr
     there = ~padding if first else ~padding.T
     given = x if first else x.transpose(0, 1)
     causal = nn.Transformer.generate_square_subsequent_mask(7, **F64)
-    calls: list[dict[str, Any]] = [
-        {}, {"mask": causal}, {"mask": causal, "is_causal": True}, {"src_key_padding_mask": padding},
-    ]  # fmt: skip
-    for call in calls:
+    of_padding: dict[str, Any] = {"src_key_padding_mask": padding}
+    for call in ({}, {"mask": causal}, {"mask": causal, "is_causal": True}, of_padding):
         with torch.set_grad_enabled(training):
             expected, actual, changed = (model(given, **call) for model in (theirs, ours, other))
         torch.testing.assert_close(actual[there], expected[there], rtol=0, atol=1e-12)
@@ -281,11 +266,8 @@ def test_torchs_decoder_runs_with_replaced_attention(batch_first: bool, training
     ours = taken_over(theirs)
     x, memory = drawn(3, 7, 16), drawn(3, 5, 16)
     given = (x, memory) if batch_first else (x.transpose(0, 1), memory.transpose(0, 1))
-    call = {
-        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(7, **F64),
-        "tgt_is_causal": True,
-        "memory_key_padding_mask": PADDING,
-    }
+    causal = nn.Transformer.generate_square_subsequent_mask(7, **F64)
+    call = {"tgt_mask": causal, "tgt_is_causal": True, "memory_key_padding_mask": PADDING}
     torch.testing.assert_close(ours(*given, **call), theirs(*given, **call), rtol=0, atol=1e-12)
 
 
@@ -306,9 +288,7 @@ def test_autocast_and_half_precision() -> None:
     ours = MultiheadAttention(16, 4, SPAN, batch_first=True)
     x = drawn(3, 7, 16).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, weights = ours(
-            x, x, x, attn_mask=HIDDEN.new_zeros(7, 7).float(), key_padding_mask=torch.zeros(3, 7, dtype=torch.bool)
-        )
+        y, weights = ours(x, x, x, attn_mask=torch.zeros(7, 7), key_padding_mask=torch.zeros(3, 7, dtype=torch.bool))
     assert (y.dtype, weights.dtype) == (torch.bfloat16,) * 2
     torch.testing.assert_close(y.float(), ours(x, x, x)[0], rtol=0, atol=3e-2)
     half = x.bfloat16()
@@ -318,30 +298,32 @@ def test_autocast_and_half_precision() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"attn_mask": torch.zeros(5, 7, dtype=torch.bool)}, r"`attn_mask` must be a boolean tensor.* \(7, 5\) or \(12, 7"),
-    ({"attn_mask": torch.zeros(7, 5, dtype=torch.uint8)}, "`attn_mask` must be a boolean tensor.*got Tensor of dtype"),
-    ({"attn_mask": [[False]]}, "`attn_mask` must be a boolean tensor.*got list"),
-    ({"key_padding_mask": torch.zeros(3, 7)}, r"`key_padding_mask` must be .* of shape \(3, 5\)"),
-], ids=["shape", "dtype", "type", "padding"])  # fmt: skip
-def test_masks_that_do_not_fit(options: dict[str, Any], message: str) -> None:
-    _, ours = pair(batch_first=True)
-    with pytest.raises(ValueError, match=message):
-        ours(drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16), **options)
+X = drawn(3, 7, 16)
+GIVEN = (drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16))
+NESTED = torch.nested.as_nested_tensor([X[0], X[1, :3]], layout=torch.jagged)
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "shape of mask": (GIVEN, {"attn_mask": torch.zeros(5, 7, dtype=torch.bool)}, ValueError,
+                      r"`attn_mask` must be a boolean tensor.* \(7, 5\) or \(12, 7"),
+    "dtype of mask": (GIVEN, {"attn_mask": torch.zeros(7, 5, dtype=torch.uint8)}, ValueError,
+                      "`attn_mask` must be a boolean tensor.*got Tensor of dtype"),
+    "type of mask": (GIVEN, {"attn_mask": [[False]]}, ValueError, "`attn_mask` must be a boolean tensor.*got list"),
+    "padding": (GIVEN, {"key_padding_mask": torch.zeros(3, 7)}, ValueError,
+                r"`key_padding_mask` must be .* of shape \(3, 5\)"),
+    "width": ((X[..., :8], X, X), {}, ValueError, "`query` must have 2 axes or 3, the last one 16 long"),
+    "axes": ((X, X, X[0]), {}, ValueError, "`value` must have the 3 axes of `query`, the last one 16 long"),
+    "nested": ((NESTED,) * 3, {}, ValueError, "`need_weights` must be False for nested tensors"),
+    "is_causal": ((X, X, X), {"is_causal": 1}, TypeError, "`is_causal` must be a bool, got int 1"),
+}  # fmt: skip
 
 
-def test_inputs_that_do_not_fit() -> None:
-    _, ours = pair()
-    x = drawn(3, 7, 16)
-    with pytest.raises(ValueError, match="`query` must have 2 axes or 3, the last one 16 long"):
-        ours(x[..., :8], x, x)
-    with pytest.raises(ValueError, match="`value` must have the 3 axes of `query`, the last one 16 long"):
-        ours(x, x, x[0])
-    nested = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-    with pytest.raises(ValueError, match="`need_weights` must be False for nested tensors"):
-        ours(nested, nested, nested)
-    with pytest.raises(TypeError, match="`is_causal` must be a bool, got int 1"):
-        ours(x, x, x, is_causal=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    given, options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        pair(batch_first=True)[1](*given, **options)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
     for name, error in {"kdim": TypeError, "batch_first": TypeError, "impl": ValueError}.items():
         with pytest.raises(error, match=f"`{name}` must be"):
             MultiheadAttention(16, 4, SPAN, **{name: "x"})  # type: ignore[arg-type]

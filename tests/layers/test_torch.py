@@ -1,7 +1,5 @@
 """``RelativeMultiheadAttention``: the block as a torch module."""
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -33,20 +31,16 @@ def check_gradients(
 
 
 @every_spec
-def test_the_state_dict_is_a_weights_mapping(spec: BlockSpec) -> None:
+def test_the_module_and_its_gradients_equal_the_formula(spec: BlockSpec) -> None:
+    """And its state dict makes it a block."""
     module = made(spec)
+    check_gradients(module, module, partial(dense_module, module), 1e-10)
     state = module.state_dict()
     spec.check_weights(state)
     assert {key: tuple(x.shape) for key, x in state.items()} == spec.weight_shapes()
     x, *memory = inputs(spec)
     expected = attention_block(x, state, spec, memory=memory[0] if memory else None)
     torch.testing.assert_close(module(x, *memory), expected, rtol=0, atol=1e-13)
-
-
-@every_spec
-def test_the_module_and_its_gradients_equal_the_formula(spec: BlockSpec) -> None:
-    module = made(spec)
-    check_gradients(module, module, partial(dense_module, module), 1e-10)
 
 
 @every_spec
@@ -101,18 +95,6 @@ def test_what_is_fixed_is_not_stored() -> None:
     assert halved.empty_cache(1).keys.dtype == torch.bfloat16
 
 
-def test_weights_of_init_weights_load() -> None:
-    spec = SPECS["bidirectional"]
-    weights = init_weights(spec, seed=7, xp=torch)
-    module = RelativeMultiheadAttention(spec)
-    module.load_state_dict(weights)
-    x = torch.randn(2, 5, 8)
-    expected = attention_block(x, weights, spec)
-    torch.testing.assert_close(module(x), expected)
-    with pytest.raises(RuntimeError, match="rel_v"):
-        module.load_state_dict({key: x for key, x in weights.items() if key != "rel_v"})
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_of_numpy_load(assign: bool) -> None:
     """As those of an ONNX file, here with a table that a convention has flipped; in a model, the rest stays torch's."""
@@ -125,6 +107,9 @@ def test_weights_of_numpy_load(assign: bool) -> None:
     x = torch.randn(2, 5, 8)
     expected = attention_block(model[0](x), {key: torch.tensor(x.copy()) for key, x in weights.items()}, spec)
     torch.testing.assert_close(model(x), expected)
+    del state["1.rel_v"]
+    with pytest.raises(RuntimeError, match="rel_v"):
+        model.load_state_dict(state, assign=assign)
 
 
 def test_it_is_initialised_as_init_weights_does() -> None:
@@ -316,8 +301,7 @@ def test_vmap_over_dropout(randomness: str) -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("name", "dropout"),
-    [("bidirectional", 0.0), ("stream", 0.0), ("alibi, causal, grouped", 0.0), ("cross", 0.3)],
+    ("name", "dropout"), [("bidirectional", 0.0), ("stream", 0.0), ("alibi, causal, grouped", 0.0), ("cross", 0.3)]
 )
 def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
     torch.compiler.reset()
@@ -383,19 +367,6 @@ def test_autocast(dropout: float) -> None:
     assert past[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_share_no_parameters(again: Callable[[Any], Any]) -> None:
-    module = made(SPECS["grouped, wide heads"], dropout=0.2).eval()
-    (x,) = inputs(module.spec)
-    other = again(module)
-    assert other.spec == module.spec
-    assert other.dropout == 0.2
-    assert torch.equal(other(x), module(x))
-    with torch.no_grad():
-        other.rel_k.zero_()
-    assert not torch.equal(other(x), module(x))
-
-
 def test_devices_and_dtypes() -> None:
     spec = SPECS["bidirectional"]
     module = RelativeMultiheadAttention(spec, device="meta", dtype=torch.bfloat16)
@@ -411,29 +382,6 @@ def test_devices_and_dtypes() -> None:
     assert module.double()(*inputs(spec)).dtype == torch.float64
 
 
-def test_parametrizations_take_part() -> None:
-    module = made(SPECS["causal"])
-    (x,) = inputs(module.spec)
-    doubled = copy.deepcopy(module)
-    with torch.no_grad():
-        for weight in (doubled.get_parameter("v_proj.weight"), doubled.rel_k):
-            weight.mul_(2)
-
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(module.get_submodule("v_proj"), "weight", Doubled())
-    nn.utils.parametrize.register_parametrization(module, "rel_k", Doubled())
-    torch.testing.assert_close(module(x), doubled(x), rtol=0, atol=1e-12)
-
-
-def test_shapes_of_weights_may_leave_out_the_projections() -> None:
-    for spec in SPECS.values():
-        others = {name: shape for name, shape in spec.weight_shapes().items() if "_proj." not in name}
-        assert spec.weight_shapes(projections=False) == others
-
-
 def test_repr_shows_what_differs_from_the_defaults() -> None:
     """What differs from the default; and what a spec shows makes it."""
     for spec in SPECS.values():
@@ -445,29 +393,8 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
         "embed_dim=8, num_heads=4, span=Span(left=15, right=15, beyond='error'), "
         "num_kv_heads=2, head_dim=3, rel_values=True, dropout=0.5"
     )
-    assert (
-        RelativeMultiheadAttention(SPECS["local"])
-        .extra_repr()
-        .endswith("causal=True, block_size=4, shared_table=True, bias=False")
-    )
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    (({"embed_dim": 8},), TypeError, "`spec` must be a BlockSpec, got dict"),
-    ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
-], ids=["spec", "text"])  # fmt: skip
-def test_arguments_that_do_not_fit_are_refused(
-    arguments: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
-    spec, *dropout = arguments
-    with pytest.raises(error, match=message):
-        RelativeMultiheadAttention(spec, **dict(zip(["dropout"], dropout, strict=False)))
-
-
-def test_more_arguments_than_there_are_places_are_answered_with_how_it_is_called() -> None:
-    x = torch.zeros(1, 3, 8)
-    with pytest.raises(TypeError, match=r"module\(x\), .* MultiheadAttention takes queries, keys and values$"):
-        made(SPECS["causal"])(x, x, x)  # type: ignore[call-overload]
+    shown = RelativeMultiheadAttention(SPECS["local"]).extra_repr()
+    assert shown.endswith("causal=True, block_size=4, shared_table=True, bias=False")
 
 
 # From nn.MultiheadAttention

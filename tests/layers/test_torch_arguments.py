@@ -13,7 +13,8 @@ import relskew_core
 from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 
-X = torch.ones(4, 2, 8)
+X, SPAN = torch.ones(4, 2, 8), Span.causal(3)
+attend: Any = relskew_core.relative_attention
 MADE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "MultiheadAttention": (
         MultiheadAttention, {"embed_dim": 8, "num_heads": 2, "span": Span.clipped(3)},
@@ -57,26 +58,25 @@ def test_errors_name_the_argument(name: str) -> None:
 
 def test_float8_is_no_dtype_to_compute_in() -> None:
     eight, other = torch.ones(2, 4, 2).to(torch.float8_e4m3fn), torch.ones(2, 4, 2)
-    with pytest.raises(TypeError, match=r"^`q` must be an array of a real floating dtype of its library"):
-        relskew_core.relative_attention(eight, eight, eight)
-    with pytest.raises(TypeError, match=r"^`rel_k` must have the dtype of `q`"):
-        relskew_core.relative_attention(other, other, other, torch.ones(7, 2).to(torch.float8_e5m2))
-    with pytest.raises(TypeError, match=r"^`dtype` must be a real floating dtype"):
-        relskew_core.alibi_bias(2, Span.causal(3), xp=torch, dtype=torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match=r"^`dtype` must be a real floating dtype"):
-        relskew_core.sinusoidal_table(Span.causal(3), 4, xp=torch, dtype=torch.float8_e4m3fn)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: attend(eight, eight, eight), "`q` must be an array of a real floating dtype of its library"),
+        (lambda: attend(other, other, other, torch.ones(7, 2).to(e5m2)), "`rel_k` must have the dtype of `q`"),
+        (lambda: relskew_core.alibi_bias(2, SPAN, xp=torch, dtype=e4m3), "`dtype` must be a real floating dtype"),
+        (lambda: relskew_core.sinusoidal_table(SPAN, 4, xp=torch, dtype=e4m3), "`dtype` must be a real floating dtype"),
+    ]
+    for call, message in calls:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            call()
 
 
 @pytest.mark.parametrize("value", [True, torch.tensor(True), torch.tensor([True, False])])
 def test_a_boolean_is_no_offset(value: Any) -> None:
     q = torch.ones(2, 1, 3, 2)
-    calls: list[Callable[[], Any]] = [
-        lambda: relskew_core.relative_attention(q, q, q, offset=value, causal=True),
-        lambda: relskew_core.relative_logits(q, torch.ones(9, 2), n_keys=3, offset=value),
-    ]
-    for call in calls:
-        with pytest.raises(TypeError, match=r"^`offset` must be "):
-            call()
+    with pytest.raises(TypeError, match=r"^`offset` must be "):
+        attend(q, q, q, offset=value, causal=True)
+    with pytest.raises(TypeError, match=r"^`offset` must be "):
+        relskew_core.relative_logits(q, torch.ones(9, 2), n_keys=3, offset=value)
 
 
 class Doubled(nn.Module):

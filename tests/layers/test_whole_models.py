@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,6 @@ from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 from relskew_core.layers.torch.parallel import TableParallel
 from split.notices import without_notices
-
-ROOT = Path(__file__).parents[2]
-
-
-class Adapter(nn.Module):
-    """A linear map plus a second one, like LoRA's."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
-
-
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
-def test_what_replaces_a_projection_is_called(name: str) -> None:
-    module = made(SPECS["grouped, wide heads"])
-    (x,) = inputs(module.spec)
-    before = module(x)
-    setattr(module, name, Adapter(module.get_submodule(name)))
-    torch.testing.assert_close(module(x), dense_module(module, x), rtol=0, atol=1e-12)
-    assert not torch.allclose(module(x), before)
-    assert torch.autograd.grad(module(x).sin().sum(), module.get_parameter(f"{name}.up.weight"))[0].any()
 
 
 def test_hooks_fire_once_for_every_projection() -> None:
@@ -69,27 +43,31 @@ def test_dynamic_quantization() -> None:
     torch.testing.assert_close(y, quantized(x))
 
 
-def test_pruning_takes_part() -> None:
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "parametrised"])
+def test_weights_that_are_computed_take_part(pruned: bool) -> None:
     module = made(SPECS["causal"])
     (x,) = inputs(module.spec)
-    prune.l1_unstructured(module.get_submodule("q_proj"), "weight", amount=0.5)
-    prune.l1_unstructured(module, "rel_k", amount=0.5)
-    pruned = module(x)
-    assert module.rel_k.count_nonzero() == module.rel_k.numel() // 2
-    torch.testing.assert_close(pruned, dense_module(module, x), rtol=0, atol=1e-12)
-    for owner, name in ((module.get_submodule("q_proj"), "weight"), (module, "rel_k")):
-        prune.remove(owner, name)
-    torch.testing.assert_close(module(x), pruned, rtol=0, atol=1e-12)
-
-
-def test_functional_call() -> None:
-    module, other = made(SPECS["bidirectional"]), made(SPECS["bidirectional"])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(-0.5)
-    (x,) = inputs(module.spec)
-    y = torch.func.functional_call(module, dict(other.named_parameters()), (x,))
-    assert torch.equal(y, other(x))
+    before, computed = module(x), [(module.get_submodule("q_proj"), "weight"), (module, "rel_k")]
+    for owner, name in computed:
+        if pruned:
+            prune.l1_unstructured(owner, name, amount=0.5)
+        else:
+            nn.utils.parametrize.register_parametrization(owner, name, Doubled())
+    y = module(x)
+    assert not torch.allclose(y, before)
+    torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-12)
+    for owner, name in computed:
+        if pruned:
+            assert getattr(owner, name).count_nonzero() == getattr(owner, name).numel() // 2
+            prune.remove(owner, name)
+        else:
+            nn.utils.parametrize.remove_parametrizations(owner, name)
+    torch.testing.assert_close(module(x), y, rtol=0, atol=1e-12)
 
 
 def test_a_projection_that_makes_no_whole_heads_is_named() -> None:
@@ -136,9 +114,8 @@ def test_options_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(options)
         return v
 
-    with monkeypatch.context() as patch:
-        patch.setattr("relskew_core._block.module.relative_attention", attend)
-        module(x, offset=3)
+    monkeypatch.setattr("relskew_core._block.module.relative_attention", attend)
+    module(x, offset=3)
     assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 3)
     assert "impl='portable', chunk_size=2" in repr(module)
     with pytest.raises(ValueError, match="`impl` must be one of"):
@@ -154,15 +131,6 @@ def test_every_item_may_have_an_offset(offset: Any) -> None:
     expected = [dense_module(module, x[i : i + 1], memory[i : i + 1], offset=int(offset[i])) for i in range(2)]
     torch.testing.assert_close(module(x, memory, offset=offset), torch.cat(expected), rtol=0, atol=1e-12)
     assert not torch.allclose(module(x, memory), module(x, memory, offset=2))
-
-
-def test_a_cache_knows_where_queries_stand() -> None:
-    module = made(SPECS["causal"])
-    (x,) = inputs(module.spec)
-    with pytest.raises(ValueError, match=r"`positions` must be None with `past`, which sets it, got tuple of 2"):
-        module(x, past=module.empty_cache(2), positions=(torch.arange(9), torch.arange(9)))
-    with pytest.raises(ValueError, match=r"`offset` must be None with `past`, which sets it, got int 3"):
-        module(*inputs(module.spec), past=module.empty_cache(2), offset=3)
 
 
 def test_packed_documents_and_positions_are_whole_documents_in_any_order() -> None:
@@ -226,12 +194,11 @@ def test_what_nested_tensors_exclude_is_named() -> None:
 
 def test_tensor_parallelism_and_fsdp_in_two_processes(tmp_path: Path) -> None:
     """Outputs, gradients and caches of torch's own plans equal those of one process, grouped queries too."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("shards.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "store"), "2"]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
+    run = partial(subprocess.Popen, env=environment, stdout=subprocess.PIPE, text=True)
+    ranks = [run([*command, rank]) for rank in "01"]
     told = [process.communicate(timeout=120)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
     assert [without_notices(out) for out in told] == ["12 ways agree\n"] * 2
