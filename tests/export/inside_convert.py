@@ -1,4 +1,4 @@
-"""What happens before and after an export: names, drawn inputs, axes that were fixed, the files of genai."""
+"""What happens before and after an export: names, drawn inputs, axes that were fixed, what layers share."""
 
 import json
 import logging
@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relskew_core import BlockSpec, Span
-from relskew_core.export import decoder_to_onnx
+from onnx_sessions import opened
+from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core.export import decoder_to_onnx, torch_to_onnx
 from relskew_core.export._generate.encoded import Sampler
-from relskew_core.export._models import decoder_calls, genai
+from relskew_core.export._models import convert, decoder_calls, genai
 from relskew_core.export._models.convert import Flat, checked_model, evaluating, varying
 from relskew_core.export._models.decoder_calls import empty_past
 from relskew_core.export._models.fixed import drawn, explained, fixed_by_chance
@@ -27,7 +28,7 @@ from relskew_core.export._models.from_torch import _cases, _lengths, _names
 from relskew_core.export._models.rewrites import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from small_decoder import VOCABULARY, growing
-from torch_exports import of
+from torch_exports import assert_same, of, random
 
 sympy: Any = pytest.importorskip("sympy")  # a dependency of torch
 ONE = torch.ones(1)
@@ -35,15 +36,13 @@ REACH = 20
 Pair = namedtuple("Pair", "left right")
 
 
-class Gives(nn.Module):
-    """Returns its argument of construction for any input."""
+def gives(result: Any) -> nn.Module:
+    """Return a model that gives this for any input."""
 
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
+    def forward(self: Any, x: Any = None, y: Any = None, *more: Any, **others: Any) -> Any:
+        return result
 
-    def forward(self, x: Any = None, y: Any = None, *more: Any, **others: Any) -> Any:
-        return self.result
+    return of(forward)
 
 
 @pytest.mark.parametrize(("args", "kwargs", "names"), [
@@ -55,9 +54,8 @@ class Gives(nn.Module):
     ((), {"shown": ONE, "kind": "all"}, ["shown"]),
 ])  # fmt: skip
 def test_inputs_are_named_by_the_arguments_of_forward(args: Any, kwargs: Any, names: list[str]) -> None:
-    flat = Flat(Gives(ONE), args, kwargs)
-    assert flat.input_names == names
-    assert len(flat.inputs()) == len(names)
+    flat = Flat(gives(ONE), args, kwargs)
+    assert (flat.input_names, len(flat.inputs())) == (names, len(names))
 
 
 @pytest.mark.parametrize(("result", "names"), [
@@ -68,18 +66,13 @@ def test_inputs_are_named_by_the_arguments_of_forward(args: Any, kwargs: Any, na
     (Pair(ONE, [ONE]), ["left", "right_0"]),
 ])  # fmt: skip
 def test_outputs_are_named_by_the_keys_of_results(result: Any, names: list[str]) -> None:
-    flat = Flat(Gives(result), (ONE,), {})
-    assert len(flat(ONE)) == len(names)
-    assert flat.output_names == names
-
-
-class Sub(nn.Module):
-    def forward(self, pair: Any, *, scale: float, shown: Any) -> Any:
-        return (pair[0] - pair[1]["b"]) * scale + shown
+    flat = Flat(gives(result), (ONE,), {})
+    assert (len(flat(ONE)), flat.output_names) == (len(names), names)
 
 
 def test_tensors_go_where_they_came_from() -> None:
-    flat = Flat(Sub(), ([ONE, {"b": 2 * ONE}],), {"scale": 10.0, "shown": 3 * ONE})
+    model = of(lambda self, pair, *, scale, shown: (pair[0] - pair[1]["b"]) * scale + shown)
+    flat = Flat(model, ([ONE, {"b": 2 * ONE}],), {"scale": 10.0, "shown": 3 * ONE})
     assert [x.item() for x in flat.inputs()] == [1, 2, 3]
     assert flat(7 * ONE, 4 * ONE, ONE)[0].item() == 31
 
@@ -101,29 +94,19 @@ def test_a_model_stays_in_the_mode_it_was_in() -> None:
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
-class Fixed(nn.Module):
-    """Takes one width alone, and any batch."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.reshape(-1, 3) + y.reshape(-1, 3)
-
-
 def test_varying_finds_free_axes_and_changes_no_setting() -> None:
-    model, log = Fixed().train(), logging.getLogger("torch.onnx._internal.exporter._registration")
+    model = of(lambda self, x, y: x.reshape(-1, 3) + y.reshape(-1, 3)).train()  # of one width, and any batch
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
     log.setLevel(logging.INFO)
     before = list(warnings.filters)
     found = varying(Flat(model, (torch.ones(2, 3), torch.ones(2, 3)), {}))
-    assert found.axes == [{0: torch.export.Dim.DYNAMIC}] * 2
-    assert not found.never
+    assert (found.axes, [*found.never]) == ([{0: torch.export.Dim.DYNAMIC}] * 2, [])
     assert all(hasattr(found.frames[index, 1], "lineno") for index in (0, 1))
-    assert model.training
-    assert log.level == logging.INFO
-    assert warnings.filters == before
+    assert (model.training, log.level, warnings.filters) == (True, logging.INFO, before)
     log.setLevel(logging.NOTSET)
 
 
 def test_torch_prints_nothing_about_lengths_of_one(caplog: pytest.LogCaptureFixture) -> None:
-    """They are fixed, as the report says."""
     log = logging.getLogger("torch")
     log.addHandler(caplog.handler)
     try:
@@ -144,9 +127,7 @@ def test_the_inputs_of_a_check() -> None:
     ]  # fmt: skip
     assert all(torch.equal(x, leaf) and x is not leaf for x, leaf in zip(cases[0], leaves, strict=True))
     for case in cases[1:]:
-        assert all(
-            set(x.flatten().tolist()) <= set(leaf.flatten().tolist()) for x, leaf in zip(case, leaves, strict=True)
-        )
+        assert all({*x.flatten().tolist()} <= {*leaf.flatten().tolist()} for x, leaf in zip(case, leaves, strict=True))
     assert len(cases[3][0].unique()) > 3
     assert all(torch.equal(*pair) for pair in zip(cases[3], list(_cases(leaves, [(a, b), (a,)]))[3], strict=True))
     sums = list(_cases([torch.ones(2, 5), torch.ones(3)], [(a, a + b), (b,)]))
@@ -159,12 +140,11 @@ def test_the_inputs_of_a_check() -> None:
 def test_given_names_are_kept_or_refused() -> None:
     assert _names("input_names", None, ["x"]) == ["x"]
     assert _names("input_names", ("a", "b"), ["x", "y"]) == ["a", "b"]
-    for wrong in ("ab", ["a"], ["a", "a"], ["a", "b", "c"]):
-        with pytest.raises(ValueError, match=r"`input_names` must be 2 different names, for \['x', 'y'\], got "):
+    of_two, empty = r"be 2 different names, for \['x', 'y'\], got ", "be names, strings that are not empty, got "
+    told: dict[str, list[Any]] = {of_two: ["ab", ["a"], ["a", "a"], ["a", "b", "c"]], empty: [["a", ""], ["a", 3]]}
+    for said, wrong in ((said, wrong) for said, every in told.items() for wrong in every):
+        with pytest.raises(ValueError, match=f"`input_names` must {said}"):
             _names("input_names", wrong, ["x", "y"])
-    for empty in (["a", ""], ["a", 3]):
-        with pytest.raises(ValueError, match="`input_names` must be names, strings that are not empty, got "):
-            _names("input_names", empty, ["x", "y"])
     assert _names("output_names", None, ["x", "y", "output_y"], ["x", "z"]) == ["output_x", "y", "output_y"]
     assert _names("output_names", None, ["y", "output_y", "y"], ["y"]) == ["output_y", "output_y_2", "output_y_3"]
     assert _names("output_names", ["y"], ["x"], ["x"]) == ["y"]
@@ -177,20 +157,15 @@ def test_given_names_are_kept_or_refused() -> None:
     assert _lengths(["x", "y"], [(), ("s0", 3)]) == {(1, 0): "y_length"}
 
 
-class Layers(nn.Module):
-    def __init__(self, *specs: BlockSpec) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(RelativeMultiheadAttention, specs))
-
-
 def test_the_caches_of_a_model_that_has_none_of_its_own() -> None:
     """Of every attention that is causal and of one sequence, in order."""
     causal = [BlockSpec(8, heads, Span.causal(9), causal=True) for heads in (2, 4)]
-    model = Layers(causal[0], BlockSpec(8, 2, Span.full(9)), BlockSpec(8, 2, Span.clipped(3), cross=True), causal[1])
+    others = [BlockSpec(8, 2, Span.full(9)), BlockSpec(8, 2, Span.clipped(3), cross=True)]
+    model = nn.ModuleList(map(RelativeMultiheadAttention, (causal[0], *others, causal[1])))
     caches = empty_past(model, None)(3)
     assert [tuple(x.shape) for pair in caches for x in pair] == [(3, 2, 0, 4)] * 2 + [(3, 4, 0, 2)] * 2
     with pytest.raises(ValueError, match="`past` must be given because the model has no `empty_cache` and no causal"):
-        empty_past(Layers(BlockSpec(8, 2, Span.full(9))), None)
+        empty_past(nn.ModuleList([model[1]]), None)
     own: Any = len
     assert empty_past(model, own) is own
 
@@ -236,17 +211,12 @@ def test_a_decoder_with_wrong_logits_or_caches_is_refused(
 
 
 def test_a_decoder_without_a_past_is_refused(tmp_path: Path) -> None:
-    class Alone(Answers):
-        def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
-            return self.logits, self.past
-
-    model = Alone(LOGITS, [(GROWN, GROWN)])
-    with pytest.raises(TypeError, match=r"^`model` must be called as model\(tokens, past\), got Alone: too many"):
-        decoder_to_onnx(model, tmp_path / "decoder.onnx")
-    with pytest.raises(
-        TypeError, match=r"^`model` must be called as model\(tokens, past, memory\), got Alone: too many"
-    ):
-        decoder_to_onnx(model, tmp_path / "decoder.onnx", memory=torch.zeros(1, 2, 3))
+    model = of(lambda self, tokens: (LOGITS, [(GROWN, GROWN)]), empty_cache=Answers(None, None).empty_cache)
+    called: list[tuple[str, dict[str, Any]]] = [("tokens, past", {}), ("tokens, past, memory", {"memory": LOGITS})]
+    for arguments, given in called:
+        told = rf"^`model` must be called as model\({arguments}\), got Module: too many"
+        with pytest.raises(TypeError, match=told):
+            decoder_to_onnx(model, tmp_path / "decoder.onnx", **given)
 
 
 def test_genai_takes_caches_of_one_kind() -> None:
@@ -267,14 +237,7 @@ def test_contents_are_never_held_at_once() -> None:
     assert most < 5 * arrays[0].nbytes
 
 
-@pytest.mark.parametrize("ends", [2, [2], [7, 0]], ids=str)
-def test_a_text_may_end_with_one_token_or_with_any_of_some(ends: Any, tmp_path: Path) -> None:
-    genai.check_config(tmp_path, {"eos_token_id": ends}, False)
-    config = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": ends}, REACH))
-    assert config["model"]["eos_token_id"] == ends
-
-
-def test_the_config_of_genai() -> None:
+def test_the_config_of_genai(tmp_path: Path) -> None:
     text = genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH)
     names = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
     presents = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
@@ -291,12 +254,13 @@ def test_the_config_of_genai() -> None:
     assert json.loads(text) == {"model": model, "search": search}
     assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in text  # people edit this file
     assert '"num_hidden_layers": 2,' in text
-    endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": [7, 0]}, None))
-    assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
-    assert endless["model"]["eos_token_id"] == [7, 0]
-    assert (
-        genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7, "context_length": 9}, None).count(": 9,") == 2
-    )
+    for ends in (2, [2], [7, 0]):  # one token, or any of some
+        genai.check_config(tmp_path, {"eos_token_id": ends}, False)
+        endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": ends}, None))
+        assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
+        assert endless["model"]["eos_token_id"] == ends
+    given = {"eos_token_id": 7, "context_length": 9}
+    assert genai.config_text("decoder.onnx", growing(), given, None).count(": 9,") == 2
     for beyond in (VOCABULARY, [1, VOCABULARY]):
         with pytest.raises(ValueError, match=f"`genai` must have an `eos_token_id` below {VOCABULARY}, the model's"):
             genai.config_text("decoder.onnx", growing(), {"eos_token_id": beyond}, None)
@@ -313,12 +277,10 @@ SUM = of(lambda self, x, y: self.width(x) + y, width=nn.Linear(4, 4))
 """It takes any batch and length, of the two alike, and one width."""
 
 
-class Apart(nn.Module):
-    """Takes any length of one, and three rows of the other."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        assert len(y) == 3
-        return x + y.sum()
+def apart(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Take any length of one, and three rows of the other."""
+    assert len(y) == 3
+    return x + y.sum()
 
 
 PRODUCT, PAIR = of(lambda self, x, y: x @ y), of(lambda self, x, y, z: (x + y, z))
@@ -329,8 +291,8 @@ PRODUCT, PAIR = of(lambda self, x, y: x @ y), of(lambda self, x, y, z: (x + y, z
     (SUM, [(2, 3, 4), (2, 3, 4)], [("b", 3, 4), ("b", 3, 4)], [[(0, 1), (1, 1)]]),
     (SUM, [(1, 3, 4), (1, 3, 4)], [(1, "n", 4), (1, "n", 4)], []),
     (PRODUCT, [(2, 5), (5, 7)], [("a", 5), (5, "b")], [[(0, 1), (1, 0)]]),
-    (Apart(), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
-    (Apart(), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
+    (of(apart), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
+    (of(apart), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
     (PAIR, [(2,), (2,), (5,)], [(2,), (2,), (5,)], [[(0, 0), (1, 0)], [(2, 0)]]),
 ])  # fmt: skip
 def test_axes_that_the_model_accepts_longer_are_found_in_groups(
@@ -345,9 +307,8 @@ def test_axes_that_the_model_accepts_longer_are_found_in_groups(
 
 def test_drawn_numbers_are_those_of_the_example() -> None:
     rows, places = torch.randn(5, 4), torch.tensor([4, 0])
-    assert fixed_by_chance(
-        Flat(of(lambda self, x, y: x[y].sum(0)), (rows, places), {}), [("n", "d"), (2,)], frozenset()
-    ) == [[(1, 0)]]
+    flat = Flat(of(lambda self, x, y: x[y].sum(0)), (rows, places), {})
+    assert fixed_by_chance(flat, [("n", "d"), (2,)], frozenset()) == [[(1, 0)]]
     longer = drawn(places, [9], torch.Generator("cpu").manual_seed(0))
     assert set(longer.tolist()) == {0, 4}
     assert drawn(places[:0], [2], torch.Generator("cpu")).tolist() == [0, 0]
@@ -355,13 +316,10 @@ def test_drawn_numbers_are_those_of_the_example() -> None:
         assert drawn(places, [9], torch.Generator("cpu").manual_seed(0)).equal(longer)
 
 
-def frame(filename: str, line: str) -> Any:
-    return SimpleNamespace(filename=filename, lineno=7, line=line)
-
-
 def test_the_warning_names_the_line_that_fixed_an_axis() -> None:
     leaves = (torch.zeros(2, 3), torch.zeros(2, 5))
-    frames = {(0, 0): frame(torch.nn.functional.__file__, "inside"), (1, 0): frame("model.py", "n = len(y)")}
+    lines = {(0, 0): (torch.nn.functional.__file__, "inside"), (1, 0): ("model.py", "n = len(y)")}
+    frames: Any = {axis: SimpleNamespace(filename=x, lineno=7, line=line) for axis, (x, line) in lines.items()}
     both, one = explained([[(0, 0), (1, 0)], [(0, 1)]], ["x", "y"], leaves, frames)
     assert "for axis 0 of 'x' and axis 0 of 'y' of length 2 alone" in both
     assert "torch fixed it, by `n = len(y)` in model.py:7. If `vary` names" in both
@@ -371,7 +329,7 @@ def test_the_warning_names_the_line_that_fixed_an_axis() -> None:
 
 def test_a_model_that_caches_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class HiddenStates(nn.Module):
-        """A decoder that leaves the given cache empty."""
+        """It leaves the given cache empty."""
 
         def prepare_inputs_for_generation(self) -> None:
             """Mark the class as one that generates."""
@@ -384,3 +342,57 @@ def test_a_model_that_caches_hidden_states_is_refused(tmp_path: Path, monkeypatc
     said = "DynamicCache .* got HiddenStates, which leaves list .*: .* hidden states, is exported .* by torch_to_onnx"
     with pytest.raises(TypeError, match=said):
         decoder_to_onnx(HiddenStates(), tmp_path / "decoder.onnx")
+
+
+# What layers share, compared with the same graph in which every layer computes its own
+
+FAR = Span(6, 6, "clip")
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", None])
+def test_layers_compute_once_what_they_share(chunk_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as from nodes in each layer, for few queries and for many, and of rows that see no key."""
+
+    def forward(self: Any, x: Any, shown: Any) -> Any:
+        hidden = torch.where(shown[:, None, None], 0.0, -torch.inf)
+        for _ in range(3):
+            x = x + relative_attention(x, x, x, rel_bias=self.bias, span=FAR, mask=hidden)
+            x = x + relative_attention(x, x, x, mask=hidden)
+        return x
+
+    def shown(batch: int, length: int) -> Tensor:
+        return torch.arange(length) < torch.arange(batch)[:, None] * 3
+
+    def pads(made: Any) -> int:
+        first = [one.attribute[0].g for one in made.graph.node if one.op_type == "If"]
+        return sum(node.op_type == "Pad" for graph in (made.graph, *first) for node in graph.node)
+
+    model = of(forward, bias=random(2, 13)).eval()
+    given = {"x": random(2, 2, 9, 4), "shown": shown(2, 9)}
+    made = torch_to_onnx(model, given, chunk_size=chunk_size, check=False)
+    monkeypatch.setattr(convert, "share", lambda model: None)
+    before = torch_to_onnx(model, given, chunk_size=chunk_size, check=False)
+    assert (pads(made), pads(before)) == (1, 3)
+    runs = opened(made), opened(before)
+    for batch, length in [(1, 1), (3, 7), (2, 300), (2, 1100)]:
+        feeds = {"x": random(batch, 2, length, 4).numpy(), "shown": shown(batch, length).numpy()}
+        one, other = (run.run(None, feeds)[0] for run in runs)
+        assert one.tobytes() == other.tobytes()
+        assert_same([one], model, *map(torch.from_numpy, feeds.values()), gate=1e-5)
+
+
+def test_what_one_branch_has_is_no_buffer_of_the_other() -> None:
+    """The declared shape of a shared value must not be that of a later one: runtimes then use its memory again."""
+
+    def forward(self: Any, x: Any) -> Any:
+        for _ in range(3):
+            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in (x, x / 2, x / 3))
+            x = relative_attention(q, k, v, self.rel_k, FAR, rel_v=self.rel_v).transpose(1, 2).flatten(2)
+        return x
+
+    model = of(forward, rel_k=random(13, 4), rel_v=random(13, 4)).eval()
+    made = torch_to_onnx(model, random(2, 9, 8), check=False)
+    assert any(len(node.output) > 1 for node in made.graph.node if node.op_type == "If")
+    for length in (5, 300, 1100):
+        x = random(1, length, 8)
+        assert_same(opened(made).run(None, {"x": x.numpy()}), model, x, gate=1e-5)

@@ -18,19 +18,22 @@ from relskew_core.export._models.compare import check_decoder, check_full
 from relskew_core.export._models.convert import Flat
 
 NAMES = ["logits", "present.0.key", "present.0.value"]
+INPUTS = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
 
 
 class Summing(nn.Module):
-    """The logits are sums of all tokens so far; it supports a given number of positions."""
+    """The logits are sums of all tokens so far; it supports a number of positions, of tokens at once and of rows."""
 
-    def __init__(self, most: int = 1000, heads: int = 1) -> None:
+    def __init__(self, most: int = 1000, heads: int = 1, at_once: int = 1000, rows: int = 1000) -> None:
         super().__init__()
-        self.most, self.heads = most, heads
+        self.most, self.heads, self.at_once, self.rows = most, heads, at_once, rows
         embedding = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).repeat(1, heads)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
         ((keys, values),) = past
+        if len(tokens) > self.rows or tokens.shape[1] > self.at_once:
+            raise IndexError(f"{self.rows} rows and {self.at_once} tokens at once are the most")
         x = self.embedding[tokens].unflatten(-1, (self.heads, 4)).transpose(1, 2)
         keys, values = torch.cat([keys, x], 2), torch.cat([values, x * 2], 2)
         if keys.shape[2] > self.most:
@@ -51,18 +54,15 @@ class Graph:
 
     def __init__(self, model: Summing, *, end: int | None = None, wrong: Collection[Case] = ()) -> None:
         self.flat, self.end, self.wrong = model.flat(), end, wrong
-        self.cases: list[Case] = []
-        self.seen: list[list[Any]] = []
-        self.told: list[str] = []
+        self.cases, self.seen, self.told = list[Case](), list[list[Any]](), list[str]()
 
     def __call__(self, inputs: Any, told: str) -> list[Any]:
         tokens, keys, values = inputs
-        assert tokens.dtype == torch.int64
+        assert [x.dtype for x in inputs] == [x.dtype for x in self.flat.inputs()]
         assert tokens.shape[0] == keys.shape[0] == values.shape[0]
         case = (*tokens.shape, keys.shape[2])
         self.cases.append(case)
         self.seen.append([x.tolist() for x in inputs])
-        assert keys.dtype == values.dtype == self.flat.inputs()[1].dtype
         self.told.append(told)
         if self.end is not None and tokens.shape[1] + keys.shape[2] > self.end:
             raise RuntimeError("past the end")
@@ -75,18 +75,14 @@ class Graph:
         check_decoder(self.flat, self, NAMES, lambda rows: [], checks=[], reach=reach, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("reach", "most", "cases"),
-    [
-        (None, 1000, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 300)]),
-        (12, 12, [(1, 1, 0), (3, 12, 0), (3, 6, 0), (3, 1, 6), (3, 5, 7), (2, 1, 11), (1, 1, 12)]),
-        (5, 5, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
-        (100, 100, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
-        (None, 11, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("reach", "most", "cases"), [
+    (None, 1000, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 300)]),
+    (12, 12, [(1, 1, 0), (3, 12, 0), (3, 6, 0), (3, 1, 6), (3, 5, 7), (2, 1, 11), (1, 1, 12)]),
+    (5, 5, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
+    (100, 100, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
+    (None, 11, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
+])  # fmt: skip
 def test_a_token_prompts_pieces_and_long_pasts_are_tried(reach: int | None, most: int, cases: list[Case]) -> None:
-    """One token, a prompt, the prompt in pieces, a long past, and one token more than there is room for."""
     graph = Graph(Summing(most), end=reach)
     graph.check(reach)
     assert graph.cases == cases
@@ -104,15 +100,8 @@ def test_drawn_tokens_are_the_same_each_time_and_of_all_kinds() -> None:
     assert {token for row in first.seen[1][0] for token in row} == set(range(9))
 
 
-class AtMostThree(Summing):
-    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
-        if tokens.shape[1] > 3:
-            raise IndexError("three tokens at once are the most")
-        return super().forward(tokens, past)
-
-
 def test_shorter_prompts_are_tried_where_long_ones_cannot_be() -> None:
-    graph = Graph(AtMostThree(16), end=16)
+    graph = Graph(Summing(16, at_once=3), end=16)
     graph.check(16)
     assert graph.cases == [(1, 1, 0), (3, 2, 0), (3, 1, 0), (3, 1, 1), (2, 1, 15), (1, 1, 16)]
 
@@ -132,16 +121,9 @@ def test_the_case_that_differs_is_named() -> None:
         Graph(Summing()).check(9)
 
 
-class ForTwo(Summing):
-    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
-        if len(tokens) > 2:
-            raise IndexError("two rows are the most")
-        return super().forward(tokens, past)
-
-
 def test_an_error_of_the_model_itself_is_raised() -> None:
-    with pytest.raises(IndexError, match="two rows are the most"):
-        Graph(ForTwo()).check()
+    with pytest.raises(IndexError, match="2 rows and 1000 tokens at once are the most"):
+        Graph(Summing(rows=2)).check()
     with pytest.raises(IndexError, match="20 positions are too many"):
         Graph(Summing(12)).check(20)
 
@@ -177,11 +159,10 @@ def test_a_full_cache_must_fail() -> None:
 
 def test_the_comparison_sees_what_differs() -> None:
     right, one, f = torch.tensor([1.0, 2.0, torch.nan]), torch.ones(1), np.float32
+    differs = "does not do what `model` does: output 'y' for x"
     cases: list[tuple[list[Any], list[Any], float | None, str]] = [
         ([np.array([1, 2, 7], f)], [right], None, ""),
-        ([np.array([1, 2.001, 7], f)], [right], None, "does not do what `model` does: output 'y' for x"),
-        ([np.array([1, np.nan, 7], f)], [right], None, "does not do what `model` does: output 'y' for x"),
-        ([np.ones(2, f)], [right], None, "does not do what `model` does: output 'y' for x"),
+        *(([np.array(found, f)], [right], None, differs) for found in ([1, 2.001, 7], [1, np.nan, 7], [1, 1])),
         ([np.array([1, 2.001, 7], f)], [right], 1e-3, ""),
         ([right.double().numpy()], [right], None, r"is float64 \(3,\), of torch float32 \(3,\)"),
         ([np.array([1, 2])], [torch.tensor([1, 3])], None, r"differs in 50\.0% of its numbers"),
@@ -202,19 +183,17 @@ def test_the_comparison_sees_what_differs() -> None:
 
 def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Growing, in place at a length of the graph's, and at any."""
-    names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    nothing = [torch.zeros(2, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
+    nothing = [torch.zeros(2, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in small_decoder.CACHES]
     wanted = small_decoder.logits(torch.cat([tokens, tokens + 3], 1).numpy())
     run: Any
     for length in (0, 9, None):
-        path = save(
-            small_decoder.in_place(length) if length != 0 else small_decoder.growing(), tmp_path / f"{length}.onnx"
-        )
+        made = small_decoder.growing() if length == 0 else small_decoder.in_place(length)
+        path = save(made, tmp_path / f"{length}.onnx")
         if length == 0:  # the file has no input on which no output depends
-            run, dropped = compare.runner(path, [*names, "gone"]), [torch.ones(1)]
+            run, dropped = compare.runner(path, [*INPUTS, "gone"]), [torch.ones(1)]
         else:
-            run, dropped = compare.runner_in_place(path, names, length), []
+            run, dropped = compare.runner_in_place(path, INPUTS, length), []
         first, *past = run([tokens.T.contiguous().T, *nothing, *dropped], "one")
         second, *caches = run([tokens + 3, *map(torch.tensor, past), *dropped], "two")
         np.testing.assert_allclose(np.concatenate([first, second], 1), wanted, atol=1e-4)
@@ -236,9 +215,8 @@ def test_a_graph_that_reads_behind_its_cache_differs(tmp_path: Path) -> None:
     sums = ["sum of present.1.key", "sum of present.1.key.filled"]
     model.graph.node.append(helper.make_node("Sub", sums, ["behind"]))
     model.graph.node.append(helper.make_node("Add", ["right", "behind"], ["logits"]))
-    names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
-    run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), names, None)
-    nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
+    run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), INPUTS, None)
+    nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in small_decoder.CACHES]
     tokens = [[1, 2, 3, 4, 5, 6]]
     (found, *_), wanted = run([torch.tensor(tokens), *nothing], "one"), small_decoder.logits(tokens)
     assert (np.abs(found - wanted) > 100).all()
