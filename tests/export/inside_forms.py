@@ -11,14 +11,16 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_attention
 
-from export_forms import FORMS, IN_PLACE, PROFILES, exported, made
+from export_forms import FORMS, IN_PLACE, PROFILES, exported, made, valid
+from graph_text import FOLDER, WRITTEN, model_of, plans, text
 from onnx_sessions import BROADCASTS_EMPTY, opened
 from operator_runs import needs_library
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.export import quantize, to_onnx, validate
+from relskew_core.export import quantize, to_onnx
 from relskew_core.export._check.runtimes import Feeds, Source, open_reference, refuses_empty_batch
 from relskew_core.export._check.trials import Trial, make_inputs, make_trials
 from relskew_core.export._form.plan import GraphPlan, make_plan
+from relskew_core.export._nodes.emitter import Emitter
 
 CHUNKS = {"chunk_size": 3}
 CASES = [
@@ -61,8 +63,7 @@ def test_an_empty_batch_is_refused_by_quantised_products(kind: Any, blocks: dict
     x = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(np.float32)
     given = [{"x": 9 * x}] if kind == "static" else None
     path = quantize(to_onnx(spec, weights), tmp_path / "small.onnx", kind, inputs=given)
-    report = validate(path, spec, weights, tolerance=0.6)
-    assert report.ok, report.table()
+    report = valid(path, spec, weights, tolerance=0.6)
     (empty,) = {check.detail.split(" of ")[0] for check in report.checks if "batch 0" in check.case}
     products = ("refused by MatMulIntegerToFloat", "refused by QLinearMatMul")
     assert empty in (("refused by Attention",) if BROADCASTS_EMPTY else products)
@@ -166,8 +167,33 @@ def test_a_node_gives_the_plain_numbers_with_the_library_and_without(form: str) 
                 np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("before", "folded"), [(8, True), (9, False)])
-def test_many_blocks_before_are_masked_instead_of_folded(before: int, folded: bool) -> None:
+def test_many_blocks_before_are_masked_instead_of_folded() -> None:
     """Each block before is one more copy of the keys."""
-    spec = BlockSpec(8, 2, Span(2 * before + 1, 1), block_size=2, blocks_before=before)
-    assert make_plan(spec, np.dtype(np.float32)).local == folded
+    for before, folded in ((8, True), (9, False)):
+        spec = BlockSpec(8, 2, Span(2 * before + 1, 1), block_size=2, blocks_before=before)
+        assert make_plan(spec, np.dtype(np.float32)).local == folded
+
+
+# Graphs, to the letter: names, shapes and doc strings are promises too, and a change of them must be meant
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_graph(name: str) -> None:
+    """``tests/support/graph_text.py`` writes them anew; what changed is to be read."""
+    assert text(model_of(name)) == (FOLDER / f"{name}.txt").read_text()
+
+
+def test_no_two_tensors_have_one_name() -> None:
+    """Also in branches and loops, in which outer names are visible."""
+    g = Emitter(np.dtype(np.float32))
+    x = g.input("x", ("n",), "numbers")
+    g.compute("Abs", [x], "twice", x.shape)
+    for inner in (g, Emitter(g.dtype, g)):
+        with pytest.raises(ValueError, match="two tensors of the graph would be called 'relskew/compute/twice'"):
+            inner.compute("Abs", [x], "twice", x.shape)
+    Emitter(g.dtype, g, "branch/").compute("Abs", [x], "twice", x.shape)
+
+
+def test_plans_and_no_other_graph_are_there() -> None:
+    assert plans() == (FOLDER / "plans.txt").read_text()
+    assert {path.stem for path in FOLDER.iterdir()} == {*WRITTEN, "plans", "trials"}

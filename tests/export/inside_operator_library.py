@@ -1,9 +1,14 @@
-"""The operator library: every option of a call in onnxruntime, against the definition, and hosts without either."""
+"""The operator library: every option of a call in onnxruntime and through its header, against the definition."""
 
+import _ctypes
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +22,15 @@ import compiled_cases
 import dense
 import oracles
 from compiled_cases import close, narrow
+from export_forms import exported
 from libraries import GATES
 from onnx_sessions import opened
 from operator_runs import needs_library, run, session_of, side_by_side
-from relskew_core import Span, relative_attention
+from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends._compiled import _kernels
-from relskew_core.export import custom_ops_library
+from relskew_core.export import custom_ops_library, save, without_operator
 from relskew_core.export._nodes.operator import INPUTS, OUTPUTS, attributes_of
 from relskew_core.export._nodes.operator_nodes import NUMBERS, _quantising
 
@@ -99,8 +105,9 @@ def test_projected_heads_are_read_where_they_are(dtype: str) -> None:
 def test_the_reach_of_a_table_may_be_an_input() -> None:
     arrays = {**call(), "rel_k": random(4, 93, 16)}
     expected = oracles.relative_attention(**arrays, span=Span(52, 40, "clip")).out
-    for left, right in ((np.array(52), np.array(40)), (np.array([52]), np.array([40]))):
-        (out,) = run({**arrays, "span_left": left, "span_right": right}, left=1, right=2, beyond="clip")
+    for shape in ((), (1,)):
+        reach = {"span_left": np.full(shape, 52), "span_right": np.full(shape, 40)}
+        (out,) = run({**arrays, **reach}, left=1, right=2, beyond="clip")
         assert oracles.relative_error(out, expected) < GATES["float32"]
 
 
@@ -220,13 +227,16 @@ OF_INT8: dict[str, dict[str, Any]] = {
     "keys": {"key_table": random(4, 64, 16, seed=6)},
     "softcap": {"softcap": 2.0},
     "documents": {"segments": np.repeat(np.array([0, 1, 3]), (20, 15, 15))},
+    "float16": {},
+    "float64": {},
 }
 
 
 @pytest.mark.parametrize("filled", [0, 20, 49], ids="after {}".format)
 @pytest.mark.parametrize("kind", OF_INT8)
 def test_caches_in_int8_are_attention_to_the_rounded_rows(kind: str, filled: int) -> None:
-    options, arrays = OF_INT8[kind], call()
+    dtype, gate = kind if kind in GATES else "float32", GATES["float16" if kind == "float16" else "float32"]
+    options, arrays = OF_INT8[kind], {name: x.astype(dtype) for name, x in call().items()}
     added = {name: x for name, x in options.items() if name in INPUTS}
     attributes = CAUSAL | {name: x for name, x in options.items() if name == "softcap"}
     if kind == "documents":
@@ -237,21 +247,10 @@ def test_caches_in_int8_are_attention_to_the_rounded_rows(kind: str, filled: int
             given["offset"] = np.array([filled])
         out, *made = run({**given, **added}, ("out", *presents), threads=2, **attributes)
         expected = oracles.relative_attention(**whole, span=SPAN, causal=True, **options).out
-        assert oracles.relative_error(out, expected[:, :, filled:]) < GATES["float32"]
+        assert oracles.relative_error(out, expected[:, :, filled:]) < gate
         for name, x in zip(presents, made, strict=True):
             np.testing.assert_array_equal(x[:, :, :50], presents[name])
             assert not x[:, :, 50:].any()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("filled", [20, 49])
-def test_caches_in_int8_of_other_dtypes_are_within_their_gates(dtype: str, filled: int) -> None:
-    given, presents, whole = quantised({name: x.astype(dtype) for name, x in call().items()}, filled, filled)
-    out, *made = run(given, ("out", *presents), **CAUSAL)
-    expected = oracles.relative_attention(**whole, span=SPAN, causal=True).out[:, :, filled:]
-    assert oracles.relative_error(out, expected) < GATES["float16" if dtype == "float16" else "float32"]
-    for name, x in zip(presents, made, strict=True):
-        np.testing.assert_array_equal(x, presents[name])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -346,23 +345,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"rel_v_scale": random(4, 64)}, {}, "a table in int8 must have one scale"),
     ({"rel_k_int8": np.zeros((4, 64, 16), np.int8), "rel_k_scale": random(4, 64)}, {}, "a table either in int8 or not"),
     ({"rel_v_int8": np.zeros((4, 64, 16), np.int8), "rel_v_scale": random(4, 63)}, {}, "`rel_v_scale` has a different"),
+    *(({"rel_k": None, name: random(*shape)}, {"left": 40}, f"`{name}` reaches relative positions -40")
+      for name, shape in {"rel_v": (4, 41, 16), "rel_bias": (4, 41), "key_table": (4, 41, 16)}.items()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arrays", "attributes", "match"), WRONG, ids=[match for *_, match in WRONG])
 def test_wrong_nodes_are_refused_by_name(arrays: dict[str, Any], attributes: dict[str, Any], match: str) -> None:
+    given = {name: x for name, x in {**call(), **arrays}.items() if x is not None}
     with pytest.raises(Exception, match=match):
-        run({**call(), **arrays}, **{**CAUSAL, **attributes})
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("rel_k", (4, 41, 16)), ("rel_v", (4, 41, 16)), ("rel_bias", (4, 41)), ("key_table", (4, 41, 16))],
-)
-def test_the_table_that_is_too_short_is_named(name: str, shape: tuple[int, ...]) -> None:
-    arrays = {key: x for key, x in call().items() if key != "rel_k"}
-    with pytest.raises(Exception, match=f"`{name}` reaches relative positions -40"):
-        run({**arrays, name: random(*shape)}, **{**CAUSAL, "left": 40})
+        run(given, **{**CAUSAL, **attributes})
 
 
 def test_a_full_cache_says_how_full() -> None:
@@ -408,21 +400,187 @@ def test_the_library_needs_libc_and_libm_alone() -> None:
 
 
 def test_subnormal_rows_do_not_overflow_without_the_library() -> None:
-    numbers: dict[str, dict[str, Any]] = {
-        **NUMBERS,
-        **{name: {"value_ints": [value]} for name, value in {"zero": 0, "total": 1, "axis": 2, "starts": 0}.items()},
-    }
+    lengths = {"zero": 0, "total": 1, "axis": 2, "starts": 0}
+    numbers: dict[str, Any] = {**NUMBERS, **{name: {"value_ints": [value]} for name, value in lengths.items()}}
     constants = [helper.make_node("Constant", [], [f"cache/{name}"], **value) for name, value in numbers.items()]
     feeds: dict[str, Any] = {
         "past/k": np.zeros((1, 1, 1, 1), np.int8),
         "past_scale/k": np.zeros((1, 1, 1), np.float32),
         "new/k": np.full((1, 1, 1, 1), 180 * 2.0**-149, np.float32),
     }
-    inputs = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
-        for name, x in feeds.items()
-    ]
+    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in feeds.items()}
+    inputs = [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in feeds.items()]
     output = helper.make_tensor_value_info("present/k", onnx.TensorProto.INT8, [1, 1, 1, 1])
     graph = helper.make_graph([*constants, *_quantising("k", "filled")], "one row", inputs, [output])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
     assert opened(model).run(None, feeds)[0] == 0
+
+
+# Graphs whose attention is a node, with the library and without
+
+SMALL = BlockSpec(8, 2, Span.causal(8), causal=True)
+
+
+@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL"])
+def test_a_session_runs_the_operator_instead_of_the_function(level: str) -> None:
+    """No text of onnx says so: runtimes decide."""
+    (model, *_), (right, *_) = exported(SMALL, operator=True), exported(SMALL)
+    (function,) = model.functions
+    made = [("Sub", [function.input[0]] * 2, "zero"), ("Add", ["seven", "zero"], function.output[0])]
+    del function.node[:]
+    function.node.append(onnx.helper.make_node("Constant", [], ["seven"], value_floats=[7.0]))
+    function.node.extend(onnx.helper.make_node(kind, given, [result]) for kind, given, result in made)
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)}
+    settings = {"graph_optimization_level": getattr(onnxruntime.GraphOptimizationLevel, level)}
+    with_it, without = (opened(model, library=each, **settings).run(None, feeds)[0] for each in (True, False))
+    expected = opened(right).run(None, feeds)[0]
+    np.testing.assert_allclose(with_it, expected, rtol=0, atol=1e-5)
+    assert np.abs(without - expected).max() > 1
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"excludes a bias by distance in half precision.* got dtype float16"):
+        exported(BlockSpec.alibi(8, 2), operator=True, dtype="float16")
+    for form in ("cross, clip, short", "cross, zero, short"):
+        with pytest.raises(ValueError, match=r"`operator=True` requires a `max_length` that cuts both ends .* got 5"):
+            exported(form, operator=True)
+    with pytest.raises(TypeError, match=r"`operator` must be"):
+        exported(SMALL, operator=1)
+    with pytest.raises(ValueError, match=r"`model_or_path` must have nodes relskew::RelativeAttention"):
+        without_operator(exported(SMALL)[0])
+    with pytest.raises(TypeError, match=r"`model_or_path` must be an onnx.ModelProto or a path, got int 3"):
+        without_operator(3)  # type: ignore[arg-type]
+
+
+def test_without_operator_reads_a_file(tmp_path: Path) -> None:
+    model, *_ = exported(SMALL, operator=True)
+    path = save(model, tmp_path / "block.onnx")
+    assert without_operator(path) == without_operator(str(path)) == without_operator(model)
+    assert any(entry.domain == "relskew" for entry in model.opset_import)
+
+
+# ``relskew_attention`` of relskew.h with keys, values and tables in int8, called through its structures
+
+HEADER = ROOT / "backends/_compiled/include/relskew.h"
+C_TYPES = {"size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
+
+
+class Array(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("axes", ctypes.c_int32), ("sizes", ctypes.c_int64 * 4),
+        ("steps", ctypes.c_int64 * 4),
+    )  # fmt: skip
+
+
+@cache
+def call_type() -> type[ctypes.Structure]:
+    """Return the structure of a call as the header declares it."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    (body,) = re.findall(r"typedef struct relskew_call \{(.*?)\}", text, re.DOTALL)
+    types = {**C_TYPES, "relskew_array": Array}
+    fields = [
+        (name.strip(), types[kind]) for kind, names in re.findall(r"(\w+) ([^;]+);", body) for name in names.split(",")
+    ]
+    return type("Call", (ctypes.Structure,), {"_fields_": fields})
+
+
+def view(x: Any) -> Array:
+    steps = [stride // x.itemsize for stride in x.strides]
+    return Array(x.ctypes.data, x.ndim, (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 4)(*steps))
+
+
+def attend(views: dict[str, Array], library: ctypes.CDLL | None = None, **numbers: Any) -> str:
+    """Make a causal call, and return its error."""
+    made: Any = call_type()(type=1, window_left=-1, window_right=-1, blocks_before=-1, causal=1, **numbers, **views)
+    made.size, made.scale, made.rel_scale = ctypes.sizeof(made), np.nan, np.nan
+    error = ctypes.create_string_buffer(200)
+    function = (library or ctypes.CDLL(str(custom_ops_library()))).relskew_attention
+    assert function(ctypes.byref(made), error, ctypes.c_size_t(200)) == bool(error.value)
+    return error.value.decode()
+
+
+def arrays(queries: int, keys: int, width: int) -> dict[str, Any]:
+    """Return a call in int8, with heads side by side, rows that lie apart, and scales by position."""
+    draw = np.random.default_rng(0)
+    k, v = (draw.integers(-127, 128, (2, keys, 2, width + 3), np.int8)[..., :width] for _ in range(2))
+    k_scale, v_scale = (draw.random((2, keys, 2), np.float32) / 64 for _ in range(2))
+    return {
+        "q": draw.standard_normal((2, 4, queries, width), np.float32),
+        "k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2),
+        "k_scale": k_scale.swapaxes(1, 2), "v_scale": v_scale.swapaxes(1, 2),
+        "rel_k": draw.standard_normal((4, keys, width), np.float32),
+        "key_table": draw.standard_normal((1, keys, width), np.float32),
+        "out": np.zeros((2, 4, queries, width), np.float32),
+    }  # fmt: skip
+
+
+def tables(rows: int, width: int) -> dict[str, Any]:
+    """Return tables in int8, with rows that lie apart, one for each head and one for all."""
+    draw = np.random.default_rng(1)
+    rel_k, rel_v = (draw.integers(-127, 128, (heads, rows, width + 3), np.int8)[..., :width] for heads in (4, 1))
+    scales = (draw.random((heads, rows), np.float32) / 64 for heads in (4, 1))
+    return {"rel_k": rel_k, "rel_v": rel_v, **dict(zip(("rel_k_scale", "rel_v_scale"), scales, strict=True))}
+
+
+def widen(arrays: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        arrays[name] = arrays[name] * arrays.pop(f"{name}_scale")[..., None]
+
+
+@pytest.mark.parametrize("width", [16, 21])
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize(("narrow", "rows"), [("keys", 600), *itertools.product(("tables", "both"), (600, 40))])
+def test_arrays_in_int8_are_what_they_round_to(narrow: str, rows: int, queries: int, width: int) -> None:
+    """With any strides; tables are whole, or clipped."""
+    given, offset, clipped = arrays(queries, 600, width), 600 - queries, narrow != "keys"
+    if clipped:
+        given |= tables(rows, width)
+        del given["key_table"]
+    widen(given, "kv" if narrow == "tables" else ())
+    views = {name: view(x) for name, x in given.items()}
+    assert not attend(views, left=rows - 1, beyond=int(clipped), offset=offset, threads=2)
+    out = given.pop("out")
+    widen(given, [name for name in (*"kv", "rel_k", "rel_v") if f"{name}_scale" in given])
+    span = Span.causal(rows, "clip" if clipped else "error")
+    expected = oracles.relative_attention(**given, span=span, causal=True, offset=offset).out
+    assert oracles.relative_error(out, expected) < GATES["float32"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_library_stays_for_threads_that_begin_after_it_is_closed(tmp_path: Path) -> None:
+    copy = shutil.copy(custom_ops_library(), tmp_path)
+    library = ctypes.CDLL(str(copy))
+    given = arrays(70, 600, 16)
+    assert not attend({name: view(x) for name, x in given.items()}, library, left=599, offset=530, threads=8)
+    _ctypes.dlclose(library._handle)
+    assert str(copy) in Path("/proc/self/maps").read_text()
+
+
+def resized(array: Array, axis: int, size: int) -> None:
+    array.sizes[axis] = size
+
+
+SPOILT: list[tuple[str, Callable[[Array], object], str]] = [
+    *((name, lambda x: setattr(x, "data", None), f"`{name}` is missing")
+      for name in ("k_scale", "v_scale", "k", "v", "rel_k")),
+    ("k_scale", lambda x: setattr(x, "data", x.data + 1), "`k_scale` must be aligned"),
+    ("k_scale", lambda x: setattr(x, "axes", 5), "`k_scale` must have up to 4 axes, got 5"),
+    ("v_scale", lambda x: setattr(x, "axes", -1), "`v_scale` must have up to 4 axes, got -1"),
+    ("k_scale", lambda x: resized(x, 2, 59), "`k_scale` has a different size"),
+    ("v_scale", lambda x: resized(x, 1, 4), "`v_scale` has a different size"),
+    ("v", lambda x: resized(x, 2, 61), "`v` has a different size"),
+    ("rel_v", lambda x: resized(x, 1, 59), "`rel_v` has a different size"),
+    ("rel_k_scale", lambda x: resized(x, 1, 59), "`rel_k_scale` has a different size"),
+    ("rel_v_scale", lambda x: resized(x, 0, 3), "`rel_v_scale` has a different size"),
+    ("k", lambda x: resized(x, 3, 17), "`k` has a different size"),
+    ("k", lambda x: x.steps.__setitem__(3, 2), "`k` must be contiguous along its last axis"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), SPOILT, ids=[f"{name}: {told}" for name, _, told in SPOILT])
+def test_wrong_arrays_in_int8_are_refused(name: str, spoil: Callable[[Array], object], message: str) -> None:
+    given = {**arrays(2, 60, 16), **tables(60, 16)}
+    views = {own: view(x) for own, x in given.items()}
+    spoil(views[name])
+    assert message in attend(views, left=59, offset=58)
+    assert not given["out"].any()

@@ -1,6 +1,8 @@
 """Caches in place of growing ones: the same numbers, one buffer, loud where it is full, read whole if mostly filled."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from export_forms import random_weights
-from onnx_sessions import opened
+from export_forms import IN_PLACE, exported, random_weights, valid
+from onnx_sessions import opened, shapes
 from relskew_core import BlockSpec, Span, attention_block
-from relskew_core.export import caches_in_place, to_onnx
+from relskew_core.export import caches_in_place, to_onnx, validate
 
 SPEC = BlockSpec(32, 4, Span.causal(20), causal=True, num_kv_heads=2)
 NAMES: dict[str, Any] = {"past": "past_", "present": "present_"}
@@ -21,26 +23,32 @@ ROOM = 12
 PLAIN = BlockSpec(32, 4, Span.causal(20), causal=True)
 
 
-def growing(**options: Any) -> onnx.ModelProto:
+def growing(spec: BlockSpec = SPEC, **options: Any) -> onnx.ModelProto:
     """Return a block whose cache is joined by Concat, as those are that torch exports."""
-    return to_onnx(SPEC, random_weights(SPEC), past=True, profile="trt", **{"opset": 24, **options})
+    return to_onnx(spec, random_weights(spec), past=True, profile="trt", **{"opset": 24, **options})
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
     return list[Any](opened(model).run(None, feeds))
 
 
-def empty(length: int, batch: int = 1) -> dict[str, Any]:
-    return {f"past_{name}": np.zeros((batch, 2, length, 8), np.float32) for name in ("key", "value")}
+def empty(length: int, batch: int = 1, heads: int = 2) -> dict[str, Any]:
+    return {f"past_{name}": np.zeros((batch, heads, length, 8), np.float32) for name in ("key", "value")}
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_caches_in_place_give_the_numbers_of_growing_ones(batch: int) -> None:
     model = growing()
+    helper.set_model_props(model, {"relskew.decoder": "growing"})
     before = model.SerializeToString()
     changed = caches_in_place(model, **NAMES)
     assert model.SerializeToString() == before
     onnx.checker.check_model(changed, full_check=True)
+    assert changed.metadata_props[0].value == "in_place"
+    sizes = shapes((*changed.graph.input, *changed.graph.output))
+    assert list(sizes) == ["x", "past_key", "past_value", "past_length", "y", "present_key", "present_value"]
+    assert sizes["past_key"] == sizes["present_value"] == ["batch", 2, "cache_length", 8]
+    assert sizes["past_length"] == [1]
     kinds = [node.op_type for node in changed.graph.node]
     assert kinds.count("TensorScatter") == 2
     x = np.random.default_rng(0).standard_normal((batch, ROOM, 32)).astype(np.float32)
@@ -55,47 +63,35 @@ def test_caches_in_place_give_the_numbers_of_growing_ones(batch: int) -> None:
             assert cache.shape == (batch, 2, ROOM, 8)
             np.testing.assert_array_equal(cache[:, :, :start], grown)
         grows, fixed = (dict(zip(grows, caches[1:], strict=True)) for caches in (wanted, found))
-    with pytest.raises(Exception, match="TensorScatter"):
-        run(changed, {"x": x[:, :1], **fixed, "past_length": np.array([ROOM])})
-    with pytest.raises(Exception, match="TensorScatter"):
-        run(changed, {"x": x[:, :2], **fixed, "past_length": np.array([ROOM - 1])})
+    for more in (1, 2):
+        with pytest.raises(Exception, match="TensorScatter"):
+            run(changed, {"x": x[:, :more], **fixed, "past_length": np.array([ROOM + 1 - more])})
+
+
+def step(session: onnxruntime.InferenceSession, caches: dict[str, onnxruntime.OrtValue], **feeds: Any) -> Any:
+    """Write into caches, and return the other output."""
+    binding = session.io_binding()
+    for name, x in feeds.items():
+        binding.bind_cpu_input(name, np.ascontiguousarray(x))
+    binding.bind_output("y")
+    for name, cache in caches.items():
+        binding.bind_ortvalue_input(name, cache)
+        binding.bind_ortvalue_output(name.replace("past", "present"), cache)
+    session.run_with_iobinding(binding)
+    return binding.get_outputs()[0].numpy()
 
 
 def test_onnxruntime_writes_into_the_given_cache() -> None:
-    """onnxruntime writes into the given cache, and reads nothing after its filled part."""
+    """It reads nothing after its filled part."""
     session = opened(caches_in_place(growing(), **NAMES))
     x = np.random.default_rng(1).standard_normal((1, 5, 32)).astype(np.float32)
     filling = {name: np.full_like(array, 1e3) for name, array in empty(ROOM).items()}
     buffers = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in filling.items()}
-    steps = []
-    for position in range(5):
-        binding = session.io_binding()
-        binding.bind_cpu_input("x", np.ascontiguousarray(x[:, position : position + 1]))
-        binding.bind_cpu_input("past_length", np.array([position]))
-        for name, buffer in buffers.items():
-            binding.bind_ortvalue_input(name, buffer)
-            binding.bind_ortvalue_output(name.replace("past", "present"), buffer)
-        binding.bind_output("y")
-        session.run_with_iobinding(binding)
-        steps.append(binding.get_outputs()[2].numpy())
+    steps = [step(session, buffers, x=x[:, n : n + 1], past_length=np.array([n])) for n in range(5)]
     wanted = run(growing(), {"x": x, **empty(0)})
     np.testing.assert_allclose(np.concatenate(steps, axis=1), wanted[0], atol=1e-5)
     np.testing.assert_array_equal(buffers["past_key"].numpy()[:, :, :5], wanted[1])
     assert (buffers["past_key"].numpy()[:, :, 5:] == 1e3).all()
-
-
-def test_caches_have_one_length_and_the_metadata_says_in_place() -> None:
-    model = growing()
-    helper.set_model_props(model, {"relskew.decoder": "growing"})
-    changed = caches_in_place(model, **NAMES)
-    shapes = {
-        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        for value in (*changed.graph.input, *changed.graph.output)
-    }
-    assert list(shapes) == ["x", "past_key", "past_value", "past_length", "y", "present_key", "present_value"]
-    assert shapes["past_key"] == shapes["present_value"] == ["batch", 2, "cache_length", 8]
-    assert shapes["past_length"] == [1]
-    assert changed.metadata_props[0].value == "in_place"
 
 
 def test_outputs_that_are_no_caches_stay() -> None:
@@ -105,14 +101,7 @@ def test_outputs_that_are_no_caches_stay() -> None:
         model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", None, 32)))
     changed = caches_in_place(model, **NAMES)
     y, *_, more, key = run(changed, {"x": np.ones((1, 2, 32), np.float32), **empty(4), "past_length": np.array([0])})
-    assert (y == more).all()
-    assert (y == key).all()
-
-
-def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    """Return the node that makes a tensor."""
-    (node,) = (node for node in model.graph.node if output in node.output)
-    return node
+    assert ((y == more) & (y == key)).all()
 
 
 def test_a_softcap_and_other_names_of_the_standard_are_read() -> None:
@@ -120,9 +109,9 @@ def test_a_softcap_and_other_names_of_the_standard_are_read() -> None:
     model = growing()
     (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
     attention.attribute.append(helper.make_attribute("softcap", 0.1))
-    for name in ("present_key", "present_value"):
-        (axis,) = node_of(model, name).attribute
-        axis.i = -2
+    for node in model.graph.node:
+        if node.output[0] in ("present_key", "present_value"):
+            node.attribute[0].i = -2
     model.opset_import[0].domain = "ai.onnx"
     changed = caches_in_place(model, **NAMES)
     x = np.random.default_rng(2).standard_normal((1, 6, 32)).astype(np.float32)
@@ -150,68 +139,53 @@ def test_the_shape_of_a_cache_is_that_of_its_filled_part(name: str, bounds: dict
     assert run(changed, {"x": x, **empty(ROOM), "past_length": np.array([3])})[-1].tolist() == wanted
 
 
-def reads_the_past() -> onnx.ModelProto:
-    model = growing()
-    model.graph.node.append(helper.make_node("Relu", ["past_key"], ["more"], name="more"))
-    return model
+def read(op_type: str, **attributes: Any) -> Callable[[onnx.ModelProto], object]:
+    more = helper.make_node(op_type, ["past_key"], ["more"], name="more", **attributes)
+    return lambda model: model.graph.node.append(more)
 
 
-def asks_for_much_of_a_shape(**bounds: Any) -> onnx.ModelProto:
-    model = growing()
-    model.graph.node.append(helper.make_node("Shape", ["past_key"], ["more"], name="more", **bounds))
-    return model
-
-
-def gives_what_it_takes() -> onnx.ModelProto:
-    model = growing()
+def give_what_is_taken(model: onnx.ModelProto) -> None:
     taken = [helper.make_tensor_value_info(f"{time}_more", onnx.TensorProto.FLOAT, [1]) for time in ("past", "present")]
     model.graph.input.extend(taken)
     model.graph.output.append(taken[1])
-    return model
 
 
-def joined(axis: int = 2, *, backwards: bool = False) -> onnx.ModelProto:
-    """Return a decoder that joins its values in another way."""
-    model = growing()
-    join = node_of(model, "present_value")
-    join.attribute[0].i = axis
-    join.input[:] = [*join.input][:: -1 if backwards else 1]
-    return model
+def join(model: onnx.ModelProto, axis: int, order: int) -> None:
+    (node,) = (node for node in model.graph.node if "present_value" in node.output)
+    node.attribute[0].i, node.input[:] = axis, [*node.input][::order]
 
 
-def without_operators() -> onnx.ModelProto:
-    model = growing()
-    model.opset_import[0].domain = "other"
-    return model
+JOIN = "must make present_value by a Concat of past_value and new values on axis 2"
+SHAPE = "must read only axis 2 of a cache's shape.*, got more"
 
 
-@pytest.mark.parametrize(("make", "options", "message"), [
-    (lambda: growing(opset=23), NAMES, "must have opset 24, which brought TensorScatter, got 23"),
-    (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… with the same endings"),
-    (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
-    (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
-    (asks_for_much_of_a_shape, NAMES, "must read only axis 2 of a cache's shape, got more"),
-    (lambda: asks_for_much_of_a_shape(start=2), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
-    (lambda: asks_for_much_of_a_shape(end=3), NAMES, "must read only axis 2 of a cache's shape.*, got more"),
-    (gives_what_it_takes, NAMES, "must make present_more by a Concat of past_more and new values on axis 2"),
-    (lambda: joined(axis=3), NAMES, "must make present_value by a Concat of past_value .* on axis 2"),
-    (lambda: joined(backwards=True), NAMES, "must make present_value by a Concat of past_value and new values"),
-    (without_operators, NAMES, "must have opset 24, which brought TensorScatter, got 0"),
+@pytest.mark.parametrize(("spoil", "options", "names", "message"), [
+    (None, {"opset": 23}, NAMES, "must have opset 24, which brought TensorScatter, got 23"),
+    (None, {}, {}, r"must have outputs present\.… and inputs past_key_values\.… with the same endings"),
+    (None, {"profile": "ort"}, NAMES, "must make present_key by a Concat"),
+    (read("Relu"), {}, NAMES, "must read past_key by its Concat and by attention alone, got more"),
+    (read("Shape"), {}, NAMES, SHAPE),
+    (read("Shape", start=2), {}, NAMES, SHAPE),
+    (read("Shape", end=3), {}, NAMES, SHAPE),
+    (give_what_is_taken, {}, NAMES, "must make present_more by a Concat of past_more and new values on axis 2"),
+    (lambda model: join(model, 3, 1), {}, NAMES, JOIN),
+    (lambda model: join(model, 2, -1), {}, NAMES, JOIN),
+    (lambda model: setattr(model.opset_import[0], "domain", "other"), {}, NAMES, "must have opset 24, .* got 0"),
 ])  # fmt: skip
-def test_graphs_without_growing_caches_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
+def test_graphs_without_growing_caches_are_refused(
+    spoil: Callable[[onnx.ModelProto], object] | None, options: dict[str, Any], names: dict[str, Any], message: str
+) -> None:
+    model = growing(**options)
+    if spoil:
+        spoil(model)
     with pytest.raises(ValueError, match=message):
-        caches_in_place(make(), **options)
+        caches_in_place(model, **names)
     with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
         caches_in_place("decoder.onnx")  # type: ignore[arg-type]
 
 
-def in_place(spec: BlockSpec, dtype: str, converted: bool) -> onnx.ModelProto:
-    """Return a block with caches in place, as `to_onnx` makes it or converted from growing caches."""
-    weights = random_weights(spec)
-    if not converted:
-        return to_onnx(spec, weights, past=True, in_place=True, dtype=dtype)
-    growing = to_onnx(spec, weights, past=True, profile="trt", opset=24, dtype=dtype)
-    return caches_in_place(growing, **NAMES)
+def in_place(spec: BlockSpec = PLAIN, **options: Any) -> onnx.ModelProto:
+    return to_onnx(spec, random_weights(spec), past=True, in_place=True, **options)
 
 
 def ran(model: onnx.ModelProto, feeds: dict[str, Any], folder: Path) -> tuple[list[Any], set[str]]:
@@ -224,20 +198,16 @@ def ran(model: onnx.ModelProto, feeds: dict[str, Any], folder: Path) -> tuple[li
 
 
 @pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize(
-    ("spec", "dtype", "least"),
-    [(PLAIN, "float32", 7), (SPEC, "float32", 9), (PLAIN, "float16", 10)],
-    ids=["float32", "grouped", "float16"],
-)
-def test_a_mostly_filled_cache_is_not_copied(
-    spec: BlockSpec, dtype: str, least: int, converted: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("of", "dtype", "least"), [
+    (PLAIN, "float32", 7), (SPEC, "float32", 9), (PLAIN, "float16", 10),
+])  # fmt: skip
+def test_a_mostly_filled_cache_is_not_copied(of: Any, dtype: Any, least: int, converted: bool, tmp_path: Path) -> None:
     """``least``: from how many positions on the cache is read whole for one token."""
-    model = in_place(spec, dtype, converted)
+    model = caches_in_place(growing(of, dtype=dtype), **NAMES) if converted else in_place(of, dtype=dtype)
     onnx.checker.check_model(model, full_check=True)
     x = np.random.default_rng(0).standard_normal((2, ROOM, 32)).astype(dtype)
-    wanted: Any = attention_block(x.astype(np.float32), random_weights(spec), spec)
-    shape = (2, spec.num_kv_heads, ROOM, spec.head_dim)
+    wanted: Any = attention_block(x.astype(np.float32), random_weights(of), of)
+    shape = (2, of.num_kv_heads, ROOM, of.head_dim)
     caches = dict.fromkeys(("past_key", "past_value"), np.full(shape, 1e3, dtype))  # unseen, but finite
     name = "past_length" if converted else "past_lengths"
     for past in range(ROOM):
@@ -250,29 +220,18 @@ def test_a_mostly_filled_cache_is_not_copied(
 
 
 def test_a_prompt_reads_the_filled_part(tmp_path: Path) -> None:
-    """Every query would be multiplied by the empty part."""
-    model, shape = in_place(PLAIN, "float32", False), (1, 4, ROOM, 8)
-    feeds = {"past_key": np.zeros(shape, np.float32), "past_value": np.zeros(shape, np.float32)}
+    """Every query would be multiplied by the empty part; with ``chunk_size=None`` there is no branch."""
     for size, branch in ((8, "filled"), (ROOM, "whole")):
-        x = np.ones((1, size, 32), np.float32)
-        assert ran(model, {"x": x, **feeds, "past_lengths": np.zeros(1, np.int64)}, tmp_path)[1] == {branch}
-
-
-def test_chunk_size_none_makes_no_branches(tmp_path: Path) -> None:
-    models = [
-        to_onnx(PLAIN, random_weights(PLAIN), past=True, in_place=True, chunk_size=size) for size in ("auto", None)
-    ]
-    assert [node.op_type for model in models for node in model.graph.node if node.op_type == "If"] == ["If"]
-    x, cache = np.ones((1, ROOM, 32), np.float32), np.zeros((1, 4, ROOM, 8), np.float32)
-    feeds = {"x": x, "past_key": cache, "past_value": cache, "past_lengths": np.zeros(1, np.int64)}
-    (first, _), (second, branches) = (ran(model, feeds, tmp_path) for model in models)
-    assert not branches
-    np.testing.assert_allclose(first[0], second[0], atol=1e-5)
+        feeds = {"x": np.ones((1, size, 32), np.float32), **empty(ROOM, heads=4), "past_lengths": np.array([0])}
+        first, found = ran(in_place(), feeds, tmp_path)
+        second, none = ran(in_place(chunk_size=None), feeds, tmp_path)
+        assert (found, none) == ({branch}, set())
+        np.testing.assert_allclose(first[0], second[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("change", ["boolean", "causal", "read twice"])
-def test_other_attentions_read_the_filled_part(change: str, tmp_path: Path) -> None:
-    model = to_onnx(PLAIN, random_weights(PLAIN), past=True, profile="trt", opset=24)
+def test_other_attentions_read_the_filled_part(change: str) -> None:
+    model = growing(PLAIN)
     (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
     if change == "boolean":
         shown = helper.make_node("Greater", [attention.input[3], "lowest"], ["shown"], name="shown")
@@ -287,7 +246,105 @@ def test_other_attentions_read_the_filled_part(change: str, tmp_path: Path) -> N
     changed = caches_in_place(model, **NAMES)
     assert not [node for node in changed.graph.node if node.op_type == "If"]
     x = np.random.default_rng(0).standard_normal((1, 9, 32)).astype(np.float32)
-    empty, full = (dict.fromkeys(("past_key", "past_value"), np.zeros((1, 4, n, 8), np.float32)) for n in (0, ROOM))
-    wanted, _ = ran(model, {"x": x, **empty}, tmp_path)
-    found, _ = ran(changed, {"x": x, **full, "past_length": np.array([0])}, tmp_path)
+    wanted = run(model, {"x": x, **empty(0, heads=4)})
+    found = run(changed, {"x": x, **empty(ROOM, heads=4), "past_length": np.array([0])})
     np.testing.assert_allclose(found[0], wanted[0], atol=1e-5)
+
+
+# Of `to_onnx`: rows with separate pasts, pieces, rejections
+
+
+@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
+def test_too_many_positions_fail_before_the_cache_is_written(form: str) -> None:
+    """On a GPU nothing checks where TensorScatter writes."""
+    model, _, _ = exported(form)
+    inputs, presents = ["x", "past_key", "past_value", "past_lengths"], ["present_key", "present_value"]
+    for node in (node for node in model.graph.node if node.output[0] in presents):
+        node.op_type = "Identity"  # which gives its argument, the new keys or values, for any lengths
+        node.input[:] = node.input[1:2]
+        del node.attribute[:]
+    session = opened(onnx.utils.Extractor(model).extract_model(inputs, presents))
+    draw = np.random.default_rng(0)
+    for past, fits in (([0, 3], True), ([4, 1], True), ([0, 5], False), ([7, 7], False)):
+        feeds = {name: draw.standard_normal((2, 2, 6, 4), np.float32) for name in ("past_key", "past_value")}
+        feeds |= {"x": draw.standard_normal((2, 2, 8), np.float32), "past_lengths": np.array(past)}
+        feeds = {each.name: feeds[each.name] for each in session.get_inputs()}
+        if fits:
+            session.run(None, feeds)
+        else:
+            with pytest.raises(Exception, match=r"cache/new_present_(key|value)"):
+                session.run(None, feeds)
+
+
+@pytest.mark.parametrize("options", [{}, {"past": True, "in_place": True}], ids=["clipped", "in place"])
+def test_no_pad_in_bfloat16(options: dict[str, Any]) -> None:
+    spec = BlockSpec(8, 2, Span.clipped(3) if not options else Span(3, 0, "clip"), causal=bool(options))
+    kinds = {}
+    for dtype in ("float16", "bfloat16"):
+        model = to_onnx(spec, random_weights(spec), dtype=dtype, **options)
+        graphs = [model.graph, *model.functions]
+        graphs += [part.g for node in model.graph.node for part in node.attribute if part.HasField("g")]
+        kinds[dtype] = {node.op_type for graph in graphs for node in graph.node}
+    assert "Pad" in kinds["float16"]
+    assert "Pad" not in kinds["bfloat16"]
+
+
+def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
+    model, spec, weights = exported("in place: cache")
+    (scatter,) = (node for node in model.graph.node if node.output[0] == "present_key")
+    scatter.input[2] = "same"
+    text = "longest = ReduceMax(past_lengths) rows = Shape(past_lengths) same = Expand(longest, rows)"
+    for node in reversed(onnx.parser.parse_graph(f"g () => () {{{text}}}").node):
+        node.name = f"relskew/shape/{node.output[0]}"
+        model.graph.node.insert(0, node)
+    wrong = {check.name for check in validate(model, spec, weights, batches=(2,), lengths=[2]).failures}
+    assert {"y", "present_key"} <= wrong
+
+
+def test_a_mask_by_head_where_no_table_makes_logits() -> None:
+    """Positions hide from all heads alike there, a mask does not."""
+    spec = BlockSpec(4, 2, Span.causal(6), causal=True, rel_keys=False, rel_values=True)
+    model, _, weights = exported(spec, past=True, in_place=True, mask=True)
+    valid(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,))
+    session = opened(model)
+    draw = np.random.default_rng(0)
+    x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
+    past = np.zeros((1, 2, 6, 2), np.float32)
+    feeds = {"x": x, "past_key": past, "past_value": past, "past_lengths": np.array([0]), "mask": mask}
+    expected = attention_block(x, weights, spec, mask=mask[..., :3])
+    np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({}, ValueError, "`in_place=True` requires `past=True`"),
+    ({"past": True, "profile": "portable"}, ValueError, "`in_place=True` requires `profile='ort'`"),
+    ({"past": True, "chunk_size": 4}, ValueError, "`in_place=True` excludes `chunk_size`"),
+    ({"past": True, "opset": 23}, ValueError, "`opset` must be 24 … 28 for profile='ort', in_place=True, got 23"),
+    ({"in_place": 1}, TypeError, "`in_place` must be a bool"),
+], ids=str)  # fmt: skip
+def test_caches_in_place_without_what_they_require_are_refused(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        exported(IN_PLACE["in place: cache"][0], **{"in_place": True, **options})
+
+
+def test_rows_of_different_lengths_in_one_buffer() -> None:
+    """Each row continues where its prompt ended; padding of shorter prompts is written there, and overwritten later."""
+    spec, options = IN_PLACE["in place: cache"]
+    spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
+    weights = random_weights(spec)
+    session = opened(to_onnx(spec, weights, **options))
+    x = np.random.default_rng(0).standard_normal((3, 9, spec.embed_dim)).astype(np.float32)
+    lengths, nothing = np.array([4, 1, 6]), empty(9, 3, spec.num_kv_heads)
+    caches = {name: onnxruntime.OrtValue.ortvalue_from_numpy(cache) for name, cache in nothing.items()}
+    whole: Any = attention_block(x, weights, spec)
+    y = step(session, caches, x=x[:, :6], past_lengths=np.zeros(3, np.int64))
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(y[row, :length], whole[row, :length], atol=1e-5)
+    for _ in range(3):
+        y = step(session, caches, x=x[range(3), lengths][:, None], past_lengths=lengths)
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(y[row, 0], whole[row, length], atol=1e-5)
+        lengths = lengths + 1
+    # Row 1 was padded to 6 positions, and the others have their own.
+    filled = caches["past_key"].numpy()[:, 0].any(-1).sum(-1)
+    assert filled.tolist() == [max(6, length) for length in lengths]

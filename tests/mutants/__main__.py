@@ -63,10 +63,10 @@ SUITES = {
         ("tests/huggingface", *_tests("families_caches families_numbers families_registered families_local", "peers")),
     ),
     "saving": ((f"{EXPORT}files",), _tests("opening save")),
-    "validation": ((f"{EXPORT}check",), _tests("in_place inspect opening quantise questions trials validate")),
+    "validation": ((f"{EXPORT}check",), _tests("caches inspect opening quantise questions trials validate")),
     "graphs": (
         tuple(f"{EXPORT}{name}" for name in ("block", "form", "nodes")),
-        _tests("chunks forms graphs in_place model operator_graphs operator_library reach"),
+        _tests("caches chunks forms model operator_library reach"),
     ),
     "changes": ((f"{EXPORT}models/caches", f"{EXPORT}quantise"), _tests("caches forms quantise")),
     "models": (
