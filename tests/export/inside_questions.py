@@ -233,8 +233,10 @@ def test_errors_count_for_numbers_of_every_size(dtype: str, size: float) -> None
     """Half precision cannot hold the squares of its numbers; errors of small numbers count as much."""
     asked = Asked(CAUSAL, dtype=dtype, **PAST)
     near, far = (np.dtype(dtype).type(size * factor) for factor in (1, 1.01))
-    made, plain = (lambda results, by=by: [result * by for result in results] for by in (near, far))
-    asked.about(made, unoptimised=lambda feeds: plain(asked.right(feeds))).trial(TRIAL, 0)
+    wrong = asked.about(
+        lambda results: [x * near for x in results], unoptimised=lambda feeds: [x * far for x in asked.right(feeds)]
+    )
+    wrong.trial(TRIAL, 0)
     assert not any(check.ok for check in asked.checks)
     assert all(check.error == pytest.approx(0.01, rel=0.1) for check in asked.checks[3:])
 

@@ -15,64 +15,48 @@ import pytest
 from onnx import compose, numpy_helper
 
 import relskew_core
-from export_forms import FORMS, PROFILES, made, random_weights
-from onnx_sessions import opened
+from export_forms import FORMS, PROFILES, exported, made, random_weights, valid
+from onnx_sessions import grown, opened, shapes
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx, validate
 
 CAUSAL = FORMS["causal"][0]
 FULL = FORMS["full"][0]
 CROSS = FORMS["cross"][0]
-OPSETS = range(18, 25)
 
 
-def shapes(values: Any) -> dict[str, tuple[int | str, ...]]:
-    return {
-        value.name: tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
-        for value in values
-    }
-
-
-def export(form: Any, **options: Any) -> onnx.ModelProto:
-    spec, own, weights = made(form)
-    return to_onnx(spec, weights, **{**own, **options})
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    session = opened(model)
-    return list[Any](session.run(None, feeds))
+def graph_of(form: str, **options: Any) -> onnx.ModelProto:
+    return exported(form, **options)[0]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_inputs_and_outputs_have_names_and_symbols(profile: Any) -> None:
-    model = export("cache, mask", profile=profile)
+    model = graph_of("cache, mask", profile=profile)
     assert shapes(model.graph.input) == {
-        "x": ("batch", "query_length", 8),
-        "mask": ("mask_batch", "mask_heads", "mask_queries", "mask_keys"),
-        "past_key": ("batch", 2, "past_length", 4),
-        "past_value": ("batch", 2, "past_length", 4),
+        "x": ["batch", "query_length", 8],
+        "mask": ["mask_batch", "mask_heads", "mask_queries", "mask_keys"],
+        **{key: ["batch", 2, "past_length", 4] for key in ("past_key", "past_value")},
     }
     assert list(shapes(model.graph.input)) == ["x", "mask", "past_key", "past_value"]
     assert list(shapes(model.graph.output)) == ["y", "present_key", "present_value"]
-    assert shapes(model.graph.output)["present_value"] == ("batch", 2, "total_length", 4)
-    cross = export("cross, window, mask", profile=profile)
+    assert shapes(model.graph.output)["present_value"] == ["batch", 2, "total_length", 4]
+    cross = graph_of("cross, window, mask", profile=profile)
     assert list(shapes(cross.graph.input)) == ["x", "memory", "mask"]
-    assert shapes(cross.graph.input)["memory"] == ("batch", "memory_length", 8)
-    assert shapes(cross.graph.output) == {"y": ("batch", "query_length", 8)}
+    assert shapes(cross.graph.input)["memory"] == ["batch", "memory_length", 8]
+    assert shapes(cross.graph.output) == {"y": ["batch", "query_length", 8]}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_core_without_projections_takes_heads(profile: Any) -> None:
-    model = export("core: cache, grouped, no bias", profile=profile)
+    model = graph_of("core: cache, grouped, no bias", profile=profile)
     assert shapes(model.graph.input) == {
-        "q": ("batch", 4, "query_length", 2), "k": ("batch", 2, "query_length", 2),
-        "v": ("batch", 2, "query_length", 2), "past_key": ("batch", 2, "past_length", 2),
-        "past_value": ("batch", 2, "past_length", 2),
+        "q": ["batch", 4, "query_length", 2], **{key: ["batch", 2, "query_length", 2] for key in "kv"},
+        **{key: ["batch", 2, "past_length", 2] for key in ("past_key", "past_value")},
     }  # fmt: skip
-    assert shapes(model.graph.output)["out"] == ("batch", 4, "query_length", 2)
+    assert shapes(model.graph.output)["out"] == ["batch", 4, "query_length", 2]
     assert list(shapes(model.graph.output)) == ["out", "present_key", "present_value"]
-    assert shapes(export("core: cross", profile=profile).graph.input) == {
-        "q": ("batch", 2, "query_length", 4), "k": ("batch", 2, "key_length", 4), "v": ("batch", 2, "key_length", 4),
+    assert shapes(graph_of("core: cross", profile=profile).graph.input) == {
+        "q": ["batch", 2, "query_length", 4], **{key: ["batch", 2, "key_length", 4] for key in "kv"}
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"`weights` must have exactly the keys rel_k; extra q_proj\.weight"):
         to_onnx(CAUSAL, random_weights(CAUSAL), profile=profile, projections=False)
@@ -81,12 +65,11 @@ def test_a_core_without_projections_takes_heads(profile: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_form_is_a_valid_file_with_named_nodes(form: Any, profile: Any) -> None:
-    model = export(form, profile=profile, chunk_size=None)
+    model = graph_of(form, profile=profile, chunk_size=None)
     onnx.checker.check_model(model, full_check=True)
     assert model.ir_version == (8 if profile == "portable" else 10)
-    assert [(entry.domain, entry.version) for entry in model.opset_import] == [
-        ("", 18 if profile == "portable" else 23)
-    ]
+    (opset,) = model.opset_import
+    assert (opset.domain, opset.version) == ("", 18 if profile == "portable" else 23)
     assert not model.functions
     assert not any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute)
     named = {value.name for value in model.graph.value_info} | {value.name for value in model.graph.output}
@@ -102,10 +85,10 @@ def test_every_form_is_a_valid_file_with_named_nodes(form: Any, profile: Any) ->
     contents = {(t.data_type, tuple(t.dims), t.raw_data) for t in model.graph.initializer[len(keys) :]}
     assert len(contents) == len(stored) - len(keys)
     causal = [a.i for node in model.graph.node for a in node.attribute if a.name == "is_causal"]
-    square = FORMS[form][0].causal and not FORMS[form][0].cross and "blocks" not in form
     if profile == "trt":
         assert not any(causal)
         assert all(sum(map(bool, node.output)) == 1 for node in model.graph.node)
+    square = FORMS[form][0].causal and not FORMS[form][0].cross and "blocks" not in form
     if any(causal):
         assert square or form in ("blocks, short table", "blocks, short", "blocks, mask", "blocks, cache")
 
@@ -130,7 +113,7 @@ def test_same_export_same_bytes() -> None:
 
 
 def test_metadata_hold_the_spec_and_the_options() -> None:
-    model = export("causal, short", dtype="float16")
+    model = graph_of("causal, short", dtype="float16")
     described = {entry.key: entry.value for entry in model.metadata_props}
     assert BlockSpec.from_dict(json.loads(described.pop("relskew.spec"))) == FORMS["causal, short"][0]
     assert re.search(r"SHA-256 [0-9a-f]{64}\.$", model.graph.doc_string)
@@ -148,16 +131,16 @@ def test_blocks_are_stacked_by_onnx(profile: Any) -> None:
     stack = compose.merge_models(first, second, io_map=[("y", "x")], prefix1="0/", prefix2="1/")
     onnx.checker.check_model(stack, full_check=True)
     y: Any = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
-    (whole,) = run(stack, {"0/x": y})
+    whole = opened(stack).run(None, {"0/x": y})[0]
     for model in (first, second):
-        (y,) = run(model, {"x": y})
+        y = opened(model).run(None, {"x": y})[0]
     np.testing.assert_allclose(whole, y, atol=1e-6)
 
 
 def test_versions_as_old_as_the_opset_allows() -> None:
-    versions = [export("causal", profile="portable", opset=opset).ir_version for opset in OPSETS]
+    versions = [graph_of("causal", profile="portable", opset=opset).ir_version for opset in range(18, 25)]
     assert versions == [8, 9, 9, 10, 10, 10, 10]
-    assert export("causal", profile="portable", operator=True).ir_version == 10
+    assert graph_of("causal", profile="portable", operator=True).ir_version == 10
 
 
 def stored(model: onnx.ModelProto, key: str) -> np.ndarray[Any, Any]:
@@ -171,19 +154,18 @@ def test_max_length_trims_the_stored_rows() -> None:
     trimmed = stored(to_onnx(CAUSAL, weights, max_length=4), "rel_k")
     assert trimmed.shape == (2, 5, 4)
     np.testing.assert_array_equal(trimmed[:, 1:], weights["rel_k"][:, -4:])
-    assert stored(export("window", max_length=100), "rel_k").shape == (2, 6, 4)
-    assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
+    assert stored(graph_of("window", max_length=100), "rel_k").shape == (2, 6, 4)
+    assert stored(graph_of("clip", max_length=100), "rel_k").shape == (2, 4, 4)
     # Trimmed rows that a longer input would read raise an error, even if the table's end is soft.
     for beyond in ("clip", "zero"):
         soft = BlockSpec(8, 2, Span(8, 0, beyond), causal=True)
         model = to_onnx(soft, weights, max_length=4)
         np.testing.assert_array_equal(stored(model, "rel_k"), trimmed)
-        report = validate(model, soft, weights, batches=(1,))
-        assert report.ok, report.table()
+        report = valid(model, soft, weights, batches=(1,))
         assert "batch 1, queries 5, keys 5, past 0" in {c.case for c in report.checks if c.name == "too long fails"}
 
 
-@pytest.mark.parametrize(("spec", "options", "message"), [
+VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, as far as the span reaches into the past"),
     (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
     (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
@@ -198,35 +180,26 @@ def test_max_length_trims_the_stored_rows() -> None:
     (CAUSAL, {"opset": 99}, "`opset` must be"),
     (CAUSAL, {"dtype": "int8"}, "`dtype` must be one of 'float16', 'bfloat16', 'float32', 'float64'"),
     (CAUSAL, {"dtype": object()}, "`dtype` must be one of"),
-])  # fmt: skip
-def test_wrong_values_are_refused(spec: BlockSpec, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        to_onnx(spec, random_weights(spec), **options)
+]  # fmt: skip
+TYPES: list[tuple[Any, dict[str, Any], str]] = [
+    (CAUSAL, {"past": 1}, "`past` must be a bool"),
+    (CAUSAL, {"mask": None}, "`mask` must be a bool"),
+    (CAUSAL, {"segments": 1}, "`segments` must be a bool"),
+    (CAUSAL, {"max_length": 4.0}, "`max_length` must be an int"),
+    (CAUSAL, {"opset": "23"}, "`opset` must be an int"),
+    (CAUSAL, {"name": ""}, "`name` must be a str"),
+    (CAUSAL, {"name": 3}, "`name` must be a str"),
+    ("causal", {}, "`spec` must be a BlockSpec"),
+]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"past": 1}, "`past` must be a bool"),
-    ({"mask": None}, "`mask` must be a bool"),
-    ({"segments": 1}, "`segments` must be a bool"),
-    ({"max_length": 4.0}, "`max_length` must be an int"),
-    ({"opset": "23"}, "`opset` must be an int"),
-    ({"name": ""}, "`name` must be a str"),
-    ({"name": 3}, "`name` must be a str"),
-])  # fmt: skip
-def test_wrong_types_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        to_onnx(CAUSAL, random_weights(CAUSAL), **options)
-    with pytest.raises(TypeError, match="`spec` must be a BlockSpec"):
-        to_onnx("causal", random_weights(CAUSAL))  # type: ignore[arg-type]
-
-
-def changed(key: str, value: Any) -> dict[str, Any]:
-    weights: dict[str, Any] = random_weights(CAUSAL)
-    if value is None:
-        del weights[key]
-    else:
-        weights[key] = value
-    return weights
+@pytest.mark.parametrize(
+    ("error", "case"), [*((ValueError, case) for case in VALUES), *((TypeError, case) for case in TYPES)]
+)
+def test_arguments_that_do_not_fit_are_refused(error: Any, case: tuple[Any, dict[str, Any], str]) -> None:
+    spec, options, message = case
+    with pytest.raises(error, match=message):
+        to_onnx(spec, random_weights(spec if isinstance(spec, BlockSpec) else CAUSAL), **options)
 
 
 @pytest.mark.parametrize(("key", "value", "dtype", "error", "message"), [
@@ -243,11 +216,10 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     ("v_proj.bias", np.zeros(8), None, ValueError, "v_proj.bias.*must have the dtype of.*float32.*got float64"),
     ("out_proj.bias", [0.0] * 8, None, TypeError, "out_proj.bias.*must be an array"),
 ])  # fmt: skip
-def test_wrong_weights_are_refused(
-    key: str, value: Any, dtype: str | None, error: type[Exception], message: str
-) -> None:
+def test_wrong_weights_are_refused(key: str, value: Any, dtype: Any, error: type[Exception], message: str) -> None:
+    weights = {name: x for name, x in {**random_weights(CAUSAL), key: value}.items() if x is not None}
     with pytest.raises(error, match=message):
-        to_onnx(CAUSAL, changed(key, value), dtype=dtype)
+        to_onnx(CAUSAL, weights, dtype=dtype)
 
 
 def test_weights_are_left_alone() -> None:
@@ -261,28 +233,21 @@ def test_weights_are_left_alone() -> None:
         np.testing.assert_array_equal(array, before[key])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_weights_and_dtypes_of_torch_are_taken(dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    weights = random_weights(CAUSAL)
+@pytest.mark.parametrize(("library", "dtype"), [
+    *(("torch", dtype) for dtype in ("float16", "bfloat16", "float32", "float64")), ("jax.numpy", "float32"),
+    ("jax.numpy", "bfloat16"), ("array_api_strict", "float32"),
+])  # fmt: skip
+def test_weights_and_dtypes_of_other_libraries_are_taken(library: str, dtype: str) -> None:
+    xp, weights = pytest.importorskip(library), random_weights(CAUSAL)
+    wanted = dtype if library == "array_api_strict" else getattr(xp, dtype)
+    given = {key: xp.asarray(array) for key, array in weights.items()}
+    if library == "torch":
+        given = {key: xp.nn.Parameter(x) for key, x in given.items()}
     expected = to_onnx(CAUSAL, weights, dtype=dtype)
-    wanted = getattr(torch, dtype)
-    parameters = {key: torch.nn.Parameter(torch.tensor(array)) for key, array in weights.items()}
-    assert to_onnx(CAUSAL, parameters, dtype=wanted) == expected
-    if dtype != "float64":
-        assert to_onnx(CAUSAL, {key: value.to(wanted) for key, value in parameters.items()}) == expected
-
-
-def test_weights_of_other_libraries_are_taken() -> None:
-    weights = random_weights(CAUSAL)
-    expected = to_onnx(CAUSAL, weights)
-    strict = pytest.importorskip("array_api_strict")
-    assert to_onnx(CAUSAL, {key: strict.asarray(array) for key, array in weights.items()}) == expected
-    jnp = pytest.importorskip("jax.numpy")
-    given = {key: jnp.asarray(array) for key, array in weights.items()}
-    assert to_onnx(CAUSAL, given, dtype=jnp.float32) == expected
-    half = {key: array.astype(jnp.bfloat16) for key, array in given.items()}
-    assert to_onnx(CAUSAL, half) == to_onnx(CAUSAL, weights, dtype="bfloat16")
+    assert to_onnx(CAUSAL, given, dtype=wanted) == expected
+    if dtype != "float64" and library != "array_api_strict":
+        cast = {key: x.to(wanted) if library == "torch" else x.astype(wanted) for key, x in given.items()}
+        assert to_onnx(CAUSAL, cast) == expected
 
 
 def test_a_tensor_too_large_for_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,30 +282,12 @@ def test_to_onnx_needs_neither_torch_nor_onnxruntime() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-HELD = """
-import numpy as np
-from relskew_core import BlockSpec, Span
-from relskew_core.export import to_onnx
-
-def status(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
-
-def export(width, rows):
-    spec = BlockSpec(width, 16, Span.causal(rows), causal=True, rel_values=True)
-    before = status("VmRSS")
-    weights = {key: np.ones(shape, np.float32) for key, shape in spec.weight_shapes().items()}
-    model = to_onnx(spec, weights)
-    return (status("VmHWM") - before) / sum(array.nbytes for array in weights.values())
-
-export(32, 32)
-print(export(2048, 2048))
-"""
-
-
 @pytest.mark.no_cover
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what the process has held from /proc")
-def test_to_onnx_holds_the_weights_twice() -> None:
-    """Those that are given and those in the model, and the bytes of one of the six tensors, which protobuf copies."""
-    free = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is returned at once
-    told = subprocess.run([sys.executable, "-c", HELD], check=True, capture_output=True, text=True, env=free).stdout
-    assert 1.9 < float(told) < 2.2
+def test_to_onnx_holds_the_weights_once_more() -> None:
+    """And the bytes of one of the six tensors, which protobuf copies."""
+    spec = BlockSpec(2048, 16, Span.causal(2048), causal=True, rel_values=True)
+    weights = {key: np.ones(shape, np.float32) for key, shape in spec.weight_shapes().items()}
+    found = grown(lambda: to_onnx(spec, weights))
+    if found is None:
+        pytest.skip("only Linux counts the peak of one call")
+    assert 0.9 < found / sum(array.nbytes for array in weights.values()) < 1.2
