@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import differential
+from compiled_cases import as_torch
 from libraries import needs_kernels
 from relskew_core import backends, relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled as of_numpy
+from relskew_core.backends._torch.cpu import compiled as of_torch
 from tracked import ROOT
 
 pytestmark = needs_kernels
@@ -36,19 +38,22 @@ def attend_both_ways(given: dict[str, Any]) -> list[differential.Numbers]:
     if "q_grid" in given:
         return [relative_attention_2d(**given)]
     out, lse = relative_attention(**given, return_lse=True)
-    gradients = relative_attention_vjp(np.ones_like(out), **given, out=out, lse=lse)
-    return [out, lse, *(x for x in gradients if x is not None)]
+    gradients = relative_attention_vjp(out, **given, out=out, lse=lse)
+    return [np.asarray(x) for x in (out, lse, *gradients) if x is not None]
 
 
 @pytest.mark.parametrize("most", [2, 256], ids=["forgotten", "remembered"])
 def test_threads_that_call_at_once_get_what_each_call_gives_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls have other shapes and the same arrays, and several threads prepare and forget their kinds at once."""
     monkeypatch.setattr(prepared, "MOST", most)
-    # two threads for each of these short calls
+    # several threads for each of these short calls
     monkeypatch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
+    monkeypatch.setattr(of_torch, "TORCH", of_torch.TORCH._replace(shared=0))
     monkeypatch.setattr(backends._threads, "_numpy_threads", 2)
     calls = [differential.drawn(np.random.default_rng([5, number])) for number in range(12)]
     given = [{**call.arrays, **call.labels, **call.options} for call in calls]
+    for call in calls[::2]:
+        given.append({**{name: as_torch(x) for name, x in {**call.arrays, **call.labels}.items()}, **call.options})
     for side in (2, 3):
         q, k, v = np.random.default_rng(side).standard_normal((3, 2, side * side, 4))
         bias = q[:, 0, :1, None] + np.arange((2 * side - 1) ** 2.0).reshape(2 * side - 1, -1)

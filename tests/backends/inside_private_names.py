@@ -14,28 +14,15 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FROM_2_8 = (2, 8), (2, 15)  # the first release that was looked at, and the last
-RELEASES = dict.fromkeys(
-    [
-        "_C.DispatchKey.AutogradFunctionality",
-        "_C._SetExcludeDispatchKeyGuard",
-        "_C.__file__",
-        "_C._functorch.get_interpreter_stack",
-        "_C._functorch.is_functorch_wrapped_tensor",
-        "_C._functorch.is_legacy_batchedtensor",
-        "_C._functorch.peek_interpreter_stack",
-        "_C._len_torch_dispatch_stack",
-        "_C._len_torch_function_stack",
-        "_check",
-        "_decomp.decomposition_table",
-        "_decomp.meta_table",
-        "_guards.detect_fake_mode",
-        "_subclasses.fake_tensor.unset_fake_temporarily",
-        "autograd.forward_ad._current_level",
-        "compiler._is_exporting_flag",
-        "utils._python_dispatch._get_current_dispatch_mode_stack",
-    ],
-    FROM_2_8,
-)
+RELEASES = dict.fromkeys((
+    "_C.DispatchKey.AutogradFunctionality", "_C._SetExcludeDispatchKeyGuard", "_C.__file__",
+    "_C._functorch.get_interpreter_stack", "_C._functorch.is_functorch_wrapped_tensor",
+    "_C._functorch.is_legacy_batchedtensor", "_C._functorch.peek_interpreter_stack", "_C._len_torch_dispatch_stack",
+    "_C._len_torch_function_stack", "_check", "_decomp.decomposition_table", "_decomp.meta_table",
+    "_guards.detect_fake_mode", "_subclasses.fake_tensor.unset_fake_temporarily",
+    "autograd.forward_ad._current_level", "compiler._is_exporting_flag",
+    "utils._python_dispatch._get_current_dispatch_mode_stack",
+), FROM_2_8)  # fmt: skip
 NEEDED = {
     "ops.aten._assert_async": "an operator of aten, whose schemas stay readable in saved programs",
     "utils._pytree": "the trees in which torch's exporter and other libraries register their classes",
@@ -105,7 +92,7 @@ def test_without_private_names_calls_have_the_same_results() -> None:
         assert transformations.is_transformed() and not transformations.is_ordinary()
         sys.exit(pytest.main(sys.argv[1:]))
     """
-    tests = ["tests/core/test_gradient.py", "tests/core/test_grid.py", "tests/backends/inside_torch_recomputed.py"]
+    tests = ["tests/core/test_gradient.py", "tests/core/test_grid.py", "tests/backends/inside_torch_operator.py"]
     without = ["numpy", "strict", "MLX", "mx", "dask", "jax", "JAX", "compile"]
     chosen = " and not ".join(["(every_option or flow or is_the_formula or grid)", *without])
     options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-k", chosen]

@@ -3,6 +3,7 @@
 What needs a process of its own, for its signals, its end or its limits, runs as a script.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -38,10 +39,9 @@ expected = attend(1)
 
 
 def run(script: str, *words: str, shell: str = "") -> str:
-    """Run a script, and return what it prints."""
     command = [sys.executable, "-c", script, *words]
     command = ["sh", "-c", f'{shell}; exec "$0" "$@"', *command] if shell else command
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert not ended.stderr
     assert ended.returncode == 0
     return ended.stdout
@@ -78,6 +78,69 @@ assert np.array_equal(np.asarray(found), np.asarray(expected))
 @pytest.mark.parametrize(("library", "threads"), [("numpy", "2"), ("torch", "1")])
 def test_an_interrupt_ends_a_call_in_its_middle(library: str, threads: str) -> None:
     assert run(INTERRUPTED, library, threads) == "interrupted\n" * 2
+
+
+FORKED = """
+import multiprocessing, sys, threading, warnings
+import numpy as np, torch
+from relskew_core import backends, relative_attention
+
+warnings.simplefilter("ignore")  # of processes with several threads that fork
+backends.set_numpy_threads(2)
+torch.set_num_threads(2)
+to = {"numpy": np.asarray, "torch": torch.from_numpy}[sys.argv[1]]
+q, k, v, table = map(to, np.random.default_rng(0).standard_normal((4, 3, 400, 8)))
+
+def attend():
+    return relative_attention(q, k, v, table, causal=True, impl="native")
+
+expected = attend()  # starts the workers that a child does not have
+context = multiprocessing.get_context("fork")
+
+def child(queue):
+    queue.put(float(abs(attend() - expected).max()))
+
+def fork():
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0, process.exitcode
+    assert queue.get() < 1e-12
+
+def calls():
+    while not stop.is_set():
+        attend()
+
+class Outputs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return attend()
+
+fork()
+if to is torch.from_numpy:
+    for out in torch.utils.data.DataLoader(Outputs(), num_workers=2, multiprocessing_context="fork"):
+        assert torch.allclose(out[0], expected, rtol=0, atol=1e-12)
+else:  # in the middle of a call
+    stop = threading.Event()
+    busy = threading.Thread(target=calls)
+    busy.start()
+    try:
+        for _ in range(3):
+            fork()
+    finally:
+        stop.set()
+        busy.join()
+assert np.array_equal(attend(), expected)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_forked_processes_and_data_loaders_may_call_it(library: str) -> None:
+    assert run(FORKED, library) == "done\n"
 
 
 CUT = [

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import relskew_core
 from libraries import NATIVE, needs_kernels
-from relskew_core import Span
-from relskew_core.layers.torch import MultiheadAttention
+from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import MultiheadAttention, RelativeMultiheadAttention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.trace"),  # deprecated, of a category that differs between releases
@@ -53,9 +54,6 @@ def gradient(*given: Tensor, **options: Any) -> Tensor:
 
 FUNCTIONS = {"attention": attend, "gradient": gradient}
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-
-
-# Forward mode
 
 
 def tangent(function: Function, given: tuple[Tensor, ...], place: int, **options: Any) -> Tensor | None:
@@ -114,13 +112,16 @@ def test_forward_mode_goes_with_backward_mode(n: int) -> None:
 
 
 @needs_kernels
-def test_the_native_path_refuses_forward_mode_by_name() -> None:
+def test_the_native_path_refuses_forward_mode_and_torch_func_by_name() -> None:
     given = drawn(9)
     attend(*given, impl=NATIVE)
     with forward_ad.dual_level():
         attend(*given, impl=NATIVE)  # without a tangent, native is allowed
-    with pytest.raises(ValueError, match="forward mode go through the portable code alone"):
+    why = r"torch\.func\.grad and forward mode go through the portable code alone"
+    with pytest.raises(ValueError, match=why):
         tangent(attend, given, 0, impl=NATIVE)
+    with pytest.raises(ValueError, match=why):
+        torch.func.grad(lambda q: attend(q, *given[1:], impl=NATIVE).sum())(given[0])
 
 
 def test_modules_keep_tangents() -> None:
@@ -151,9 +152,6 @@ def test_jacobians_forward_and_backward(function: Function) -> None:
     close(whole, expected)
     of_sum = torch.func.hessian(lambda q: loss(q).sum())(given[0])
     close(of_sum, torch.autograd.functional.hessian(lambda q: loss(q).sum(), given[0]))
-
-
-# Transformations
 
 
 def test_vmap_over_grids() -> None:
@@ -260,11 +258,7 @@ def test_fake_tensors_have_shapes_and_no_numbers(function: Function, n: int) -> 
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
-# Gradients of gradients
-
-
 def second(given: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, ...]:
-    """Differentiate the gradients that ``relative_attention_vjp`` returns."""
     wanted = [x.clone().requires_grad_() for x in given]
     found = pull_back(*wanted, **options)
     return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), wanted)
@@ -272,18 +266,72 @@ def second(given: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, ...]:
 
 @every_dtype
 @every_length
-@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
-def test_explicit_gradients_are_differentiable(kept: bool, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("how", ["anew", "kept", "ragged"])
+def test_explicit_gradients_are_differentiable(how: str, n: int, dtype: torch.dtype) -> None:
     """Of results that are kept as well, which are arguments of their own then."""
     q, k, v, table = drawn(n, dtype)
-    out, lse = attend(q, k, v, table, return_lse=True)
-    results = {"out": out, "lse": lse} if kept else {}
-    given = (v, q, k, v, table)
-    close(second(given, impl="auto", **results), second(given, impl="portable", **results))
-
-
-def test_explicit_gradients_of_ragged_batches_are_differentiable() -> None:
-    q, k, v, table = drawn(200)
-    options: dict[str, Any] = {"offset": [0, 2], "span": Span(199, 199, "clip")}
+    options: dict[str, Any] = {"offset": [0, 2], "span": Span(n - 1, n - 1, "clip")} if how == "ragged" else {}
+    if how == "kept":
+        options["out"], options["lse"] = attend(q, k, v, table, return_lse=True)
     given = (v, q, k, v, table)
     close(second(given, impl="auto", **options), second(given, impl="portable", **options))
+
+
+N, M, D, WIDE, ROWS = 40, 56, 8, 6, 11
+CLIP = Span.clipped(5)
+Q, K, V = torch.randn(2, 4, N, D), torch.randn(2, 2, M, D), torch.randn(2, 2, M, WIDE)
+TABLE = torch.randn(ROWS, D)
+WHOLE: dict[str, Any] = {"offset": 0}
+
+
+def counted(options: dict[str, Any]) -> tuple[int, int]:
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    found = []
+    with FlopCounterMode(display=False) as counter:
+        out = attend(q, k, v, **options)
+        found.append(counter.get_total_flops())
+        out.sum().backward()
+        found.append(counter.get_total_flops() - found[0])
+    return found[0], found[1]
+
+
+PAIRS, QUERIES = 2 * 4 * N * M, 2 * 4 * N
+COUNTED: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "plain": (WHOLE, PAIRS, 0, 0),
+    "causal, as torch": (WHOLE | {"causal": True}, PAIRS, 0, 0),
+    "window": (WHOLE | {"window": (3, 1)}, QUERIES * 5, 0, 0),
+    "table": (WHOLE | {"rel_k": TABLE, "span": CLIP}, PAIRS, QUERIES * ROWS * D, 0),
+    "long table": ({"offset": 0, "rel_k": torch.randn(599, D)}, PAIRS, QUERIES * (N + M - 1) * D, 0),
+    "table of values": (WHOLE | {"rel_v": TABLE[:, :WIDE], "span": CLIP}, PAIRS, 0, QUERIES * ROWS * WIDE),
+    "table of keys": (WHOLE | {"key_table": TABLE, "span": CLIP}, PAIRS, 2 * 2 * M * ROWS * D, 0),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", COUNTED)
+def test_both_passes_count_their_products(name: str) -> None:
+    options, pairs, of_logits, of_values = COUNTED[name]
+    logits, values = pairs * D + of_logits, pairs * WIDE + of_values
+    assert counted(options) == (2 * (logits + values), 2 * (3 * logits + 2 * values))
+
+
+def test_a_call_without_positions_counts_as_torch_s() -> None:
+    shapes = Q.shape, (2, 4, M, D), (2, 4, M, WIDE)
+    forward = sdpa_flop_count(*shapes)
+    assert counted(WHOLE) == (forward, sdpa_backward_flop_count((2, 4, N, WIDE), *shapes))
+
+
+def test_a_backward_pass_alone_counts_its_products() -> None:
+    q = Q.clone().requires_grad_()
+    out = attend(q, K, V, **WHOLE)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == counted(WHOLE)[1]
+
+
+def test_modules_count_their_attention() -> None:
+    layer = RelativeMultiheadAttention(BlockSpec(8, 2, CLIP))
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(3, 7, 8))
+    own = 2 * 3 * 2 * 7 * (2 * 7 * 4 + 11 * 4)
+    assert counter.get_total_flops() == 4 * 2 * 3 * 7 * 8 * 8 + own

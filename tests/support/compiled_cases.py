@@ -132,6 +132,7 @@ def on_threads(count: int) -> Iterator[None]:
             patch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
             patch.setattr(of_torch, "TORCH", of_torch.TORCH._replace(shared=0))
             yield
+            assert torch.get_num_threads() == count
     finally:
         backends.set_numpy_threads(None)
         torch.set_num_threads(before)
