@@ -20,8 +20,18 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._path import PORTABLE
 from relskew_core.backends._torch.triton import choice
+from relskew_core.backends._torch.triton.call import Limits, Tile, fitted, tiles
+from relskew_core.backends._torch.triton.kernels import shuffles
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture
+def gpu_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what compiles kernels for devices that are not here, into a separate cache."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return importlib.import_module("benchmarks.gpu_registers")
 
 
 @needs_triton
@@ -47,8 +57,6 @@ def operands(width: int = 8, dtype: torch.dtype = torch.float16, **others: Any) 
 
 @pytest.mark.parametrize(("dtype", "width"), list(choice.WIDEST.items()), ids=str)
 def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width: int) -> None:
-    from relskew_core.backends._torch.triton.call import Limits, tiles
-
     assert choice.refusal_of_operands(operands(width, dtype)) is None
     for major in (8, 9):
         assert tiles(dtype, width, Limits(major, 2**18)) is not None
@@ -58,8 +66,6 @@ def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width
 
 
 def test_tiles_fit_the_device() -> None:
-    from relskew_core.backends._torch.triton.call import Limits, Tile, fitted, tiles
-
     tile = Tile(64, 4, 2)
     assert fitted(tile, 64, Limits(9, 227 * 2**10)) == Tile(64, 4, 2, shuffles=True)
     assert fitted(tile, 64, Limits(9, 227 * 2**10, compiles=False)) == tile
@@ -70,35 +76,21 @@ def test_tiles_fit_the_device() -> None:
             assert all(tile.size < 64 and not tile.shuffles for tile in tiles(dtype, width, device) or ())
 
 
-@needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # the default changes with Triton 3.10
-@pytest.mark.parametrize(
-    ("dtype", "width", "terms", "capability"),
-    [
-        (torch.bfloat16, 64, "full", 90),
-        (torch.bfloat16, 64, "full", 80),
-        (torch.float16, 128, "full", 90),
-        (torch.float32, 64, "full", 90),
-        (torch.bfloat16, 128, "everything", 90),  # the three that need the most shared memory
-        (torch.bfloat16, 256, "everything", 86),
-        (torch.bfloat16, 128, "everything", 89),
-        (torch.bfloat16, 64, "keys", 90),
-        (torch.bfloat16, 64, "positions", 90),
-        (torch.bfloat16, 128, "keys, positions", 89),
-        (torch.bfloat16, 64, "full", 100),
-        (torch.bfloat16, 64, "full", 120),
-        (torch.bfloat16, 64, "full", "gfx942"),
-        (torch.float32, 128, "everything", "gfx90a"),
-        (torch.float16, 256, "everything", "gfx950"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "width", "terms", "capability"), [
+    (torch.bfloat16, 64, "full", 90), (torch.bfloat16, 64, "full", 80), (torch.float16, 128, "full", 90),
+    (torch.float32, 64, "full", 90),
+    # the three that need the most shared memory
+    (torch.bfloat16, 128, "everything", 90), (torch.bfloat16, 256, "everything", 86),
+    (torch.bfloat16, 128, "everything", 89),
+    (torch.bfloat16, 64, "keys", 90), (torch.bfloat16, 64, "positions", 90),
+    (torch.bfloat16, 128, "keys, positions", 89), (torch.bfloat16, 64, "full", 100), (torch.bfloat16, 64, "full", 120),
+    (torch.bfloat16, 64, "full", "gfx942"), (torch.float32, 128, "everything", "gfx90a"),
+    (torch.float16, 256, "everything", "gfx950"),
+], ids=str)  # fmt: skip
 def test_kernels_compile_for_devices_that_are_not_here(
-    dtype: torch.dtype, width: int, terms: str, capability: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, width: int, terms: str, capability: int | str, gpu_registers: Any
 ) -> None:
-    from benchmarks import gpu_registers
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call = gpu_registers.call_of(dtype, width, terms, capability)
     queries, group = (1, 1) if terms == "full" else (3, 4)
     few = gpu_registers.decoding(dtype, width, capability, paged=terms == "full", queries=queries, group=group)
@@ -115,7 +107,6 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
 """The layout of a product of 64 × 64 by four warps, for which shuffles are written."""
 
 
-@needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("given",
                          [{"rel_k": 2047}, {"rel_k": 1024, "causal": True, "softcap": 30.0}, {"rel_bias": 2047},
@@ -127,11 +118,8 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 40), (torch.bfloat16, 128)])
 def test_shuffles_get_the_layout_that_they_are_written_for(
-    given: dict[str, Any], dtype: torch.dtype, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], dtype: torch.dtype, width: int, gpu_registers: Any
 ) -> None:
-    from benchmarks import gpu_registers
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     heads, length = 2, 1024
     x = torch.empty((1, heads, length, width), dtype=dtype)
     masks = {"additive": torch.empty((length, length), dtype=dtype), "boolean": torch.empty((length,)) > 0}
@@ -180,14 +168,8 @@ def overwritten(code: str) -> list[str]:
     return found
 
 
-@needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks import gpu_registers
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(gpu_registers: Any) -> None:
     x, table = torch.empty((1, 2, 1024, 64), dtype=torch.bfloat16), torch.empty((2, 9, 64), dtype=torch.bfloat16)
     call = gpu_registers.tiled(Arguments(x, x, x, table, Span.clipped(4)), 90)
     ((kernel, arguments),) = ((kernel, given) for name, kernel, given in gpu_registers.launches(call) if name == "keys")
@@ -197,8 +179,6 @@ def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(
 
 
 def test_shuffles_skew_and_unskew() -> None:
-    from relskew_core.backends._torch.triton.kernels import shuffles
-
     lane, (earlier, later, tile) = np.arange(32), np.random.default_rng(0).random((3, 64, 64))
     i, c = np.arange(64)[:, None], np.arange(64)[None, :]
     turned = tile[i, (i + c) % 64]

@@ -6,6 +6,7 @@ Run by ``inside_triton.py``, as ``triton_kernels.py`` is.
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,16 @@ from torch import Tensor
 import oracles
 from dense import Case
 from relskew_core import Span, paged_attention
+from relskew_core._functions import paged
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options, Part
-from relskew_core._kernel.problem import Problem
+from relskew_core._kernel.problem import Problem, problem
+from relskew_core.backends import _torch
 from relskew_core.backends._torch.operator import flat
+from relskew_core.backends._torch.triton import backward as triton_backward
+from relskew_core.backends._torch.triton import call as triton_call
+from relskew_core.backends._torch.triton import choice, self_check
+from relskew_core.backends._torch.triton import forward as triton_forward
+from relskew_core.backends._torch.triton import operator as triton_operator
 from triton_kernels import W, assert_close, backward, checked, forward, stamps
 
 CLIPPED = Case("clipped", n=34, m=40, d=W, lead=(1,), heads=1, span=Span.clipped(1), tables="rel_k rel_v rel_bias")
@@ -28,8 +36,6 @@ STAMPS = replace(KEYS, name="positions", labels={"positions": (stamps(34, reach=
 
 @pytest.mark.parametrize("case", [CLIPPED, FULL, KEYS, STAMPS], ids=str)
 def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import backward as triton_backward
-
     whole = backward(case, checked(case)[0])
     again = backward(case, checked(case)[0])
     by_chunk = backward(case, checked(case, chunk_size=33)[0])
@@ -45,8 +51,6 @@ def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", [CLIPPED, FULL, KEYS, STAMPS], ids=str)
 def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import backward as triton_backward
-
     places: dict[object, set[int]] = {}
     for kind in (triton_backward._Relative, triton_backward._Mask):
 
@@ -62,14 +66,12 @@ def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_part_of_more_stays_in_float32() -> None:
     """Outputs that are merged are not rounded before."""
-    from relskew_core.backends._torch.triton.operator import OPERATOR
-
     call, _ = checked(CLIPPED)
     half = Operands(*(x if x is None else x.bfloat16() for x in call.given))
     part = replace(call.options, part=Part(of_more=True))
-    whole, _ = OPERATOR(half, call.options)
-    out, _ = OPERATOR(half, part)
-    fake = OPERATOR.op(*(x if x is None else x.to("meta") for x in half), *flat(part))[0]
+    whole, _ = triton_operator.OPERATOR(half, call.options)
+    out, _ = triton_operator.OPERATOR(half, part)
+    fake = triton_operator.OPERATOR.op(*(x if x is None else x.to("meta") for x in half), *flat(part))[0]
     assert out.dtype == fake.dtype == torch.float32
     assert torch.allclose(out, whole.float(), rtol=2**-7)  # the interpreter rounds differently
     assert not torch.equal(out, whole.float())
@@ -89,10 +91,6 @@ def test_sums_are_in_float32_whatever_is_torchs_default() -> None:
 
 
 def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from relskew_core.backends._torch.triton import call as triton_call
-
     call, _ = checked(FULL)
     for flags, expected in (
         ({"fp32_precision": "tf32"}, "tf32"),  # since torch 2.9, reading the other flag is an error
@@ -102,14 +100,6 @@ def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(**flags))
         assert triton_call.TiledCall.of(call.given, call.options).precision == expected
-
-
-def test_only_wanted_gradients() -> None:
-    call, _ = checked(FULL)
-    whole, some = backward(FULL, call), backward(FULL, call, wanted=frozenset("qkv"))
-    assert (some.rel_k, some.rel_v, some.rel_bias, some.mask) == (None,) * 4
-    for name in ("q", "k", "v"):
-        assert torch.equal(getattr(whole, name), getattr(some, name))
 
 
 def test_strides_are_taken_as_they_are() -> None:
@@ -142,10 +132,6 @@ LENGTHS = [260, 37, 2, 0]
 @pytest.fixture
 def _paged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take calls for those on a device, and fail where pages are copied."""
-    from relskew_core._functions import paged
-    from relskew_core.backends import _torch
-    from relskew_core.backends._torch.triton import choice
-
     monkeypatch.setattr(_torch, "reads_pages", lambda arrays: True)
     monkeypatch.setattr(choice, "refusal_of_device", lambda index: None)
     monkeypatch.setattr(paged, "known_values", lambda x: None)
@@ -218,11 +204,7 @@ def test_pages_that_kernels_do_not_read_are_gathered() -> None:
 
 
 def fused(operands: list[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
-    """Call the operator."""
-    from relskew_core.backends._torch.operator import flat
-    from relskew_core.backends._torch.triton.operator import OPERATOR as FUSED
-
-    out: tuple[Tensor, Tensor] = FUSED.op(*operands, *flat(options))
+    out: tuple[Tensor, Tensor] = triton_operator.OPERATOR.op(*operands, *flat(options))
     return out
 
 
@@ -252,28 +234,27 @@ def test_operator_differentiates_output_and_log_sum_exp() -> None:
 
 def test_operator_gives_only_the_gradients_that_are_needed() -> None:
     call, _ = checked(OPERATOR)
-    leaves = leaves_of(call)
-    named = dict(zip(Operands._fields, leaves, strict=True))
-    for name in ("rel_k", "rel_v", "rel_bias", "mask"):
-        named[name].requires_grad_(False)  # type: ignore[union-attr]
-    fused(leaves, call.options)[0].sum().backward()
-    assert {name for name, x in named.items() if x is not None and x.grad is not None} == {*"qkv", "rel_q"}
+    whole, some = leaves_of(call), leaves_of(call)
+    for name, x in zip(Operands._fields, some, strict=True):
+        if x is not None:
+            x.requires_grad_(name in {*"qkv", "rel_q"})
+    for leaves in (whole, some):
+        fused(leaves, call.options)[0].sum().backward()
+    assert sum(x is not None and x.requires_grad for x in some) == 4
+    for x, y in zip(some, whole, strict=True):
+        if x is not None and y is not None:
+            assert x.grad is not None if x.requires_grad else x.grad is None
+            assert x.grad is None or torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 
 def test_operator_keeps_to_torchs_rules() -> None:
-    from relskew_core.backends._torch.operator import flat
-    from relskew_core.backends._torch.triton.operator import OPERATOR as FUSED
-
     call, _ = checked(OPERATOR)
     arguments = (*leaves_of(call), *flat(replace(call.options, return_lse=True)))
-    torch.library.opcheck(FUSED.op, arguments,
+    torch.library.opcheck(triton_operator.OPERATOR.op, arguments,
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))  # fmt: skip
 
 
 def test_operator_compiles_into_one_graph() -> None:
-    from relskew_core.backends._torch.triton import choice
-    from relskew_core.backends._torch.triton import operator as triton_operator
-
     call, _ = checked(OPERATOR)
 
     def loss(q: Tensor) -> Tensor:
@@ -308,8 +289,6 @@ def test_operator_under_vmap() -> None:
 
 
 def test_explicit_gradients_are_the_operators() -> None:
-    from relskew_core.backends._torch.triton import operator as triton_operator
-
     call, _ = checked(OPERATOR)
     out, sums = triton_operator.attention(call.given, call.options, xp=None)
     assert sums is None
@@ -329,8 +308,6 @@ def test_explicit_gradients_are_the_operators() -> None:
 
 
 def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import self_check
-
     call, _ = checked(FULL)
     monkeypatch.setattr(self_check, "LENGTH", 34)
     tried: list[Any] = []
@@ -358,9 +335,6 @@ def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch)
                           ("rel_k", "rel_v", "right", "pages", "few", "clip")],
                          ids=" ".join)  # fmt: skip
 def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core._kernel.problem import problem
-    from relskew_core.backends._torch.triton import self_check
-
     monkeypatch.setattr(self_check, "LENGTH", 40)
     arguments = self_check.trial(torch.device("cpu"), torch.float32, features, (W, 5, W), grouped=True)
     call = problem(arguments)
@@ -373,22 +347,20 @@ def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: p
 
 @pytest.mark.parametrize("wrong", ["out", "rel_bias"])
 def test_a_kernel_that_is_wrong_is_told_of_once_and_not_taken(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import backward, forward, self_check
-
-    def off(*given: Any, attention: Any = forward.attention) -> Any:
+    def off(*given: Any, attention: Any = triton_forward.attention) -> Any:
         out, sums = attention(*given)
         return out * 1.02, sums
 
-    def off_in_the_bias(*given: Any, attention_vjp: Any = backward.attention_vjp, **more: Any) -> Gradients:
+    def off_in_the_bias(*given: Any, attention_vjp: Any = triton_backward.attention_vjp, **more: Any) -> Gradients:
         gradients: Gradients = attention_vjp(*given, **more)
         assert gradients.rel_bias is not None
         return gradients._replace(rel_bias=gradients.rel_bias.roll(1, -1))
 
     monkeypatch.setattr(self_check, "LENGTH", 34)
     if wrong == "out":
-        monkeypatch.setattr(forward, "attention", off)
+        monkeypatch.setattr(triton_forward, "attention", off)
     else:
-        monkeypatch.setattr(backward, "attention_vjp", off_in_the_bias)
+        monkeypatch.setattr(triton_backward, "attention_vjp", off_in_the_bias)
     self_check._verdict.cache_clear()
     call, _ = checked(FULL)
     with pytest.warns(RuntimeWarning, match=rf"differ from the portable code in .*{wrong} by .*please report"):

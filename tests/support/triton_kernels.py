@@ -4,15 +4,19 @@ Not collected with the other tests: Triton decides once, when it is imported, wh
 ``inside_triton.py`` runs this file in processes of their own, with ``TRITON_INTERPRET=1``.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import array_api_compat.torch as xp
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 import dense
 import libraries
@@ -20,7 +24,11 @@ import oracles
 from dense import Case
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments, Gradients
+from relskew_core._kernel.forward import attention as portable
 from relskew_core._kernel.problem import Problem, problem
+from relskew_core.backends._torch.triton import backward as triton_backward
+from relskew_core.backends._torch.triton import call as triton_call
+from relskew_core.backends._torch.triton import forward as triton_forward
 
 W = 66  # a width with tiles of 16, so that few rows make many tiles
 
@@ -134,9 +142,6 @@ CASES = [
 @pytest.fixture(scope="module", autouse=True)
 def _bfloat16_products() -> Iterator[None]:
     """Widen products of bfloat16, which the interpreter keeps as integers and multiplies as such."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
-
     multiply = InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -158,15 +163,11 @@ def checked(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> t
 
 
 def forward(call: Problem) -> tuple[Tensor, Tensor]:
-    from relskew_core.backends._torch.triton import forward as triton_forward
-
     return triton_forward.attention(call.given, call.options)
 
 
 def by_each_kernel(call: Problem) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the results of the kernel for many queries, and those of the one for few of them if that is chosen."""
-    from relskew_core.backends._torch.triton import call as triton_call
-
     with pytest.MonkeyPatch.context() as patch:
         if call.options.visibility.n_queries <= triton_call.FEW:
             yield forward(call)
@@ -175,8 +176,6 @@ def by_each_kernel(call: Problem) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def backward(case: Case, call: Problem, results: tuple[Tensor, Tensor] | None = None, **options: Any) -> Gradients:
-    from relskew_core.backends._torch.triton import backward as triton_backward
-
     out, sums = forward(call) if results is None else results
     d_out = call.operand(torch.tensor(case.d_out()).to(call.dtype), half=True)
     return triton_backward.attention_vjp(d_out, call.given, call.options, out=out, sums=sums, **options)
@@ -230,21 +229,19 @@ LAUNCHES = [
 
 
 def test_launches_are_all_tested() -> None:
-    from relskew_core.backends._torch.triton.call import DECODING, ELSEWHERE, TILES, Limits, decoding_tile, tiles
-
     launched = [
-        (getattr(torch, dtype), width, Limits(major, 2**18, compiles=False)) for dtype, width, major, _ in LAUNCHES
+        (getattr(torch, dtype), width, triton_call.Limits(major, 2**18, compiles=False))
+        for dtype, width, major, _ in LAUNCHES
     ]
-    assert {tiles(*given) for given in launched} == {*TILES.values(), *ELSEWHERE.values()}
-    assert {decoding_tile(*given) for given in launched} == {*DECODING.values()}
+    every = {*triton_call.TILES.values(), *triton_call.ELSEWHERE.values()}
+    assert {triton_call.tiles(*given) for given in launched} == every
+    assert {triton_call.decoding_tile(*given) for given in launched} == {*triton_call.DECODING.values()}
 
 
 @pytest.mark.parametrize(("dtype", "width", "major", "size", "tf32"), [
     *((*launch, False) for launch in LAUNCHES), *((*launch, True) for launch in LAUNCHES if launch[0] == "float32"),
 ], ids=str)  # fmt: skip
 def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from relskew_core.backends._torch.triton import call as triton_call
-
     monkeypatch.setattr(triton_call, "limits", lambda device: triton_call.Limits(major, 2**18, compiles=False))
     monkeypatch.setattr(triton_call.TiledCall, "precision", "tf32" if tf32 else "ieee")
     case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
@@ -261,35 +258,25 @@ def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monke
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_nobody_sees_reaches_nothing(value: float) -> None:
-    case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(30, 30), tables="rel_k rel_v",
-                options={"causal": True})  # fmt: skip
+@pytest.mark.parametrize(("pattern", "tables", "reach", "keys", "rows"), [
+    # rows further back than any query sees, and further ahead
+    ({"options": {"causal": True}}, "rel_k rel_v", 30, slice(20, None), [slice(11), slice(31, None)]),
+    ({"labels": {"segments": ([0] * 20, [0, 1] * 20)}}, "rel_k rel_v key_table", 70, slice(1, None, 2), []),
+    ({"labels": {"positions": ([*range(0, 40, 2)], [5, 60] * 20)}, "options": {"causal": True}},
+     "rel_k rel_v key_table", 70, slice(1, None, 2), [slice(76, None)]),
+], ids=["keys ahead", "other documents", "positions ahead"])  # fmt: skip
+def test_what_no_query_sees_reaches_nothing(
+    pattern: dict[str, Any], tables: str, reach: int, keys: slice, rows: list[slice], value: float
+) -> None:
+    case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(reach, reach), tables=tables, **pattern)
     call, arrays = checked(case)
     clean = (*forward(call), *backward(case, call))
     for name in ("k", "v"):
-        arrays[name][..., 20:, :] = value
-    for name in ("rel_k", "rel_v"):
-        arrays[name][..., :11, :] = value  # further back than any query sees
-        arrays[name][..., 31:, :] = value  # further ahead
-    spoilt = replace(call, given=call.given._replace(**arrays))
-    for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
-        assert one is other is None or torch.equal(one, other)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN
-@pytest.mark.parametrize("labels", [{"segments": ([0] * 20, [0, 1] * 20)},
-                                    {"positions": ([*range(0, 40, 2)], [5, 60] * 20)}], ids=str)  # fmt: skip
-def test_keys_between_others_that_nobody_sees_reach_nothing(labels: dict[str, Any]) -> None:
-    case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(70, 70), tables="rel_k rel_v key_table",
-                labels=labels, options={"causal": "positions" in labels})  # fmt: skip
-    call, arrays = checked(case)
-    clean = (*forward(call), *backward(case, call))
-    for name in ("k", "v"):
-        arrays[name][..., 1::2, :] = math.nan
-    if "positions" in labels:
-        for name in ("rel_k", "rel_v", "key_table"):
-            arrays[name][..., 76:, :] = math.nan  # further ahead
-    spoilt = replace(call, given=call.given._replace(**{name: x for name, x in arrays.items() if name not in labels}))
+        arrays[name][..., keys, :] = value
+    for name, unseen in itertools.product(tables.split(), rows):
+        arrays[name][..., unseen, :] = value
+    given = {name: x for name, x in arrays.items() if name not in case.labels}
+    spoilt = replace(call, given=call.given._replace(**given))
     for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
         assert one is other is None or torch.equal(one, other)
 
@@ -297,22 +284,9 @@ def test_keys_between_others_that_nobody_sees_reach_nothing(labels: dict[str, An
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_positions_beyond_a_table_that_must_reach_them_give_nan() -> None:
     """As in the portable code: where positions are read from a device, no error can be raised."""
-    import array_api_compat.torch as xp
-
-    from relskew_core._kernel.forward import attention as portable
-
-    case = Case(
-        "too far",
-        n=20,
-        m=40,
-        d=W,
-        lead=(1,),
-        heads=1,
-        span=Span(50, 50),
-        tables="rel_k rel_bias",
-        labels={"positions": ([*range(19, -1, -1)], [*range(19, -21, -1)])},
-        options={"causal": True},
-    )
+    case = Case("too far", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(50, 50), tables="rel_k rel_bias",
+                labels={"positions": ([*range(19, -1, -1)], [*range(19, -21, -1)])},
+                options={"causal": True})  # fmt: skip
     call, arrays = checked(case)
     tables = {name: arrays[name].narrow(axis, 25, 51) for name, axis in (("rel_k", 1), ("rel_bias", 1))}
     short = replace(call, given=call.given._replace(**tables), options=replace(call.options, span=Span(25, 25)))
