@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
@@ -149,6 +149,15 @@ def stacked(case: dense.Case, names: str, size: int) -> dict[str, Any]:
     return arrays
 
 
+def along(given: dict[str, Any], names: str) -> dict[str, int | None]:
+    """Return the axes along which a call is mapped: the first ones of some arrays."""
+    return {name: 0 if name in names.split() else None for name in given}
+
+
+def at(given: dict[str, Any], names: str, i: int) -> dict[str, Any]:
+    return {name: x[i] if name in names.split() else x for name, x in given.items()}
+
+
 def pulled(case: dense.Case, given: dict[str, Any], seed: Any) -> Any:
     """Return a call's results, and the gradients of a number made of them."""
     floating, others = apart(given)
@@ -166,49 +175,45 @@ SINGLE: dict[str, Any] = {}
 """Calls that are not mapped, each compiled once for all tests."""
 
 
-@pytest.mark.parametrize(
-    "names", ["q k v rel_q mask", "q", "k v", "mask", "rel_k", "rel_v rel_bias key_table", "seed", "q rel_k mask seed"]
-)
-@pytest.mark.parametrize("case", [MAPPED, SHARED, BARE], ids=str)
+@pytest.mark.parametrize(("case", "names"), [
+    (case, names) for case in (MAPPED, SHARED, BARE)
+    for names in ("q k v rel_q mask", "q", "k v", "mask", "rel_k", "rel_v rel_bias key_table", "seed",
+                  "q rel_k mask seed")
+    if {*names.split()} & {*case.arrays(), *case.options}
+], ids=str)  # fmt: skip
 def test_vmap_is_a_loop_over_calls(case: dense.Case, names: str) -> None:
-    if not ({*names.split()} & {*case.arrays(), *case.options}):
-        pytest.skip("no such arrays")
-    arrays = stacked(case, names, 3)
+    given = on_jax(stacked(case, names, 3))
     seed: Any = jnp.arange(3) if "seed" in names else 7
-    given = on_jax(arrays)
-    axes = {name: 0 if name in names.split() else None for name in given}
-    mapped = jax.vmap(partial(pulled, case), in_axes=(axes, 0 if "seed" in names else None))
+    mapped = jax.vmap(partial(pulled, case), in_axes=(along(given, names), 0 if "seed" in names else None))
     found, calls = counted(mapped, given, seed)
     assert calls == 2
     each = SINGLE.setdefault(case.name, jax.jit(partial(pulled, case)))
     for i in range(3):
-        own = {name: x[i] if axes[name] == 0 else x for name, x in given.items()}
-        agree(jax.tree.map(lambda x, i=i: x[i], found), each(own, seed[i] if "seed" in names else seed))
+        own = each(at(given, names, i), seed[i] if "seed" in names else seed)
+        agree(jax.tree.map(lambda x, i=i: x[i], found), own)
 
 
 @pytest.mark.parametrize("name", ["segments", "positions"])
 @pytest.mark.parametrize("each", [True, False], ids=["each its own", "shared"])
 @pytest.mark.parametrize("by_item", [True, False], ids=["by item", "of all items"])
 def test_vmap_of_labels(name: str, each: bool, by_item: bool) -> None:
-    tables = each != by_item
+    names = "q v rel_k" if each != by_item else "q v"
     rng = np.random.default_rng(0)
     case = dense.Case("labels", n=5, m=6, lead=(2,), d=8, span=Span(2, 1, "clip"), tables="rel_k rel_v")
     shape = (3,) * each + (2,) * by_item
     with jax.enable_x64(False):
-        given = on_jax(stacked(case, "q v rel_k" if tables else "q v", 3))
+        given = on_jax(stacked(case, names, 3))
         labels = tuple(jnp.asarray(rng.integers(0, 3, (*shape, length))) for length in (5, 6))
 
         def call(given: Any, labels: Any) -> Any:
             return pulled(case, {**given, name: labels}, None)
 
-        axes = {name: 0 if name in ("q", "v") or (tables and name == "rel_k") else None for name in given}
-        mapped = jax.vmap(call, in_axes=(axes, 0 if each else None))
+        mapped = jax.vmap(call, in_axes=(along(given, names), 0 if each else None))
         found, calls = counted(mapped, given, labels)
         assert calls == 2
         for i in range(3):
-            own = {name: x[i] if axes[name] == 0 else x for name, x in given.items()}
-            of_item = jax.tree.map(lambda x, i=i: x[i], found)
-            agree(of_item, jax.jit(call)(own, tuple(x[i] for x in labels) if each else labels))
+            own = jax.jit(call)(at(given, names, i), tuple(x[i] for x in labels) if each else labels)
+            agree(jax.tree.map(lambda x, i=i: x[i], found), own)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [("rel_k", "q mask"), ("q k v rel_q", "rel_bias seed"), ("v", "rel_v")])
@@ -216,18 +221,13 @@ def test_vmap_of_labels(name: str, each: bool, by_item: bool) -> None:
 def test_vmap_of_vmap(case: dense.Case, outer: str, inner: str) -> None:
     given = on_jax(stacked(case, inner, 2) | {n: x for n, x in stacked(case, outer, 3).items() if n in outer.split()})
     seed: Any = jnp.arange(2) if "seed" in inner else 7
-    first, last = ({name: 0 if name in names.split() else None for name in given} for names in (outer, inner))
-    own = 0 if "seed" in inner else None
-    mapped = jax.vmap(jax.vmap(partial(pulled, case), in_axes=(last, own)), in_axes=(first, None))
-    found, calls = counted(mapped, given, seed)
+    mapped = jax.vmap(partial(pulled, case), in_axes=(along(given, inner), 0 if "seed" in inner else None))
+    found, calls = counted(jax.vmap(mapped, in_axes=(along(given, outer), None)), given, seed)
     assert calls == 2
     each = SINGLE.setdefault(case.name, jax.jit(partial(pulled, case)))
-    for i in range(3):
-        for j in range(2):
-            one = {name: x[i] if first[name] == 0 else x for name, x in given.items()}
-            one = {name: x[j] if last[name] == 0 else x for name, x in one.items()}
-            expected = each(one, seed[j] if own == 0 else seed)
-            agree(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), expected)
+    for i, j in np.ndindex(3, 2):
+        expected = each(at(at(given, outer, i), inner, j), seed[j] if "seed" in inner else seed)
+        agree(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), expected)
 
 
 def test_the_gradient_of_a_mapped_call_sums_what_the_items_share() -> None:
@@ -294,15 +294,9 @@ def test_threads_of_xla_share_a_call(items: int) -> None:
         mapped = jax.vmap(partial(attention, **options), in_axes=(0, 0, 0, None))(q, k, v, table)
         return out, *pull(q), mapped
 
-    found: list[Any] = []
-    step = jax.jit(both)
-    given = [jnp.asarray(x) for x in (*arrays, table)]
-    threads = [threading.Thread(target=lambda: found.append(jax.block_until_ready(step(*given)))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert len(found) == 8
+    step, given = jax.jit(both), [jnp.asarray(x) for x in (*arrays, table)]
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: jax.block_until_ready(step(*given)), range(8))]
     for own in found:
         agree(own, (*expected, expected[0]))
         jax.tree.map(np.testing.assert_array_equal, own, found[0])  # identical at every run
@@ -403,14 +397,6 @@ def test_calls_that_kernels_do_not_support_go_elsewhere(what: str) -> None:
     assert "relative_attention[" not in str(jax.jit(attend).trace(x, offset).jaxpr)
 
 
-def test_half_precision_is_summed_in_single() -> None:
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(0).standard_normal((3, 1, 2, 30, 8)))
-    for out in (attention(q, k, v, causal=True), jax.jit(partial(attention, causal=True))(q, k, v)):
-        assert out.dtype == jnp.bfloat16
-        expected = attention(*(np.asarray(x, np.float64) for x in (q, k, v)), causal=True)
-        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02)
-
-
 def test_calls_that_cannot_be_read_are_refused() -> None:
     x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float64)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -462,7 +448,6 @@ SAME = {
                   "destroy_error=XLA_FFI_Error_Destroy schedule=XLA_FFI_ThreadPool_Schedule "
                   "count_threads=XLA_FFI_ThreadPool_NumThreads",
 }  # fmt: skip
-"""The structs of the interface, ours and XLA's, and their fields."""
 
 RENAMED = {
     "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
