@@ -1,10 +1,10 @@
 """CuPy's path through torch, on NumPy's memory: reasons, arrays that are shared, and the answer without torch."""
 
-import importlib.util
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from relskew_core import backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
@@ -12,10 +12,7 @@ from relskew_core._kernel.problem import problem
 from relskew_core.backends import _cupy
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_native_kernels_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     x = np.random.default_rng(0).standard_normal((1, 2, 3))
     expected = relative_attention(x, x, x, impl="portable")
     monkeypatch.setattr(backends, "_module", lambda library: _cupy)

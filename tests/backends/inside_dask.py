@@ -5,7 +5,6 @@ from typing import Any
 import dask.array
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._array.typing import Array
@@ -98,14 +97,11 @@ def test_options_that_blocks_do_not_support_are_refused() -> None:
     assert backends.available()["dask"] == ["portable", "native"]
 
 
-def halves(x: NDArray[Any]) -> Any:
-    return da.from_array(x.astype(np.float16), chunks=3)
-
-
 def test_half_precision_is_merged_in_float32() -> None:
     arrays = [ARRAYS[name] for name in "qkv"]
-    found: Any = relative_attention(*map(halves, arrays), impl="native")
-    expected = relative_attention(*(x.astype(np.float16) for x in arrays))
+    halves = [x.astype(np.float16) for x in arrays]
+    found: Any = relative_attention(*(da.from_array(x, chunks=3) for x in halves), impl="native")
+    expected = relative_attention(*halves)
     assert found.dtype == np.float16
     np.testing.assert_allclose(found.compute(), expected, atol=2e-3)
 

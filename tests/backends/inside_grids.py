@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 import oracles
+from compiled_cases import on_threads
 from libraries import needs_kernels
 from relskew_core import Span, backends, relative_attention_2d, relative_attention_nd
 from relskew_core._functions import grid_call, prepared
 from relskew_core._kernel import grids as parts_of_grids
-from relskew_core.backends import _compiled, set_numpy_threads
+from relskew_core.backends import _compiled
 
 pytestmark = needs_kernels
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
@@ -44,7 +45,6 @@ KINDS = ("tables", "bias", "both")
 
 
 def arrays_of(kind: str, grid: dict[str, Any], dtype: str) -> dict[str, NDArray[Any]]:
-    """Draw the arrays of a call."""
     rng = np.random.default_rng(sum(map(ord, kind)))
     before = grid.get("prefix", (0, 0))
     n, m = (count + np.prod(grid[name]) for count, name in zip(before, ("q_grid", "k_grid"), strict=True))
@@ -62,7 +62,6 @@ SPANS: dict[str, Any] = {"span_h": Span.clipped(10), "span_w": Span(12, 12, "zer
 
 
 def without(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what the portable code gives."""
     with monkeypatch.context() as patch:
         native = backends._native
         patch.setattr(prepared, "kind_on_grids", lambda *of_call: None)
@@ -82,6 +81,23 @@ def with_kernels(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, *, kn
             patch.setattr(grid_call, "_checked", None)  # checks nothing again
             found = call()
         return found
+
+
+def agree(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert oracles.relative_error(one, other) < tolerance
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Return the memory that a call takes, after a first one, which imports modules."""
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def cases() -> list[tuple[str, str]]:
@@ -108,10 +124,7 @@ def test_results_equal_those_of_the_portable_code(
         options: dict[str, Any] = {**arrays, **GRIDS[name], **SPANS}
         return relative_attention_2d(**options, return_lse=True)
 
-    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert oracles.relative_error(one, other) < TOLERANCE[dtype]
+    agree(with_kernels(call, monkeypatch), without(call, monkeypatch), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -128,9 +141,7 @@ def test_gradients_equal_those_of_the_portable_code(
         out, lse = relative_attention_2d(**options, return_lse=True)
         return torch.autograd.grad([(out * d_out).sum() + (lse * lse).sum()], list(given.values()))
 
-    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
-    for one, other in zip(found, expected, strict=True):
-        assert oracles.relative_error(one, other) < 5 * TOLERANCE[dtype]
+    agree(with_kernels(call, monkeypatch), without(call, monkeypatch), 5 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("mask", "prefix"), [("none", (0, 0)), ("boolean", (1, 2)), ("additive", (1, 2))])
@@ -217,29 +228,21 @@ def test_memory_is_that_of_the_output(kind: str) -> None:
         given["table_h"], given["table_w"] = rng.standard_normal((2, 95, 8)).astype(np.float32)
     if kind != "tables":
         given["rel_bias"] = rng.standard_normal((4, 95, 95)).astype(np.float32)
-    relative_attention_2d(q, q, q, **given)
-    tracemalloc.start()
-    try:
-        relative_attention_2d(q, q, q, **given)
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
+    assert peak(lambda: relative_attention_2d(q, q, q, **given)) < 2**20
 
 
 def test_results_are_the_same_on_any_number_of_threads() -> None:
-    rng = np.random.default_rng(6)
-    given = [torch.from_numpy(rng.standard_normal(shape)) for shape in ((1, 1600, 32),) * 3 + ((79, 32),) * 2]
-    found, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            arrays = [x.clone().requires_grad_() for x in given]
-            out = relative_attention_2d(*arrays, q_grid=(40, 40), k_grid=(40, 40))
-            found.append((out, *torch.autograd.grad(out.square().sum(), arrays)))
-    finally:
-        torch.set_num_threads(before)
+    rng, found = np.random.default_rng(6), []
+    grids: dict[str, Any] = {"q_grid": (40, 40), "k_grid": (40, 40)}
+    given = [rng.standard_normal(shape) for shape in ((1, 1600, 32),) * 3 + ((79, 32),) * 2]
+    for threads in (1, 2, 5):
+        arrays = [torch.from_numpy(x).requires_grad_() for x in given]
+        with on_threads(threads):
+            out: Any = relative_attention_2d(*arrays, **grids)
+            gradients = torch.autograd.grad(out.square().sum(), arrays)
+            found.append([relative_attention_2d(*given, **grids), out.detach(), *gradients])
     for others in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+        assert all(np.array_equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize(("changes", "why"),
@@ -281,8 +284,7 @@ def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(grid_call, "_checked", None)
             found = results(grid, {"scale": scale})
-        for one, other in zip(found, expected, strict=True):
-            assert oracles.relative_error(one, other) < 1e-12
+        agree(found, expected)
 
 
 def test_windows_of_no_kernels_and_of_another_function_are_not_remembered() -> None:
@@ -318,36 +320,16 @@ def test_axes_without_tables_count_for_nothing(monkeypatch: pytest.MonkeyPatch) 
         out = relative_attention_nd(q, k, v, [time, None, width], **sides)
         return (out.detach(), *torch.autograd.grad(out.square().sum(), tensors))
 
-    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
-    for one, other in zip(found, expected, strict=True):
-        assert oracles.relative_error(one, other) < 1e-12
-
-
-def test_numpy_has_threads_too() -> None:
-    rng = np.random.default_rng(7)
-    x, tables = rng.standard_normal((2, 900, 16)), rng.standard_normal((2, 59, 16))
-    found = []
-    try:
-        for threads in (1, 3):
-            set_numpy_threads(threads)
-            found.append(relative_attention_2d(x, x, x, *tables, q_grid=(30, 30), k_grid=(30, 30)))
-    finally:
-        set_numpy_threads(None)
-    one, three = found
-    assert np.array_equal(one, three)
+    agree(with_kernels(call, monkeypatch), without(call, monkeypatch))
 
 
 def test_memory_of_portable_code_grows_with_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    side, width = 48, 16
-    rng = np.random.default_rng(5)
-    q = rng.standard_normal((1, side * side, width)).astype(np.float32)
-    tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
+    side, rng = 48, np.random.default_rng(5)
+    q = rng.standard_normal((1, side**2, 16), np.float32)
+    tables = rng.standard_normal((2, 2 * side - 1, 16), np.float32)
     grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
-    peaks = {}
-    for chunk_size in (2 * side, 2 * side, side * side):  # the first call imports modules
-        call = partial(relative_attention_2d, q, q, q, *tables, **grids, chunk_size=chunk_size)
-        tracemalloc.start()
-        without(call, monkeypatch)
-        peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peaks[2 * side] < peaks[side * side] / 7
+    attend = partial(relative_attention_2d, q, q, q, *tables, **grids)
+    few, all_queries = (
+        peak(partial(without, partial(attend, chunk_size=size), monkeypatch)) for size in (2 * side, side**2)
+    )
+    assert few < all_queries / 7

@@ -51,7 +51,6 @@ def machine(compiler: str) -> str:
 
 
 def fits(level: str | None, target: str) -> bool:
-    """Whether a level is for a kind of processors."""
     return level in (None, "base") or target.startswith("aarch64" if level in ON_ARM else ("x86_64", "amd64"))
 
 

@@ -31,9 +31,6 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
     np.testing.assert_allclose(ROW.to_numpy(actual), ROW.to_numpy(expected), rtol=0, atol=tolerance)
 
 
-# Gradients
-
-
 @pytest.mark.parametrize("how", ["auto", "auto, compiled", "portable"])
 @pytest.mark.parametrize("case", dense.CASES[::2], ids=str)
 def test_gradients_by_the_library_are_those_of_the_dense_formula(case: dense.Case, how: str) -> None:
@@ -63,9 +60,6 @@ def test_the_log_sum_exp_has_a_gradient_too() -> None:
     close(value, mx.sum(attend(q) * q))
     direct = mx.vjp(attend, [q], [q])[1][0]
     close(gradient, direct + attend(q))
-
-
-# Transformations
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
@@ -117,9 +111,6 @@ def test_a_program_without_python(tmp_path: Any) -> None:
     close(mx.import_function(name)(q)[0], attend(q), 1e-6)
 
 
-# Memory
-
-
 @pytest.mark.parametrize("how", ["forward", "compiled", "vjp", "gradient", "compiled gradient"])
 def test_memory_grows_with_the_length(how: str) -> None:
     """Twice the length takes twice the memory instead of four times, because chunks run one after the other."""
@@ -145,9 +136,6 @@ def test_memory_grows_with_the_length(how: str) -> None:
         peaks.append(mx.get_peak_memory() - before)
     assert peaks[1] < 2.5 * peaks[0]
     assert peaks[1] < 4 * 2048**2 * 4 / 2  # half of the logits
-
-
-# What is available
 
 
 def test_arrays_are_on_the_host_and_there_is_no_native_path() -> None:
