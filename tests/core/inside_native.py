@@ -35,9 +35,8 @@ class Kernels:
 
     def serve(self, function: str, call: Any) -> _path.Path | str:
         self.asked.append(function)
-        return (
-            "too new" if function in self.unable else _path.Path(self.attention, self.attention_vjp, COMMON, self.half)
-        )
+        path = _path.Path(self.attention, self.attention_vjp, COMMON, self.half)
+        return "too new" if function in self.unable else path
 
     def attention(self, operands: Any, options: Any, *, xp: Any) -> Any:
         self.got.append({**operands._asdict(), "part": options.part})
@@ -71,22 +70,14 @@ def results() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_the_forward_call(kernels: Kernels, half: bool) -> None:
-    kernels.half = half
-    out, lse = relative_attention(**arguments(), return_lse=True, impl="native")
-    assert kernels.asked == ["attention"]
-    assert {kernels.got[0][name].dtype for name in arguments()} == {HALF if half else SINGLE}
-    assert (out.dtype, lse.dtype) == (HALF, SINGLE)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_factors_by_head_reach_it_in_one_dtype(kernels: Kernels, half: bool) -> None:
+def test_arrays_and_factors_by_head_reach_it_in_one_dtype(kernels: Kernels, half: bool) -> None:
     kernels.half = half
     given = {**arguments(), "rel_bias": drawn(5, 2, 9), "mask": drawn(6, 4, 4), "scale": drawn(7, 2)}
-    out = relative_attention(**given, impl="native")
+    out, lse = relative_attention(**given, return_lse=True, impl="native")
     names = ("q", "k", "v", "rel_k", "rel_bias", "mask")
+    assert kernels.asked == ["attention"]
     assert {kernels.got[0][name].dtype for name in names} == {HALF if half else SINGLE}
-    assert out.dtype == HALF
+    assert (out.dtype, lse.dtype) == (HALF, SINGLE)
     gradients = relative_attention_vjp(out, **given, impl="native")
     assert {kernels.got[1][name].dtype for name in (*names, "d_out")} == {HALF if half else SINGLE}
     assert {getattr(gradients, name).dtype for name in (*names, "scale")} == {HALF}

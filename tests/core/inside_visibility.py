@@ -1,9 +1,12 @@
 """Who sees whom, in integers: every range, bound and mask against one look at every query and key."""
 
+import contextlib
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
+import array_api_strict as strict
 import numpy as np
 import pytest
 import torch
@@ -15,8 +18,9 @@ import oracles
 import symbols
 from relskew_core import Span
 from relskew_core._array.namespace import namespace_of
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
+from relskew_core._kernel.call import Arguments, Options
+from relskew_core._kernel.chunk import SCRATCH_BYTES, Chunk, chunk_size, chunks, documents_of, keys_seen
+from relskew_core._kernel.key_side import SMALLEST, blocks
 from relskew_core._kernel.problem import problem
 from relskew_core._kernel.shapes import Pattern, check_pattern
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
@@ -24,16 +28,9 @@ from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.visibility import FURTHEST, Visibility
 
 SIDES = st.none() | st.integers(0, 5)
-PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() | st.tuples(SIDES, SIDES)}) | (
-    st.fixed_dictionaries(
-        {
-            "causal": st.booleans(),
-            "window": st.none() | st.tuples(SIDES, SIDES),
-            "block_size": st.integers(1, 4),
-            "blocks_before": st.none() | st.integers(0, 3),
-        }
-    )
-)
+BOUNDS: dict[str, Any] = {"causal": st.booleans(), "window": st.none() | st.tuples(SIDES, SIDES)}
+IN_BLOCKS = BOUNDS | {"block_size": st.integers(1, 4), "blocks_before": st.none() | st.integers(0, 3)}
+PATTERNS = st.fixed_dictionaries(BOUNDS) | st.fixed_dictionaries(IN_BLOCKS)
 OFFSETS = st.integers(-9, 14)
 LENGTHS = st.integers(0, 8)
 XP = namespace_of(np)
@@ -91,9 +88,7 @@ def test_a_pattern_is_what_it_says(
     block = seen[start:stop, first:end]
     for narrowed in (pattern, pattern.bounded(), pattern.within(start, stop, first, end)):
         mask = narrowed.mask(start, stop, first, end, xp=XP, device="cpu")
-        np.testing.assert_array_equal(
-            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
-        )
+        np.testing.assert_array_equal(np.broadcast_to(True if mask is None else mask, block.shape), block)
         assert mask is None or not block.all() or first == end
 
 
@@ -126,9 +121,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
         assert low <= high
         mask = pattern.mask(start, stop, first, end, xp=XP, device="cpu")
         block = seen[:, None, start:stop, first:end]
-        np.testing.assert_array_equal(
-            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
-        )
+        np.testing.assert_array_equal(np.broadcast_to(True if mask is None else mask, block.shape), block)
 
 
 @settings(max_examples=100, deadline=None)
@@ -172,10 +165,9 @@ def test_positions_of_a_batch_of_two_axes() -> None:
     assert same == Visibility(4, 4)
 
 
-@pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
-def test_no_queries_or_no_keys_have_no_positions(lengths: tuple[int, int]) -> None:
-    assert pattern_of(*lengths, [2, 3], {}).positions() is None
-    assert pattern_of(*lengths, 2, {}).positions() is None
+def test_no_queries_or_no_keys_have_no_positions() -> None:
+    for n, m, offset in ((0, 3, 2), (3, 0, 2), (0, 3, [2, 3]), (3, 0, [2, 3])):
+        assert pattern_of(n, m, offset, {}).positions() is None
 
 
 def test_an_offset_without_axes_is_one_for_all() -> None:
@@ -185,7 +177,6 @@ def test_an_offset_without_axes_is_one_for_all() -> None:
 
 
 def test_offsets_are_known_where_they_can_be_read() -> None:
-    strict = pytest.importorskip("array_api_strict")
     for make in (np.asarray, strict.asarray, torch.as_tensor):
         for offsets, lead in (([3, -2], (2,)), ([[3], [-2]], (2, 1))):
             x = make(np.zeros((*lead, 1, 4, 1)))
@@ -258,15 +249,52 @@ def test_a_table_must_reach_what_is_seen_at_positions(
     visibility = pattern.of(np.zeros((len(queries), 1)), len(keys), 0, by_value=True, xp=XP)
     positions = np.asarray(queries, np.int64), np.asarray([keys, keys], np.int64)
     seen = [key - query for query in queries for key in keys if oracles.sees(query, key, **options)]
-    if any(not -left <= r <= right for r in seen):
-        with pytest.raises(ValueError, match=f"`name` .* queries see {min(seen)} … {max(seen)}:"):
-            check_reach_of("name", Span(left, right), visibility, positions)
-    else:
+    short = any(not -left <= r <= right for r in seen)
+    words = f"`name` .* queries see {min(seen, default=0)} … {max(seen, default=0)}:"
+    with pytest.raises(ValueError, match=words) if short else contextlib.nullcontext():
         check_reach_of("name", Span(left, right), visibility, positions)
     check_reach_of("name", Span(left, right, "clip"), visibility, positions)
 
 
-# Chunks
+SPANS = st.builds(Span, st.integers(0, 6), st.integers(0, 6), st.sampled_from(["clip", "zero"]))
+SHORT, STARTS = st.integers(1, 6), st.integers(0, 5)
+
+
+@given(n=SHORT, m=SHORT, offset=OFFSETS, options=PATTERNS, span=SPANS, start=STARTS, by_value=st.booleans())
+def test_chunks_have_the_columns_that_are_read_and_no_more(
+    n: int, m: int, offset: int, options: dict[str, Any], span: Span, start: int, by_value: bool
+) -> None:
+    whole = replace(pattern_of(n + 5, m, 0 if by_value else offset, options), by_value=by_value)
+    chunk = Chunk.of(Options(span, whole, 1.0, 1.0), start, start + n)
+    if by_value:
+        low, high = (min(max(r, -span.left), span.right) for r in whole.positions() or (0, 0))
+        assert (chunk.low, chunk.high, chunk.spare, chunk.first, chunk.end) == (low, high, 0, 0, m)
+        return
+    keys = range(chunk.first, chunk.end)
+    seen = {(i + start, j) for i, j in np.argwhere(seen_by(n + 5, m, offset, options)[start : start + n]).tolist()}
+    assert {j for _, j in seen} <= set(keys)
+    # Column `spare` is for the first query and the first key; a single query needs no columns before it.
+    assert chunk.low + chunk.spare == chunk.first - start - offset
+    assert chunk.spare == (n if n > 1 else 0)
+    if len(seen) == n * len(keys) > 0:  # the last column that is read is for the last key of the first query
+        assert chunk.width == chunk.spare + len(keys)
+    assert all(chunk.low <= j - i - offset <= chunk.high for i, j in seen)
+    assert len(keys) + (n > 1) <= chunk.width <= chunk.spare + len(keys) or not keys
+
+
+@given(n=SHORT, keys=st.integers(1, 3 * SMALLEST), start=STARTS, offset=OFFSETS)
+def test_blocks_of_keys_cover_each_key_once(n: int, keys: int, start: int, offset: int) -> None:
+    """Each one key at least, and one column before those of their pairs for the skew."""
+    whole = Options(Span(2, 1, "clip"), Visibility(n + 5, keys, offset), 1.0, 1.0)
+    found = list(blocks(Chunk.of(whole, start, start + n), whole, xp=None))
+    assert [key for block in found for key in range(block.start, block.stop)] == list(range(keys))
+    for block in found:
+        count = block.stop - block.start
+        assert 1 <= count <= SMALLEST
+        assert (block.first, block.end) == (start, start + n)
+        pairs = [i + offset - j for i in range(start, start + n) for j in range(block.start, block.stop)]
+        assert block.spare == (count if count > 1 else 0)
+        assert (block.low + (count > 1), block.high) == (min(pairs), max(pairs))
 
 
 @settings(max_examples=200, deadline=None)
@@ -332,9 +360,8 @@ def test_few_queries_are_one_chunk() -> None:
 @pytest.mark.parametrize("offset", [[3, -2], np.asarray([3, -2])], ids=["listed", "array"])
 def test_offsets_by_item_are_positions_in_an_export_and_offsets_elsewhere(offset: Any) -> None:
     """Operators do not support offsets by item."""
-    xp = pytest.importorskip("array_api_strict")
-    q = xp.asarray(np.zeros((2, 1, 4, 1)))
-    given: Any = xp.asarray(offset) if isinstance(offset, np.ndarray) else offset
+    q = strict.asarray(np.zeros((2, 1, 4, 1)))
+    given: Any = strict.asarray(offset) if isinstance(offset, np.ndarray) else offset
     assert not problem(Arguments(q, q, q, offset=given)).options.visibility.by_value
     with symbols.exporting():
         assert problem(Arguments(q, q, q, offset=given)).options.visibility.by_value
