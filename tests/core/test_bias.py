@@ -3,27 +3,18 @@
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import oracles
-from libraries import GATES, Library
-from relskew_core import (
-    BlockSpec,
-    Span,
-    alibi_bias,
-    attention_block,
-    conventions,
-    deberta_buckets,
-    init_weights,
-    proximal_bias,
-    relative_attention,
-    t5_buckets,
-    toeplitz,
-)
+import relskew_core as relskew
+from libraries import Library
+from relskew_core import Span, alibi_bias, deberta_buckets, proximal_bias, relative_attention, t5_buckets, toeplitz
 
 SPANS = [Span(6, 6), Span(2, 1, "clip"), Span(1, 2, "zero"), Span(0, 0, "clip"), Span(9, 0, "zero"), Span(0, 9, "clip")]
 
@@ -86,26 +77,11 @@ def test_toeplitz_keeps_integers_and_any_leading_axes() -> None:
 
 
 def test_gradient_of_toeplitz_sums_the_diagonals() -> None:
-    torch = pytest.importorskip("torch")
     bias = torch.zeros(2, 7, dtype=torch.float64, requires_grad=True)
     weights = np.random.default_rng(1).standard_normal((2, 4, 4))
     (toeplitz(bias, n_queries=4, n_keys=4) * torch.asarray(weights)).sum().backward()
     want = [[np.trace(w, offset=r) for r in range(-3, 4)] for w in weights]
     np.testing.assert_allclose(bias.grad.numpy(), want, rtol=1e-12)
-
-
-def test_attention_with_a_bias_is_attention_with_its_matrix(library: Library) -> None:
-    rng = np.random.default_rng(2)
-    q, k, v, bias = (rng.standard_normal(s) for s in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 2), (3, 4)))
-    span = Span(2, 1, "clip")
-    want = oracles.relative_attention(q, k, v, rel_bias=bias, span=span, offset=2).out
-    arrays = {name: library.asarray(x, "float64") for name, x in {"q": q, "k": k, "v": v}.items()}
-    bias = library.asarray(bias, "float64")
-    inside = library.call(relative_attention, {**arrays, "rel_bias": bias}, span=span, offset=2, chunk_size=2)
-    matrix = library.call(toeplitz, {"bias": bias}, span=span, n_queries=5, n_keys=7, offset=2)
-    outside = library.call(relative_attention, {**arrays, "mask": matrix})
-    for got in (inside, outside):
-        assert oracles.relative_error(library.to_numpy(got), want) < GATES["float64"]
 
 
 def formula_of_t5(r: int, buckets: int, furthest: int, *, bidirectional: bool) -> int:
@@ -119,18 +95,20 @@ def formula_of_t5(r: int, buckets: int, furthest: int, *, bidirectional: bool) -
     return start + min(exact + math.floor(step + 1e-9), side - 1)
 
 
-@pytest.mark.parametrize("bidirectional", [True, False], ids=["encoder", "decoder"])
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 16), (4, 2), (5, 3), (7, 10), (320, 800), (12, 97)])
+BUCKETS = [(32, 128), (8, 16), (4, 2), (5, 3), (7, 10), (320, 800), (12, 97)]
+
+
+@pytest.mark.parametrize(("buckets", "furthest", "bidirectional"), [
+    (buckets, furthest, bidirectional) for bidirectional in (True, False) for buckets, furthest in BUCKETS
+    if furthest > (buckets // 2 if bidirectional else buckets) // 2  # there is room for shared buckets
+])  # fmt: skip
 def test_t5_buckets_are_the_formula(buckets: int, furthest: int, bidirectional: bool) -> None:
-    if furthest <= (buckets // 2 if bidirectional else buckets) // 2:
-        pytest.skip("no room for shared buckets")
     reach = 2 * furthest
     got = t5_buckets(Span(reach, reach), num_buckets=buckets, max_distance=furthest, bidirectional=bidirectional)
     want = [formula_of_t5(r, buckets, furthest, bidirectional=bidirectional) for r in range(-reach, reach + 1)]
     assert list(got) == want
-    clipped = t5_buckets(
-        Span(furthest, furthest, "clip"), num_buckets=buckets, max_distance=furthest, bidirectional=bidirectional
-    )
+    near = Span(furthest, furthest, "clip")
+    clipped = t5_buckets(near, num_buckets=buckets, max_distance=furthest, bidirectional=bidirectional)
     assert set(got[:furthest]) == {clipped[0]}
     assert set(got[-furthest:]) == {clipped[-1]}
 
@@ -204,14 +182,11 @@ def test_proximal_bias() -> None:
 
 
 @pytest.mark.parametrize("function", [partial(alibi_bias, 2), proximal_bias], ids=["ALiBi", "proximal"])
-@pytest.mark.parametrize(
-    ("beyond", "further"), [("clip", "repeated and not"), ("zero", "zero, as if nothing were nearer, and not")]
-)
-def test_a_formula_goes_on_where_a_span_would_not(function: Any, beyond: Any, further: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^`span.beyond` must be 'error', got '{beyond}': .* {further} .*Span.causal\("
-    ):
-        function(Span(7, 0, beyond), xp=np)
+def test_a_formula_goes_on_where_a_span_would_not(function: Any) -> None:
+    for beyond, further in {"clip": "repeated and not", "zero": "zero, as if nothing were nearer, and not"}.items():
+        match = rf"^`span.beyond` must be 'error', got '{beyond}': .* {further} .*Span.causal\("
+        with pytest.raises(ValueError, match=match):
+            function(Span(7, 0, beyond), xp=np)  # type: ignore[arg-type]  # one of the three
 
 
 @pytest.mark.parametrize("library", ["numpy", "cupy"])
@@ -223,77 +198,57 @@ def test_libraries_with_steps_backwards_copy_nothing(library: str, monkeypatch: 
 
 def test_slopes_of_a_block_are_as_precise_as_its_arrays() -> None:
     rng, heads = np.random.default_rng(0), 12  # the slopes of 12 heads are no powers of 2
-    spec = BlockSpec.alibi(heads, heads, causal=True, bias=False)
-    weights: Any = init_weights(spec, seed=0, dtype=np.dtype("float64"))
+    spec = relskew.BlockSpec.alibi(heads, heads, causal=True, bias=False)
+    weights: Any = relskew.init_weights(spec, seed=0, dtype=np.dtype("float64"))
     x = 3 * rng.standard_normal((1, 60, heads))
     q, k, v = ((x @ weights[f"{name}_proj.weight"].T).mT[..., None] for name in "qkv")
     span = Span.causal(60)
     out = relative_attention(q, k, v, None, span, rel_bias=alibi_bias(heads, span, xp=np), causal=True)
     expected = out[..., 0].mT @ weights["out_proj.weight"].T
-    np.testing.assert_allclose(attention_block(x, weights, spec), expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(relskew.attention_block(x, weights, spec), expected, rtol=0, atol=1e-13)
 
 
-def attended(x: Any, bias: Any, *, causal: bool = True) -> Any:
-    """Self-attention with a bias for each pair, as a matrix."""
-    logits = x @ x.swapaxes(-1, -2) * x.shape[-1] ** -0.5 + bias
-    if causal:
-        logits = np.where(np.tri(x.shape[-2]) > 0, logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ x
+APART = np.arange(20) - np.arange(20)[:, None]
 
 
-def test_sums_from_key_to_query_are_a_mask_of_keys(library: Library) -> None:
-    """CABLE, Veisi and others 2025, equation 5: the bias is the sum of ``-softplus(h[t])`` over ``j < t <= i``."""
-    x, h = np.random.default_rng(0).standard_normal((2, 20, 8)), np.random.default_rng(1).standard_normal((2, 20))
-    bias = np.zeros((2, 20, 20))
-    for i, j in itertools.product(range(20), repeat=2):
-        bias[:, i, j] = -np.log1p(np.exp(h[:, j + 1 : i + 1])).sum(-1)
-    mask = np.cumsum(np.log1p(np.exp(h)), axis=-1)[:, None]
-    arrays = {name: library.asarray(y, "float32") for name, y in {"q": x, "k": x, "v": x, "mask": mask}.items()}
-    got = library.call(relative_attention, arrays, causal=True)
-    assert oracles.relative_error(library.to_numpy(got), attended(x, bias)) < GATES["float32"]
-
-
-def test_fire_is_a_bias_up_to_its_threshold() -> None:
-    """Li et al. 2024, equations 4 and 6: ``f(log(c (i - j) + 1) / log(c max(L, i) + 1))``."""
+def recipes() -> Iterator[Any]:
+    """Yield calls that take biases of papers and of other code, and these by query and key."""
     rng = np.random.default_rng(0)
-    x, first, second = rng.standard_normal((2, 20, 8)), rng.standard_normal((1, 4)), rng.standard_normal((4, 2))
+    h, sums = rng.standard_normal((2, 20)), np.zeros((2, 20, 20))
+    for i, j in np.ndindex(20, 20):
+        sums[:, i, j] = -np.log1p(np.exp(h[:, j + 1 : i + 1])).sum(-1)
+    mask = np.cumsum(np.log1p(np.exp(h)), axis=-1)[:, None]
+    # Veisi and others 2025, equation 5: the bias is the sum of -softplus(h[t]) over j < t <= i
+    yield pytest.param({"mask": mask, "causal": True}, sums, id="CABLE")
+    first, second = rng.standard_normal((1, 4)), rng.standard_normal((4, 2))
 
     def network(ratio: Any) -> Any:
         return np.moveaxis(np.tanh(ratio[..., None] @ first) @ second, -1, 0)
 
-    i, j = np.arange(20)[:, None], np.arange(20)
-    bias = network(np.log1p(0.3 * np.maximum(i - j, 0)) / np.log1p(0.3 * np.maximum(19, i)))
+    bias = network(np.log1p(0.3 * np.maximum(-APART, 0)) / np.log1p(0.3 * np.maximum(19, np.arange(20)[:, None])))
     numbers = network(np.log1p(0.3 * np.arange(19.0, -1, -1)) / np.log1p(0.3 * 19))
-    got = relative_attention(x, x, x, rel_bias=numbers, causal=True)
-    assert oracles.relative_error(got, attended(x, bias)) < 1e-12
+    # Li et al. 2024, equations 4 and 6: f(log(c (i - j) + 1) / log(c max(L, i) + 1)), up to its threshold
+    yield pytest.param({"rel_bias": numbers, "causal": True}, bias, id="FIRE")
+    r = np.arange(-19, 20)
+    numbers, bias = (np.stack([np.where(x * side > 0, -np.inf, -abs(x)) for side in (1, -1)]) for x in (r, APART))
+    yield pytest.param({"rel_bias": numbers}, bias, id="heads that see one side")
+    for bidirectional in (True, False):
+        table, bias = rng.standard_normal((2, 8)), np.zeros((2, 20, 20))  # a row of buckets of key - query by head
+        for i, j in np.ndindex(20, 20):
+            count, behind = (4, int(j > i) * 4) if bidirectional else (8, 0)
+            near, distance = count // 2, abs(j - i) if bidirectional else max(i - j, 0)
+            if distance >= near:
+                grown = near + int(math.log(distance / near) / math.log(12 / near) * (count - near))
+                distance = min(grown, count - 1)
+            bias[..., i, j] = table[:, behind + distance]
+        t5 = relskew.conventions.T5(bidirectional=bidirectional, num_buckets=8, max_distance=12)
+        numbers, span = t5.load(table.T)
+        given = {"rel_bias": numbers, "span": span, "causal": not bidirectional}
+        yield pytest.param(given, bias, id=f"T5X, {bidirectional=}")
 
 
-def test_heads_that_see_one_side_and_slopes_by_item() -> None:
-    x = np.random.default_rng(0).standard_normal((3, 2, 20, 8))
-    r = np.arange(20) - np.arange(20)[:, None]
-    one_sided = np.stack([np.where(r > 0, -np.inf, r), np.where(r < 0, -np.inf, -r)])
-    numbers = np.stack([np.where(np.arange(-19, 20) * side > 0, -np.inf, -abs(np.arange(-19, 20))) for side in (1, -1)])
-    got = relative_attention(x, x, x, rel_bias=numbers)
-    assert oracles.relative_error(got, attended(x, one_sided, causal=False)) < 1e-12
-    slopes = np.random.default_rng(1).uniform(size=(3, 2, 1))
-    folded = x.reshape(6, 20, 8)
-    got = relative_attention(folded, folded, folded, rel_bias=-slopes.reshape(6, 1) * abs(np.arange(-19, 20)))
-    assert oracles.relative_error(got.reshape(x.shape), attended(x, -slopes[..., None] * abs(r), causal=False)) < 1e-12
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_a_table_of_t5x_has_a_row_for_each_head(bidirectional: bool) -> None:
-    """T5X counts buckets of key - query from a table ``rel_embedding`` of shape (heads, buckets)."""
-    x, table = np.random.default_rng(0).standard_normal((2, 20, 8)), np.random.default_rng(1).standard_normal((2, 8))
-    bias = np.zeros((2, 20, 20))
-    for i, j in itertools.product(range(20), repeat=2):
-        count, behind = (4, int(j > i) * 4) if bidirectional else (8, 0)
-        near, distance = count // 2, abs(j - i) if bidirectional else max(i - j, 0)
-        if distance >= near:
-            grown = near + int(math.log(distance / near) / math.log(12 / near) * (count - near))
-            distance = min(grown, count - 1)
-        bias[..., i, j] = table[:, behind + distance]
-    numbers, span = conventions.T5(bidirectional=bidirectional, num_buckets=8, max_distance=12).load(table.T)
-    got = relative_attention(x, x, x, None, span, rel_bias=numbers, causal=not bidirectional)
-    assert oracles.relative_error(got, attended(x, bias, causal=not bidirectional)) < 1e-12
+@pytest.mark.parametrize(("given", "bias"), [*recipes()])
+def test_a_recipe_gives_the_bias_of_its_paper(given: dict[str, Any], bias: Any) -> None:
+    x = np.random.default_rng(1).standard_normal((2, 20, 8))
+    want = oracles.relative_attention(x, x, x, mask=bias, causal=given.get("causal", False)).out
+    assert oracles.relative_error(relative_attention(x, x, x, **given), want) < 1e-12

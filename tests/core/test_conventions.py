@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import oracles
 from libraries import Library
-from relskew_core import Span, conventions, relative_attention, sinusoidal_table
-
-Floats = NDArray[Any]
+from relskew_core import Span, conventions
 
 
 class Rows(NamedTuple):
@@ -188,8 +185,7 @@ def test_swin_and_beit(library: Library, window: tuple[int, int]) -> None:
 
 
 their = conventions
-FOUR = np.zeros((4, 2))
-ONE = Span.full(1)
+FOUR, FLAT, ONE = np.zeros((4, 2)), np.zeros((1, 1, 1)), Span.full(1)
 WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("`table` must be an array", lambda: their.VITS.load([1.0])),
     ("`table` must be an array of a real floating dtype", lambda: their.VITS.load(np.zeros((3, 2), int))),
@@ -226,10 +222,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("`rel_bias` must have shape (H, 1, 1)", lambda: their.Swin(window=(1, 1)).store(np.zeros((1, 2, 3)), ONE, ONE)),
     ("`spans` must be (Span(left=0", lambda: their.Swin(window=(1, 2)).store(np.zeros((1, 1, 3)), ONE, ONE)),
     ("`table` must have shape (9 + 3, H)", lambda: their.BEiT(window=(2, 2)).load(FOUR)),
-    (
-        "`prefix_bias` must have shape (1, 3)",
-        lambda: their.BEiT(window=(1, 1)).store(np.zeros((1, 1, 1)), np.zeros((2, 3)), ONE, ONE),
-    ),
+    ("`prefix_bias` must have shape (1, 3)", lambda: their.BEiT(window=(1, 1)).store(FLAT, np.zeros((2, 3)), ONE, ONE)),
 ]
 
 
@@ -238,38 +231,3 @@ def test_errors_name_what_does_not_fit(words: str, call: Callable[[], Any]) -> N
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     assert words in str(caught.value)
-
-
-def test_transformer_xl_is_a_recipe() -> None:
-    """Content and position biases, sinusoids of any reach through a projection, a memory: one call."""
-    rng = np.random.default_rng(3)
-    heads, width, memory, new = 2, 4, 3, 5
-    q = rng.standard_normal((1, heads, new, width))
-    k, v = (rng.standard_normal((1, heads, memory + new, width)) for _ in range(2))
-    u_bias, v_bias = (rng.standard_normal((heads, 1, width)) for _ in range(2))
-    projection = rng.standard_normal((6, heads * width))
-
-    def rel_k(span: Span) -> Floats:
-        table = sinusoidal_table(span, 6, xp=np, dtype=np.float64) @ projection
-        return np.moveaxis(table.reshape(span.rows, heads, width), 1, 0)
-
-    span = Span.causal(memory + new)
-    got = relative_attention(
-        q + u_bias, k, v, rel_k(span), span, rel_q=q + v_bias, causal=True, offset=memory, chunk_size=2
-    )
-    want = np.zeros_like(q)
-    for head in range(heads):
-        for i in range(new):
-            logits = []
-            for j in range(memory + i + 1):
-                distance = memory + i - j
-                angles = [distance / 10000 ** (2 * index / 6) for index in range(3)]
-                row = (np.concatenate([np.sin(angles), np.cos(angles)]) @ projection)[head * width : (head + 1) * width]
-                content = (q[0, head, i] + u_bias[head, 0]) @ k[0, head, j]
-                logits.append((content + (q[0, head, i] + v_bias[head, 0]) @ row) / 2)
-            weights = np.exp(logits - np.max(logits))
-            want[0, head, i] = weights / weights.sum() @ v[0, head, : memory + i + 1]
-    assert oracles.relative_error(got, want) < 1e-12
-    longer = Span.causal(500)
-    again = relative_attention(q + u_bias, k, v, rel_k(longer), longer, rel_q=q + v_bias, causal=True, offset=memory)
-    assert oracles.relative_error(again, want) < 1e-12
