@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from libraries import Library
 from relskew_core import BlockSpec, Span, attention_weights, relative_attention, relative_attention_2d
+from relskew_core.layers.torch import MultiheadAttention, RelativeMultiheadAttention
 
 N = 6
 FUTURE = np.tril(np.ones((N, N)))
@@ -62,12 +65,10 @@ def test_of_large_masks_a_part_is_read(n: int) -> None:
 
 
 def test_every_function_with_a_mask_warns() -> None:
-    torch = pytest.importorskip("torch")
-    layers = pytest.importorskip("relskew_core.layers.torch")
     q, mask, x = np.ones((1, N, 4)), FUTURE, torch.ones(2, N, 8)
     grids: dict[str, Any] = {"q_grid": (3, 2), "k_grid": (3, 2)}
-    module = layers.RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(3)))
-    other = layers.MultiheadAttention(8, 2, Span.clipped(3), batch_first=True)
+    module = RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(3)))
+    other = MultiheadAttention(8, 2, Span.clipped(3), batch_first=True)
     own = torch.as_tensor(FUTURE, dtype=torch.float32)
     for call in (lambda: attention_weights(q, q, mask=mask), lambda: relative_attention_2d(q, q, q, mask=mask, **grids),
                  lambda: module(x, mask=own), lambda: other(x, x, x, attn_mask=own, need_weights=False)):  # fmt: skip
@@ -84,9 +85,6 @@ def test_biases_that_become_masks_do_not_warn() -> None:
 
 
 def test_traced_masks_do_not_warn() -> None:
-    torch = pytest.importorskip("torch")
-    from torch.utils.flop_counter import FlopCounterMode
-
     q, mask = torch.ones(1, N, 4), torch.as_tensor(FUTURE, dtype=torch.float32)
     attend: Any = lambda mask: relative_attention(q, q, q, mask=mask)  # noqa: E731 - compiled below
     assert not warned(lambda: torch.compile(attend, backend="eager", fullgraph=True)(mask))

@@ -1,6 +1,7 @@
 """Where sums are made: half precision in single, single precision in single, and nothing in double by the way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -58,41 +59,36 @@ def test_attention_sums_in_single_precision(case: dense.Case, dtype: str) -> Non
     assert relskew.attention_weights(**looked).dtype == dtype
 
 
-def test_weights_that_see_nothing_keep_their_dtype(dtype: str) -> None:
-    q, k = drawn(dtype, 2, 4, 3), drawn(dtype, 2, 5, 3)
-    assert relskew.attention_weights(q, k, offset=-2, causal=True, chunk_size=2).dtype == dtype
-    assert relskew.attention_weights(q[:, :0], k).dtype == dtype
+SPAN, FUTURE = Span(4, 2, "clip"), -9
+PLACES = np.asarray([3, 1, 1, 0])
+GRIDS: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "span_h": SPAN, "span_w": SPAN}
+attend: Any = relskew.relative_attention_2d
+RESULTS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "weights that see nothing": lambda of: relskew.attention_weights(
+        of(2, 4, 3), of(2, 5, 3), offset=-2, causal=True, chunk_size=2),
+    "weights of no query": lambda of: relskew.attention_weights(of(2, 0, 3), of(2, 5, 3)),
+    **{f"logits by position, {side}": lambda of, side=side: relskew.relative_logits(
+        of(2, 4, 5), of(7, 5), SPAN, positions=(PLACES, PLACES), side=side) for side in ("query", "key")},
+    "logits of a grid": lambda of: relskew.relative_logits_2d(of(2, 6, 5), of(7, 5), of(7, 5), **GRIDS),
+    **{f"a grid, {name}": lambda of, name=name, more=more: attend(
+        *[of(2, 6, 5)] * 3, of(7, 5), of(7, 5), **GRIDS, **{name.partition(" ")[0]: more(of)})
+       for name, more in {"mask": lambda of: of(6, 6), "mask of booleans": lambda of: of(6, 6) > 0,
+                          "rel_bias": lambda of: of(7, 7)}.items()},
+    "a resized table": lambda of: relskew.resize_table(of(5, 3), 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_keep_their_dtype(name: str, dtype: str) -> None:
+    assert RESULTS[name](partial(drawn, dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("offset", [0, [1, 2]], ids=["together", "ragged"])
 def test_products_with_a_table_keep_their_dtype(dtype: str, offset: Any) -> None:
-    options: dict[str, Any] = {"offset": offset}
-    x, table, span = drawn(dtype, 2, 3, 4, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
-    assert relskew.relative_logits(x, table, span, n_keys=6, **options).dtype == dtype
-    assert relskew.relative_logits(x, table, span, n_queries=6, side="key", **options).dtype == dtype
-    for causal in (False, True):
-        assert relskew.relative_values(x, table, span, causal=causal, **options).dtype == dtype
-    future: dict[str, Any] = {"offset": -9 if offset == 0 else [-9, -9]}
-    assert relskew.relative_values(x, table, span, causal=True, **future).dtype == dtype
-    assert relskew.relative_logits(x, table, span, n_keys=6, causal=True, **future).dtype == dtype
-
-
-@pytest.mark.parametrize("side", ["query", "key"])
-def test_products_with_a_table_at_positions_keep_their_dtype(dtype: str, side: Any) -> None:
-    x, table, places = drawn(dtype, 2, 4, 5), drawn(dtype, 7, 5), np.asarray([3, 1, 1, 0])
-    logits = relskew.relative_logits(x, table, Span(4, 2, "clip"), positions=(places, places), side=side)
-    assert logits.dtype == dtype
-
-
-def test_grids_keep_their_dtype(dtype: str) -> None:
-    q, table, span = drawn(dtype, 2, 6, 5), drawn(dtype, 7, 5), Span(4, 2, "clip")
-    grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "span_h": span, "span_w": span}
-    assert relskew.relative_logits_2d(q, table, table, **grids).dtype == dtype
-    mask = drawn(dtype, 6, 6)
-    for more in ({"mask": mask}, {"mask": mask > 0}, {"rel_bias": drawn(dtype, 7, 7)}):
-        out: Any = relskew.relative_attention_2d(q, q, q, table, table, **grids, **more)
-        assert out.dtype == dtype
-
-
-def test_resized_tables_keep_their_dtype(dtype: str) -> None:
-    assert relskew.resize_table(drawn(dtype, 5, 3), 7).dtype == dtype
+    x, table = drawn(dtype, 2, 3, 4, 5), drawn(dtype, 7, 5)
+    future: Any = FUTURE if offset == 0 else [FUTURE] * 2
+    assert relskew.relative_logits(x, table, SPAN, n_queries=6, side="key", offset=offset).dtype == dtype
+    for causal, start in ((False, offset), (True, offset), (True, future)):
+        options: dict[str, Any] = {"offset": start, "causal": causal}
+        assert relskew.relative_logits(x, table, SPAN, n_keys=6, **options).dtype == dtype
+        assert relskew.relative_values(x, table, SPAN, **options).dtype == dtype

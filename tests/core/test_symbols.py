@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 import libraries
+import relskew_core as relskew
 import symbols
-from relskew_core import (
-    Span,
-    attention_weights,
-    relative_attention,
-    relative_attention_2d,
-    relative_logits,
-    relative_values,
-    skew,
-    toeplitz,
-    unskew,
-)
+from relskew_core import Span
 
 QUERIES, KEYS = (37, 3, 101), (53, 101, 2)
 """Lengths at hand, and those that a program is for as well: of tables that end earlier, and of others that do not."""
@@ -54,21 +45,6 @@ def same(function: Callable[..., Any], *lengths: tuple[int, ...]) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@spans
-@lengths
-def test_biases_of_symbolic_lengths_equal_those_of_numbers(
-    queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
-) -> None:
-    bias = drawn(2, 11)
-    for offset in (0, 3):
-        same(
-            lambda n, m: toeplitz(bias, span, n_queries=n, n_keys=m, offset=offset, causal=causal),  # noqa: B023
-            queries,
-            keys,
-        )
-
-
 @lengths
 def test_views_of_windows_are_for_lengths_that_are_known(
     queries: tuple[int, ...], keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -84,46 +60,40 @@ def test_views_of_windows_are_for_lengths_that_are_known(
 
     monkeypatch.setattr("relskew_core._kernel.grids.library_name", lambda xp: "torch")
     monkeypatch.setattr(type(bias), "unfold", unfold, raising=False)
-    same(lambda n, m: toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m, offset=0), queries, keys)
+    same(lambda n, m: relskew.toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m, offset=0), queries, keys)
     assert made == [keys[0]]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @spans
 @lengths
-def test_logits_of_symbolic_lengths_equal_those_of_numbers(
+def test_products_of_symbolic_lengths_equal_those_of_numbers(
     queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
 ) -> None:
-    options: dict[str, Any] = {"table": drawn(2, 11, 3), "span": span, "offset": 2, "causal": causal}
-    of_queries, of_keys = drawn(2, queries[0], 3), drawn(2, keys[0], 3)
-    same(lambda _, m: relative_logits(of_queries, n_keys=m, **options), queries, keys)
-    same(lambda n, _: relative_logits(of_keys, n_queries=n, side="key", **options), queries, keys)
-    nothing = {**options, "offset": -200}  # causal queries see nothing
-    same(lambda _, m: relative_logits(of_queries, n_keys=m, **nothing), queries, keys)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@spans
-@lengths
-def test_values_of_symbolic_lengths_equal_those_of_numbers(
-    queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool
-) -> None:
-    table, weights = drawn(11, 3), drawn(2, queries[0], keys[0])
-    same(lambda *_: relative_values(weights, table, span, offset=1, causal=causal), queries, keys)
+    bias, table, options = drawn(2, 11), drawn(2, 11, 3), {"span": span, "causal": causal}
+    of_queries, of_keys, weights = (drawn(2, *size) for size in ((queries[0], 3), (keys[0], 3), (queries[0], keys[0])))
+    for offset in (0, 3):
+        given: dict[str, Any] = {**options, "offset": offset}
+        same(lambda n, m: relskew.toeplitz(bias, n_queries=n, n_keys=m, **given), queries, keys)  # noqa: B023
+    for offset in (2, -200):  # from there, causal queries see nothing
+        given = {**options, "offset": offset, "table": table}
+        same(lambda _, m: relskew.relative_logits(of_queries, n_keys=m, **given), queries, keys)  # noqa: B023
+    given = {**options, "table": table, "offset": 2}
+    same(lambda n, _: relskew.relative_logits(of_keys, n_queries=n, side="key", **given), queries, keys)
+    same(lambda *_: relskew.relative_values(weights, table[0, ...], span, offset=1, causal=causal), queries, keys)
 
 
 @lengths
-def test_layouts_of_symbolic_lengths_equal_those_of_numbers(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+def test_layouts_and_weights_of_symbolic_lengths_equal_those_of_numbers(
+    queries: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
     absolute, relative = drawn(2, queries[0], keys[0]), drawn(2, queries[0], queries[0] + keys[0] - 1)
-    same(lambda *_: unskew(absolute), queries, keys)
-    same(lambda *_: skew(relative), queries, keys)
-
-
-@lengths
-def test_weights_of_symbolic_lengths_equal_those_of_numbers(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    same(lambda *_: relskew.unskew(absolute), queries, keys)
+    same(lambda *_: relskew.skew(relative), queries, keys)
     q, k, table, sinks = drawn(2, 4, queries[0], 3), drawn(2, 2, keys[0], 3), drawn(11, 3), drawn(4)
-    same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), offset=0, sinks=sinks), queries, keys)
-    same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True, offset=0), queries, keys)
+    given: dict[str, Any] = {"rel_k": table, "span": Span(6, 4, "clip"), "offset": 0, "sinks": sinks}
+    same(lambda *_: relskew.attention_weights(q, k, **given), queries, keys)
+    same(lambda *_: relskew.attention_weights(q[0, ...], k[0, ...], causal=True, offset=0), queries, keys)
 
 
 @pytest.mark.parametrize("offset", [[3, -2], [[3, -2], [0, 1]]], ids=["listed", "array"])
@@ -134,7 +104,7 @@ def test_offsets_by_item_are_positions(queries: tuple[int, ...], keys: tuple[int
     q, k = (drawn(*lead, 2, length[0], 3) for length in (queries, keys))
     given: Any = offset if len(lead) == 1 else xp.asarray(offset, device=q.device)
     options: dict[str, Any] = {"span": Span(6, 4, "clip"), "causal": True, "offset": given}
-    same(lambda *_: relative_attention(q, k, k, drawn(11, 3), **options), queries, keys)
+    same(lambda *_: relskew.relative_attention(q, k, k, drawn(11, 3), **options), queries, keys)
 
 
 HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
@@ -146,6 +116,6 @@ HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
 def test_grids_of_symbolic_sizes_equal_those_of_numbers(q_grid: Any, k_grid: Any) -> None:
     q, k = (drawn(2, height[0] * width[0], 3) for height, width in (q_grid, k_grid))
     table_h, table_w, span = drawn(11, 3), drawn(2, 11, 3), Span(6, 4, "clip")
-    same(lambda *sizes: relative_attention_2d(q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2],
-                                              k_grid=sizes[2:], offset=(0, 0)),
-         *q_grid, *k_grid)  # fmt: skip
+    given: dict[str, Any] = {"span_h": span, "span_w": span, "offset": (0, 0)}
+    same(lambda *sizes: relskew.relative_attention_2d(q, k, k, table_h, table_w, q_grid=sizes[:2], k_grid=sizes[2:],
+                                                      **given), *q_grid, *k_grid)  # fmt: skip
