@@ -1,6 +1,7 @@
 """Arrays that are more than their numbers, with units, masks or labels: refused by name wherever arrays come in."""
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -145,17 +146,55 @@ def test_validate_reports_weights_with_units() -> None:
     assert "numbers alone" in report.table()
 
 
-@pytest.mark.parametrize("case", ["drawn", "to_onnx", "flax", "equinox", "mlx"])
-def test_what_a_class_of_tensors_adds_is_not_lost_in_a_conversion(case: str) -> None:
-    protocol: Any = torch.Tensor.__torch_function__
-    measured = type("Measured", (torch.Tensor,), {"__torch_function__": classmethod(protocol.__func__)})
+class Unit(torch.Tensor):
+    """A quantity: torch's functions return quantities."""
+
+
+class Own(torch.Tensor):
+    """The same, written out."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handle: Any = super().__torch_function__
+        return handle(func, types, args, kwargs or {})
+
+
+def masked(x: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        return torch.masked.masked_tensor(x, x > 0)
+
+
+NUMBERS, LOST = ["attention", "gradients", "grid", "block", "swin"], ["drawn", "to_onnx", "flax", "equinox", "mlx"]
+LOSSES: list[tuple[str, Callable[[Any], Any], str]] = [
+    *((case, lambda x: x.as_subclass(Own), r"such as `x.as_subclass\(torch.Tensor\)`, .* got Own") for case in LOST),
+    *((case, masked, r"such as `x.get_data\(\)`") for case in NUMBERS + LOST),
+]
+
+
+@pytest.mark.parametrize(("case", "made", "way_out"), LOSSES)
+def test_what_a_class_of_tensors_adds_is_refused_where_it_would_be_lost(case: str, made: Any, way_out: str) -> None:
     function, arrays = CASES[case]
     tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
     function(**tensors)
     for name, x in tensors.items():
-        with pytest.raises(TypeError, match="must be a tensor of numbers alone") as error:
-            function(**{**tensors, name: x.as_subclass(measured)})
+        with pytest.raises(TypeError, match=rf"must be a tensor of numbers alone, {way_out}") as error:
+            function(**{**tensors, name: made(x)})
         assert name in str(error.value)
+
+
+def test_parameters_are_numbers_alone() -> None:
+    export.to_onnx(SPEC, {name: torch.nn.Parameter(torch.from_numpy(x)) for name, x in WEIGHTS.items()})
+
+
+@pytest.mark.parametrize("kind", [Unit, Own])
+def test_other_classes_are_carried(kind: Any) -> None:
+    x, weights = torch.ones(2, 5, 8), {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
+    for place in range(3):
+        given = [x.as_subclass(kind) if at == place else x for at in range(3)]
+        assert type(relskew.relative_attention(*given)) is kind
+    assert type(relskew.attention_block(x.as_subclass(kind), weights, SPEC)) is kind
+    assert type(relskew.skew(torch.ones(3, 5).as_subclass(kind))) is kind
 
 
 def sparse_tensor(x: Any) -> Any:
