@@ -4,11 +4,13 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import array_api_strict
 import numpy as np
 import pytest
+import torch
 
 import relskew_core
 from relskew_core import BlockSpec, Span, init_weights
@@ -112,27 +114,26 @@ NOT_TABLES = (
     1, "text", [TABLE], ["text", TABLE], [zeros(3, D + 1), TABLE], [zeros(3, 3, D), TABLE], [zeros(4, D), TABLE],
     [zeros(D), TABLE], [zeros(1, D), TABLE],
 )  # fmt: skip
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
-    "Span": (Span, {"left": 1, "right": 1},
-             [Bad("left", *NOT_INTS, -1), Bad("right", *NOT_INTS, None, -1), Bad("beyond", "extend", None, 1)]),
-    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
-    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
-    "Span.clipped": (Span.clipped, {"k": 3}, [Bad("k", *NOT_INTS, -1)]),
-    "BlockSpec": (BlockSpec, {"embed_dim": 4, "num_heads": 2, "span": Span.full(3)},
-                  [Bad("embed_dim", *NOT_INTS, None, 0, 5), Bad("num_heads", *NOT_INTS, None, 0, 3),
-                   Bad("span", None, 3, "full"), Bad("num_kv_heads", *NOT_INTS, 0, 3), Bad("head_dim", *NOT_INTS, 0),
-                   Bad("causal", 1, None), Bad("cross", 0, None), Bad("cross", True, causal=True, block_size=2),
-                   Bad("window", 1, (1, -1), (None,)), Bad("block_size", *NOT_INTS, 0, causal=True),
-                   Bad("block_size", 2), Bad("blocks_before", *NOT_INTS, -1, block_size=2), Bad("blocks_before", 1),
-                   Bad("cross", True, block_size=2, blocks_before=1), Bad("sinks", 1, None), Bad("shared_table", 1),
-                   Bad("rel_values", "no"), Bad("rel_keys", 0, None),
-                   Bad("num_buckets", *NOT_INTS, 0, rel_bias="t5", max_distance=8),
-                   Bad("max_distance", *NOT_INTS, 0, rel_bias="t5", num_buckets=8),
-                   Bad("rel_bias", None, 1, NOT_COMPARED), Bad("bias", None)]),
-    "skew": (relskew_core.skew, {"x": zeros(3, 5)}, [Bad("x", *NOT_ARRAYS, zeros(5), zeros(3, 2), zeros(0, 5))]),
-    "unskew": (relskew_core.unskew, {"s": zeros(3, 5)}, [Bad("s", *NOT_ARRAYS, zeros(5), zeros(3, 0), zeros(0, 5))]),
-    "relative_logits": (
-        relskew_core.relative_logits, {"q": Q, "table": TABLE, "n_keys": N},
+BY_NAME: dict[str, tuple[dict[str, Any], list[Bad]]] = {
+    "Span": ({"left": 1, "right": 1},
+        [Bad("left", *NOT_INTS, -1), Bad("right", *NOT_INTS, None, -1), Bad("beyond", "extend", None, 1)]),
+    "Span.causal": ({"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
+    "Span.full": ({"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
+    "Span.clipped": ({"k": 3}, [Bad("k", *NOT_INTS, -1)]),
+    "BlockSpec": ({"embed_dim": 4, "num_heads": 2, "span": Span.full(3)},
+        [Bad("embed_dim", *NOT_INTS, None, 0, 5), Bad("num_heads", *NOT_INTS, None, 0, 3), Bad("span", None, 3, "full"),
+         Bad("num_kv_heads", *NOT_INTS, 0, 3), Bad("head_dim", *NOT_INTS, 0), Bad("causal", 1, None),
+         Bad("cross", 0, None), Bad("cross", True, causal=True, block_size=2), Bad("window", 1, (1, -1), (None,)),
+         Bad("block_size", *NOT_INTS, 0, causal=True), Bad("block_size", 2),
+         Bad("blocks_before", *NOT_INTS, -1, block_size=2), Bad("blocks_before", 1),
+         Bad("cross", True, block_size=2, blocks_before=1), Bad("sinks", 1, None), Bad("shared_table", 1),
+         Bad("rel_values", "no"), Bad("rel_keys", 0, None),
+         Bad("num_buckets", *NOT_INTS, 0, rel_bias="t5", max_distance=8),
+         Bad("max_distance", *NOT_INTS, 0, rel_bias="t5", num_buckets=8), Bad("rel_bias", None, 1, NOT_COMPARED),
+         Bad("bias", None)]),
+    "skew": ({"x": zeros(3, 5)}, [Bad("x", *NOT_ARRAYS, zeros(5), zeros(3, 2), zeros(0, 5))]),
+    "unskew": ({"s": zeros(3, 5)}, [Bad("s", *NOT_ARRAYS, zeros(5), zeros(3, 0), zeros(0, 5))]),
+    "relative_logits": ({"q": Q, "table": TABLE, "n_keys": N},
         [Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, N, D, dtype=int)),
          Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(4, D), zeros(3, D)),
          Bad("table", zeros(5, D, dtype=np.float32), zeros(0, D), zeros(1, H, 5, D)), Bad("n_keys", *NOT_INTS, None, 0),
@@ -144,115 +145,99 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
          Bad("positions", 3, (STEPS,), "text", (STEPS, zeros(N)), (np.arange(N + 1), STEPS), n_keys=None),
          Bad("positions", (STEPS, zeros(H, N, dtype=int)), n_keys=None), Bad("n_keys", N, positions=(STEPS, STEPS)),
          Bad("offset", 1, [1, 2], positions=(STEPS, STEPS), n_keys=None),
-         Bad("table", TABLE, positions=(STEPS, STEPS * 2), n_keys=None), *SPANS],
-    ),
-    "relative_values": (relskew_core.relative_values, {"weights": zeros(H, N, N), "table": TABLE},
-                        [Bad("weights", *NOT_ARRAYS, zeros(N), zeros(H, N, 0), zeros(N, N, dtype=bool)),
-                         Bad("offset", None, weights=zeros(H, N, N - 1)),
-                         Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(3, 5, D), zeros(4, D), zeros(3, D)), *SPANS]),
-    "relative_attention": (relskew_core.relative_attention, {"q": Q, "k": Q, "v": Q, "rel_k": TABLE},
-                           [*ATTENTION, Bad("return_lse", 1, "yes", None, np.zeros(()))]),
-    "attention_weights": (
-        relskew_core.attention_weights, {"q": Q, "k": Q, "rel_k": TABLE},
-        [bad for bad in ATTENTION if not {bad.name, *bad.also} & {"v", "rel_v", "dropout", "seed", "impl"}],
-    ),
-    "relative_attention_vjp": (
-        relskew_core.relative_attention_vjp, {"d_out": Q, "q": Q, "k": Q, "v": Q, "rel_k": TABLE},
+         Bad("table", TABLE, positions=(STEPS, STEPS * 2), n_keys=None), *SPANS]),
+    "relative_values": ({"weights": zeros(H, N, N), "table": TABLE},
+        [Bad("weights", *NOT_ARRAYS, zeros(N), zeros(H, N, 0), zeros(N, N, dtype=bool)),
+         Bad("offset", None, weights=zeros(H, N, N - 1)),
+         Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(3, 5, D), zeros(4, D), zeros(3, D)), *SPANS]),
+    "relative_attention": ({"q": Q, "k": Q, "v": Q, "rel_k": TABLE},
+        [*ATTENTION, Bad("return_lse", 1, "yes", None, np.zeros(()))]),
+    "attention_weights": ({"q": Q, "k": Q, "rel_k": TABLE},
+        [bad for bad in ATTENTION if not {bad.name, *bad.also} & {"v", "rel_v", "dropout", "seed", "impl"}]),
+    "relative_attention_vjp": ({"d_out": Q, "q": Q, "k": Q, "v": Q, "rel_k": TABLE},
         [*ATTENTION, Bad("d_out", *NOT_ARRAYS, zeros(N, D), zeros(H, N, D + 1), zeros(H, N, D, dtype=np.float32)),
          Bad("out", "text", zeros(N, D), zeros(H, N, D, dtype=np.float32)),
          Bad("lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int)),
-         Bad("d_lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int))],
-    ),
-    "merge_attention": (relskew_core.merge_attention, {"outs": [Q, Q], "lses": [zeros(H, N)] * 2},
-                        [Bad("outs", [], [Q], [Q, zeros(H, N, D + 1)], ["text", Q], [zeros(D), zeros(D)],
-                             [zeros(H, N, D, dtype=int)] * 2),
-                         Bad("outs", None, 1, zeros(), memoryview(Q)), Bad("lses", None, 1, zeros(), memoryview(Q)),
-                         Bad("lses", [], [zeros(H, N)], [zeros(H, N), zeros(N)], ["text", zeros(H, N)],
-                             [zeros(H, N, dtype=int)] * 2)]),
-    "relative_attention_2d": (
-        relskew_core.relative_attention_2d,
-        {"q": GRID, "k": GRID, "v": GRID, "table_h": zeros(3, D), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)},
+         Bad("d_lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int))]),
+    "merge_attention": ({"outs": [Q, Q], "lses": [zeros(H, N)] * 2},
+        [Bad("outs", [], [Q], [Q, zeros(H, N, D + 1)], ["text", Q], [zeros(D), zeros(D)],
+             [zeros(H, N, D, dtype=int)] * 2), Bad("outs", None, 1, zeros(), memoryview(Q)),
+         Bad("lses", None, 1, zeros(), memoryview(Q)),
+         Bad("lses", [], [zeros(H, N)], [zeros(H, N), zeros(N)], ["text", zeros(H, N)], [zeros(H, N, dtype=int)] * 2)]),
+    "relative_attention_2d": ({"q": GRID, "k": GRID, "v": GRID, "table_h": zeros(3, D), "table_w": TABLE,
+        "q_grid": (2, 3), "k_grid": (2, 3)},
         [*GRIDS_2D, *GRID_ATTENTION,
          Bad("table_h", "text", None, zeros(3, D + 1), zeros(3, 3, D), zeros(4, D), zeros(D), zeros(1, D)),
          Bad("table_w", "text", None, zeros(5, D + 1), zeros(3, 5, D), zeros(6, D), zeros(D), zeros(3, D)),
          Bad("prefix_bias", "text", zeros(2), zeros(3, 3), prefix=(1, 1), **dict.fromkeys("qkv", zeros(H, 7, D))),
          Bad("q_step", (2, 1), rel_bias=zeros(3, 5), table_h=None, table_w=None),
-         Bad("k_step", (1, 2), rel_bias=zeros(3, 5), table_h=None, table_w=None)],
-    ),
-    "relative_attention_nd": (relskew_core.relative_attention_nd,
-                              {"q": GRID, "k": GRID, "v": GRID, "tables": [zeros(3, D), TABLE], "q_grid": (2, 3),
-                               "k_grid": (2, 3)},
-                              [*GRIDS_ND, *GRID_ATTENTION, Bad("tables", *NOT_TABLES),
-                               Bad("prefix_bias", "text", zeros(2), zeros(3, 3)),
-                               Bad("q_step", (2, 1), rel_bias=zeros(3, 5), tables=None)]),
-    "relative_logits_nd": (relskew_core.relative_logits_nd,
-                           {"q": GRID, "tables": [zeros(3, D), TABLE], "q_grid": (2, 3), "k_grid": (2, 3)},
-                           [*GRIDS_ND, *GRID_STEPS, Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
-                            Bad("tables", *NOT_TABLES, [None, None])]),
-    "toeplitz_nd": (relskew_core.toeplitz_nd, {"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)},
-                    [*GRIDS_ND, *GRID_BIASES]),
-    "paged_attention": (relskew_core.paged_attention,
-                        {"q": zeros(2, H, N, D), "k_pages": zeros(4, 2, 1, D), "v_pages": zeros(4, 2, 1, D),
-                         "rel_k": TABLE, "span": Span.causal(5), "page_table": [[0, 3], [1, -1]], "lengths": [4, 2]},
-                        [Bad("q", *NOT_ARRAYS, zeros(H, N, D)),
-                         Bad("k_pages", *NOT_ARRAYS, zeros(4, 2, D), zeros(4, 0, 1, D), zeros(4, 2, 3, D),
-                             zeros(4, 2, 1, D + 1)),
-                         Bad("v_pages", *NOT_ARRAYS, zeros(4, 2, D), zeros(4, 3, 1, D), zeros(3, 2, 1, D)),
-                         Bad("rel_k", "text", zeros(4, D), zeros(D)), Bad("span", "full"),
-                         Bad("page_table", None, 1, [0, 1], [[0, 3], [1]], [0, [1, 2]], zeros(2, 2)),
-                         Bad("lengths", None, 1, [1], [4, 5], [-1, 2], [1.5, 2], zeros(2), zeros(3, dtype=int)),
-                         Bad("causal", 1, None), Bad("window", 1, (1,), (-1, 0)), Bad("rel_v", "text", zeros(4, D)),
-                         Bad("rel_bias", "text", zeros(4)), Bad("rel_q", "text", zeros(2, H, N, D + 1)),
-                         Bad("key_table", "text", zeros(4, D)), Bad("sinks", "text", zeros(3)),
-                         Bad("scale", "1", np.nan), Bad("rel_scale", "1", np.inf), Bad("softcap", "1", 0),
-                         Bad("chunk_size", *NOT_INTS, 0), Bad("return_lse", 1, None), Bad("impl", "fast", None)]),
-    "relative_logits_2d": (relskew_core.relative_logits_2d,
-                           {"q": GRID, "table_h": zeros(3, D), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)},
-                           [*GRIDS_2D, *GRID_STEPS, Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
-                            Bad("table_h", "text", zeros(3, D + 1), zeros(3, 3, D), zeros(4, D), zeros(D), zeros(1, D)),
-                            Bad("table_w", "text", zeros(5, D + 1), zeros(3, 5, D), zeros(6, D), zeros(D),
-                                zeros(3, D))]),
-    "toeplitz": (relskew_core.toeplitz, {"bias": zeros(H, 5), "n_queries": N, "n_keys": N},
-                 [Bad("bias", *NOT_ARRAYS, zeros(H, 0), zeros(H, 3)), Bad("n_queries", *NOT_INTS, None, 0),
-                  Bad("n_keys", *NOT_INTS, None, 0), Bad("span", "full"), Bad("span", None, bias=zeros(H, 4)),
-                  Bad("offset", None, n_keys=N - 1), Bad("offset", *NOT_INTS, [1, 2], zeros(3), zeros(3, dtype=int)),
-                  Bad("causal", 1, None)]),
-    "toeplitz_2d": (relskew_core.toeplitz_2d, {"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)},
-                    [*GRIDS_2D, *GRID_BIASES]),
-    "t5_buckets": (relskew_core.t5_buckets,
-                   {"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True},
-                   [Bad("span", None, 3), Bad("num_buckets", *NOT_INTS, None, 0, 2, 3),
-                    Bad("max_distance", *NOT_INTS, None, 0, 2), Bad("bidirectional", 1, None)]),
-    "deberta_buckets": (relskew_core.deberta_buckets, {"span": Span.full(3), "position_buckets": 8, "max_distance": 16},
-                        [Bad("span", None, 3), Bad("position_buckets", *NOT_INTS, None, 0),
-                         Bad("position_buckets", 3, max_distance=9), Bad("max_distance", *NOT_INTS, 0, 5)]),
-    "alibi_bias": (relskew_core.alibi_bias, {"n_heads": 2, "span": Span.full(3), "xp": np},
-                   [Bad("n_heads", *NOT_INTS, None, 0), Bad("span", None, 3), Bad("xp", None, "numpy"),
-                    Bad("like", 3, "q", xp=None)]),
-    "proximal_bias": (relskew_core.proximal_bias, {"span": Span.full(3), "xp": np},
-                      [Bad("span", None, 3), Bad("xp", None, "numpy"), Bad("like", 3, "q", xp=None)]),
-    "sinusoidal_table": (relskew_core.sinusoidal_table, {"span": Span.full(3), "dim": 4, "xp": np},
-                         [Bad("span", None, 3), Bad("dim", *NOT_INTS, None, 0, 3), Bad("xp", None, "numpy"),
-                          Bad("order", "pairs", None), Bad("direction", "neither", None),
-                          Bad("base", "1", True, 0.0, np.nan)]),
-    "resize_table": (relskew_core.resize_table, {"table": TABLE, "rows": 7},
-                     [Bad("table", *NOT_ARRAYS, zeros(5), zeros(0, D), zeros(5, D, dtype=int)),
-                      Bad("table", TABLE, axis=2), Bad("rows", *NOT_INTS, None, 0), Bad("method", "nearest", None),
-                      Bad("align_corners", 1, None), Bad("axis", *NOT_INTS, None)]),
-    "init_weights": (init_weights, {"spec": SPEC, "seed": 0},
-                     [Bad("spec", None, {"embed_dim": 4}), Bad("seed", None, *NOT_INTS), Bad("xp", "numpy", 1)]),
-    "attention_block": (relskew_core.attention_block, {"x": zeros(1, N, 4), "weights": WEIGHTS, "spec": SPEC},
-                        [Bad("x", *NOT_ARRAYS, zeros(4), zeros(1, N, 5), zeros(1, N, 4, dtype=int)),
-                         Bad("weights", None, list(WEIGHTS), {}, {**WEIGHTS, "more": TABLE}),
-                         Bad("weights", {**WEIGHTS, "rel_k": None}, {**WEIGHTS, "q_proj.bias": zeros(3)}),
-                         Bad("weights", {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].astype(np.float32)}),
-                         Bad("spec", None, "block"), Bad("memory", zeros(1, N, 4)),
-                         Bad("memory", None, zeros(2, N, 4), zeros(1, N, 5), "text", spec=CROSS, weights=CROSS_WEIGHTS),
-                         Bad("past", PAST, (PAST,), (PAST, zeros(1, H, 3, 2)), (PAST, None), (PAST, zeros(2, H, 2, 2))),
-                         Bad("past", (PAST, PAST.astype(np.float32))),
-                         Bad("past", (PAST, PAST), spec=CROSS, weights=CROSS_WEIGHTS, memory=zeros(1, N, 4)),
-                         Bad("mask", "text", zeros(N, N + 1), zeros(N, N, dtype=int))]),
+         Bad("k_step", (1, 2), rel_bias=zeros(3, 5), table_h=None, table_w=None)]),
+    "relative_attention_nd": ({"q": GRID, "k": GRID, "v": GRID, "tables": [zeros(3, D), TABLE], "q_grid": (2, 3),
+        "k_grid": (2, 3)},
+        [*GRIDS_ND, *GRID_ATTENTION, Bad("tables", *NOT_TABLES), Bad("prefix_bias", "text", zeros(2), zeros(3, 3)),
+         Bad("q_step", (2, 1), rel_bias=zeros(3, 5), tables=None)]),
+    "relative_logits_nd": ({"q": GRID, "tables": [zeros(3, D), TABLE], "q_grid": (2, 3), "k_grid": (2, 3)},
+        [*GRIDS_ND, *GRID_STEPS, Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
+         Bad("tables", *NOT_TABLES, [None, None])]),
+    "toeplitz_nd": ({"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)}, [*GRIDS_ND, *GRID_BIASES]),
+    "paged_attention": ({"q": zeros(2, H, N, D), "k_pages": zeros(4, 2, 1, D), "v_pages": zeros(4, 2, 1, D),
+        "rel_k": TABLE, "span": Span.causal(5), "page_table": [[0, 3], [1, -1]], "lengths": [4, 2]},
+        [Bad("q", *NOT_ARRAYS, zeros(H, N, D)),
+         Bad("k_pages", *NOT_ARRAYS, zeros(4, 2, D), zeros(4, 0, 1, D), zeros(4, 2, 3, D), zeros(4, 2, 1, D + 1)),
+         Bad("v_pages", *NOT_ARRAYS, zeros(4, 2, D), zeros(4, 3, 1, D), zeros(3, 2, 1, D)),
+         Bad("rel_k", "text", zeros(4, D), zeros(D)), Bad("span", "full"),
+         Bad("page_table", None, 1, [0, 1], [[0, 3], [1]], [0, [1, 2]], zeros(2, 2)),
+         Bad("lengths", None, 1, [1], [4, 5], [-1, 2], [1.5, 2], zeros(2), zeros(3, dtype=int)), Bad("causal", 1, None),
+         Bad("window", 1, (1,), (-1, 0)), Bad("rel_v", "text", zeros(4, D)), Bad("rel_bias", "text", zeros(4)),
+         Bad("rel_q", "text", zeros(2, H, N, D + 1)), Bad("key_table", "text", zeros(4, D)),
+         Bad("sinks", "text", zeros(3)), Bad("scale", "1", np.nan), Bad("rel_scale", "1", np.inf),
+         Bad("softcap", "1", 0), Bad("chunk_size", *NOT_INTS, 0), Bad("return_lse", 1, None),
+         Bad("impl", "fast", None)]),
+    "relative_logits_2d": ({"q": GRID, "table_h": zeros(3, D), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)},
+        [*GRIDS_2D, *GRID_STEPS, Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
+         Bad("table_h", "text", zeros(3, D + 1), zeros(3, 3, D), zeros(4, D), zeros(D), zeros(1, D)),
+         Bad("table_w", "text", zeros(5, D + 1), zeros(3, 5, D), zeros(6, D), zeros(D), zeros(3, D))]),
+    "toeplitz": ({"bias": zeros(H, 5), "n_queries": N, "n_keys": N},
+        [Bad("bias", *NOT_ARRAYS, zeros(H, 0), zeros(H, 3)), Bad("n_queries", *NOT_INTS, None, 0),
+         Bad("n_keys", *NOT_INTS, None, 0), Bad("span", "full"), Bad("span", None, bias=zeros(H, 4)),
+         Bad("offset", None, n_keys=N - 1), Bad("offset", *NOT_INTS, [1, 2], zeros(3), zeros(3, dtype=int)),
+         Bad("causal", 1, None)]),
+    "toeplitz_2d": ({"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)}, [*GRIDS_2D, *GRID_BIASES]),
+    "t5_buckets": ({"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True},
+        [Bad("span", None, 3), Bad("num_buckets", *NOT_INTS, None, 0, 2, 3), Bad("max_distance", *NOT_INTS, None, 0, 2),
+         Bad("bidirectional", 1, None)]),
+    "deberta_buckets": ({"span": Span.full(3), "position_buckets": 8, "max_distance": 16},
+        [Bad("span", None, 3), Bad("position_buckets", *NOT_INTS, None, 0), Bad("position_buckets", 3, max_distance=9),
+         Bad("max_distance", *NOT_INTS, 0, 5)]),
+    "alibi_bias": ({"n_heads": 2, "span": Span.full(3), "xp": np},
+        [Bad("n_heads", *NOT_INTS, None, 0), Bad("span", None, 3), Bad("xp", None, "numpy"),
+         Bad("like", 3, "q", xp=None)]),
+    "proximal_bias": ({"span": Span.full(3), "xp": np},
+        [Bad("span", None, 3), Bad("xp", None, "numpy"), Bad("like", 3, "q", xp=None)]),
+    "sinusoidal_table": ({"span": Span.full(3), "dim": 4, "xp": np},
+        [Bad("span", None, 3), Bad("dim", *NOT_INTS, None, 0, 3), Bad("xp", None, "numpy"), Bad("order", "pairs", None),
+         Bad("direction", "neither", None), Bad("base", "1", True, 0.0, np.nan)]),
+    "resize_table": ({"table": TABLE, "rows": 7},
+        [Bad("table", *NOT_ARRAYS, zeros(5), zeros(0, D), zeros(5, D, dtype=int)), Bad("table", TABLE, axis=2),
+         Bad("rows", *NOT_INTS, None, 0), Bad("method", "nearest", None), Bad("align_corners", 1, None),
+         Bad("axis", *NOT_INTS, None)]),
+    "init_weights": ({"spec": SPEC, "seed": 0},
+        [Bad("spec", None, {"embed_dim": 4}), Bad("seed", None, *NOT_INTS), Bad("xp", "numpy", 1)]),
+    "attention_block": ({"x": zeros(1, N, 4), "weights": WEIGHTS, "spec": SPEC},
+        [Bad("x", *NOT_ARRAYS, zeros(4), zeros(1, N, 5), zeros(1, N, 4, dtype=int)),
+         Bad("weights", None, list(WEIGHTS), {}, {**WEIGHTS, "more": TABLE}),
+         Bad("weights", {**WEIGHTS, "rel_k": None}, {**WEIGHTS, "q_proj.bias": zeros(3)}),
+         Bad("weights", {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].astype(np.float32)}), Bad("spec", None, "block"),
+         Bad("memory", zeros(1, N, 4)),
+         Bad("memory", None, zeros(2, N, 4), zeros(1, N, 5), "text", spec=CROSS, weights=CROSS_WEIGHTS),
+         Bad("past", PAST, (PAST,), (PAST, zeros(1, H, 3, 2)), (PAST, None), (PAST, zeros(2, H, 2, 2))),
+         Bad("past", (PAST, PAST.astype(np.float32))),
+         Bad("past", (PAST, PAST), spec=CROSS, weights=CROSS_WEIGHTS, memory=zeros(1, N, 4)),
+         Bad("mask", "text", zeros(N, N + 1), zeros(N, N, dtype=int))]),
 }  # fmt: skip
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
+    name: (attrgetter(name)(relskew_core), *call) for name, call in BY_NAME.items()
+}
 UNCHECKED = {"dtype"}
 """Arguments that are the array library's own to refuse."""
 
@@ -337,10 +322,10 @@ def companions() -> list[Any]:
 
 @pytest.mark.parametrize(("function", "name", "place"), companions())
 def test_an_array_of_another_library_is_named(function: str, name: str, place: int | None) -> None:
-    strict = pytest.importorskip("array_api_strict")
     call, arguments, _ = CALLS[function]
     x = {**OPTIONAL, **arguments}[name]
-    other = strict.asarray(x) if place is None else [strict.asarray(y) if at == place else y for at, y in enumerate(x)]
+    made = array_api_strict.asarray
+    other = made(x) if place is None else [made(y) if at == place else y for at, y in enumerate(x)]
     given = {**arguments, name: other}
     if name == "positions":
         given.pop("n_keys", None)
@@ -349,49 +334,6 @@ def test_an_array_of_another_library_is_named(function: str, name: str, place: i
     named = {part.partition("[")[0] for part in str(caught.value).split("`")[1:4:2]}
     assert name in named
     assert named <= {*arguments, name, "q"}
-
-
-def test_log_sum_exps_of_another_library_than_the_outputs_are_named() -> None:
-    strict = pytest.importorskip("array_api_strict")
-    with pytest.raises(TypeError, match=r"^`lses\[0\]` must be of the array library of `outs\[0\]`"):
-        relskew_core.merge_attention([Q, Q], [strict.asarray(zeros(H, N))] * 2)
-
-
-def test_an_array_on_another_device_is_named() -> None:
-    strict = pytest.importorskip("array_api_strict")
-    here, there = strict.asarray(Q), strict.asarray(Q, device=strict.Device("device1"))
-    with pytest.raises(ValueError, match=r"^`v` must be on the device of `q`"):
-        relskew_core.relative_attention(here, here, there)
-
-
-def test_a_short_table_says_what_is_needed_and_the_ways_out() -> None:
-    with pytest.raises(ValueError, match="`rel_k`") as caught:
-        relskew_core.relative_attention(Q, Q, Q, TABLE, Span(1, 3))
-    message = str(caught.value)
-    assert "-1 … 3" in message
-    assert "-2 … 2" in message
-    assert "longer table" in message
-    assert "beyond='clip'" in message
-    assert "causal" not in message
-    with pytest.raises(ValueError, match=r"or pass causal=True if no query may see its future$"):
-        relskew_core.relative_attention(Q, Q, Q, TABLE[:3], Span(2, 0))
-    grid: dict[str, Any] = {"q_grid": (3, 1), "k_grid": (3, 1), "span_h": Span(2, 0), "span_w": Span(0, 0)}
-    with pytest.raises(ValueError, match=r"^`table_h` reaches .* a `span_h` with beyond='clip' or beyond='zero'$"):
-        # no axis of a grid is causal
-        relskew_core.relative_attention_2d(Q, Q, Q, TABLE[:3], TABLE[:1], **grid)
-
-
-def test_a_table_of_no_rows_is_named() -> None:
-    for span in (None, Span(1, 1)):
-        with pytest.raises(ValueError, match=r"^`rel_k` must have at least one row, got"):
-            relskew_core.relative_attention(Q, Q, Q, TABLE[:0], span)
-
-
-def test_an_implementation_that_is_not_there_is_no_silent_fallback() -> None:
-    strict = pytest.importorskip("array_api_strict")
-    x = strict.asarray(Q)
-    with pytest.raises(ValueError, match=r"^`impl` is 'native', but .* array_api_strict"):
-        relskew_core.relative_attention(x, x, x, impl="native")
 
 
 LONG: dict[str, tuple[Any, str]] = {
@@ -414,17 +356,9 @@ def test_an_error_repeats_no_long_value(value: str) -> None:
     assert str(caught.value) == f"`q` must be an array, got {told}"
 
 
-def test_an_error_repeats_no_long_choice() -> None:
-    with pytest.raises(ValueError, match=f"^`impl` must be one of .*, got '{'x' * 59}…$"):
-        relskew_core.relative_attention(Q, Q, Q, impl="x" * 1000)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"^`impl` must be one of .*, got list of 9$"):
-        relskew_core.relative_attention(Q, Q, Q, impl=["auto"] * 9)  # type: ignore[call-overload]
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", ["strided", "jagged"])
 def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
-    torch = pytest.importorskip("torch")
     nested = torch.nested.nested_tensor([torch.zeros(n, 2, 4) for n in (3, 5)], layout=getattr(torch, layout))
     q, plain = nested.transpose(1, 2), torch.zeros(2, 2, 3, 4)
     for name, arrays in {"q": (q, q, q), "k": (plain, q, q), "v": (plain, plain, q)}.items():
@@ -432,33 +366,82 @@ def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
             relskew_core.relative_attention(*arrays)
 
 
-def test_advice_names_arguments_that_the_function_has() -> None:
-    with pytest.raises(ValueError, match=r"^`table_h` .*or a `span_h` with beyond='clip' or beyond='zero'$"):
-        relskew_core.relative_logits_2d(Q, zeros(1, 4), zeros(9, 4), q_grid=(1, 3), k_grid=(3, 1), offset=(0, 0))
-    weights = zeros(2, 2, 3, 3)
-    with pytest.raises(ValueError, match=r"^`offset` .* leading axes of `weights`, \(2,\), got 3$"):
-        relskew_core.relative_values(weights, TABLE, Span(4, 0, "clip"), offset=[1, 2, 3])
+attend: Any = relskew_core.relative_attention
+logits_2d, logits, values = relskew_core.relative_logits_2d, relskew_core.relative_logits, relskew_core.relative_values
+block: Any = relskew_core.attention_block
+STRICT = array_api_strict.asarray(Q)
+LINE: dict[str, Any] = {"q_grid": (3, 1), "k_grid": (3, 1), "span_h": Span(2, 0), "span_w": Span(0, 0)}
+PLACED: dict[str, Any] = {"positions": (STEPS, STEPS), "offset": np.asarray([], dtype=float)}
+ITEMS = zeros(5, H, N, D)
+PAGED: dict[str, Any] = {"q": zeros(2, H, N, D), "k_pages": zeros(4, 2, 1, D), "v_pages": zeros(4, 2, 1, D)}
+TWO_PAGES: dict[str, Any] = {"page_table": [[0, 3], [1, 2]], "lengths": [4, 3]}
+WEIGHTS_OF_NOTHING = r"^`weights` must have shape \(\.\.\., queries, keys\), both at least 1, got"
+
+MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
+    "another library's log-sum-exps": (
+        lambda: relskew_core.merge_attention([Q, Q], [array_api_strict.asarray(zeros(H, N))] * 2),
+        r"^`lses\[0\]` must be of the array library of `outs\[0\]`"),
+    "another device": (
+        lambda: attend(STRICT, STRICT, array_api_strict.asarray(Q, device=array_api_strict.Device("device1"))),
+        "^`v` must be on the device of `q`"),
+    "a short table": (lambda: attend(Q, Q, Q, TABLE, Span(1, 3)),
+                      r"^`rel_k` (?!.*causal).*-1 … 3.*-2 … 2.*longer table.*beyond='clip'"),
+    "a table of the past": (lambda: attend(Q, Q, Q, TABLE[:3], Span(2, 0)),
+                            r"or pass causal=True if no query may see its future$"),
+    "a short table of heights": (  # no axis of a grid is causal
+        lambda: relskew_core.relative_attention_2d(Q, Q, Q, TABLE[:3], TABLE[:1], **LINE),
+        r"^`table_h` reaches .* a `span_h` with beyond='clip' or beyond='zero'$"),
+    "a short table of heights in logits": (
+        lambda: logits_2d(Q, zeros(1, 4), zeros(9, 4), q_grid=(1, 3), k_grid=(3, 1), offset=(0, 0)),
+        r"^`table_h` .*or a `span_h` with beyond='clip' or beyond='zero'$"),
+    "no rows": (lambda: attend(Q, Q, Q, TABLE[:0]), r"^`rel_k` must have at least one row, got"),
+    "no rows of a span": (lambda: attend(Q, Q, Q, TABLE[:0], Span(1, 1)), r"^`rel_k` must have at least one row, got"),
+    "no native path": (lambda: attend(STRICT, STRICT, STRICT, impl="native"),
+                       r"^`impl` is 'native', but .* array_api_strict"),
+    "a long choice": (lambda: attend(Q, Q, Q, impl="x" * 1000), f"^`impl` must be one of .*, got '{'x' * 59}…$"),
+    "a list of choices": (lambda: attend(Q, Q, Q, impl=["auto"] * 9), "^`impl` must be one of .*, got list of 9$"),
+    "offsets of other items": (lambda: values(zeros(2, 2, 3, 3), TABLE, Span(4, 0, "clip"), offset=[1, 2, 3]),
+                               r"^`offset` .* leading axes of `weights`, \(2,\), got 3$"),
+    "a module, which has a function `shape`": (lambda: block(np, WEIGHTS, SPEC), "`x` must have shape"),
+    "modules as a cache": (lambda: block(zeros(1, 2, 4), WEIGHTS, SPEC, past=(np, np)),
+                           r"`past\[0\]` must be an array, got module"),
+    "an empty offset beside positions": (lambda: logits(Q, TABLE, Span.full(3), **PLACED), "`offset`"),
+    **{f"weights of shape {shape}": (lambda shape=shape: values(zeros(*shape), zeros(5, 4)), WEIGHTS_OF_NOTHING)
+       for shape in ((0, 3), (3, 0), (2, 0, 3), (2, 3, 0))},
+    "scales of other heads": (lambda: attend(Q, Q, Q, scale=np.ones(3)),
+                              r"`scale` must have shape \(H,\) or none, a number for each of the 2 heads"),
+    "one scale of another dtype": (lambda: attend(Q, Q, Q, scale=np.asarray(0.5, "float32")),
+                                   r"`scale` must have the dtype of `q`, float64"),
+    "one sink": (lambda: attend(Q, Q, Q, sinks=np.asarray(0.5)), r"`sinks` must have shape \(H,\), a number"),
+    "few offsets": (lambda: attend(ITEMS, ITEMS, ITEMS, offset=[1, 2]),
+                    r"`offset` must be an int, or one for each item .* \(5,\), got 2"),
+    "a fraction": (lambda: attend(ITEMS, ITEMS, ITEMS, offset=[1, 2, 3, 4, 5.0]), r"`offset\[4\]` must be an int"),
+    "offsets of two axes": (lambda: attend(ITEMS, ITEMS, ITEMS, offset=zeros(5, 1, dtype=int)),
+                            "`offset` must be an int, or one for each item"),
+    "fractions": (lambda: attend(ITEMS, ITEMS, ITEMS, offset=zeros(5)), "`offset` must be of integers"),
+    "another library's offsets": (lambda: attend(ITEMS, ITEMS, ITEMS, offset=array_api_strict.zeros(5)),
+                                  "`offset` must be of the array library of `q`"),
+    "a short table of items": (lambda: attend(ITEMS, ITEMS, ITEMS, zeros(5, D), Span(2, 2), offset=[3, -2, 0, 5, 3]),
+                               "`rel_k` reaches the relative positions -2 … 2, but queries see"),
+    "a short table of an array of items": (
+        lambda: attend(ITEMS, ITEMS, ITEMS, zeros(5, D), Span(2, 2), offset=np.asarray([3, -2, 0, 5, 3])),
+        "`rel_k` reaches the relative positions -2 … 2, but queries see"),
+    "blocks past the keys": (
+        lambda: attend(ITEMS, ITEMS, ITEMS, offset=[7, 0, 0, 0, 0], block_size=4, impl="native"),
+        "no native path .* `block_size` with no `offset` past the keys"),
+    "a short table of pages": (
+        lambda: relskew_core.paged_attention(**PAGED, **TWO_PAGES, rel_k=zeros(3, D), span=Span.causal(3)),
+        "^`rel_k` reaches"),
+    "sinks of one item": (lambda: relskew_core.paged_attention(**PAGED, **TWO_PAGES, sinks=zeros(1, H, N)),
+                          r"^`sinks` must have shape \(H,\) or \(B, H, Lq\) = \(2, 2, 3\), got"),
+    **{f"page {page}": (
+        lambda page=page: relskew_core.paged_attention(**PAGED, page_table=[[0, 3], [page, 0]], lengths=[4, 3]),
+        rf"^`page_table` must have pages 0 … 3 for item 1, got {page}$") for page in (-1, 4)},
+}  # fmt: skip
 
 
-def test_a_module_of_arrays_is_no_array() -> None:
-    """It has a function called ``shape``."""
-    spec = relskew_core.BlockSpec(4, 2, relskew_core.Span.causal(3), causal=True)
-    weights = relskew_core.init_weights(spec, seed=0)
-    with pytest.raises((ValueError, TypeError), match="`x` must have shape"):
-        relskew_core.attention_block(np, weights, spec)
-    with pytest.raises((ValueError, TypeError), match=r"`past\[0\]` must be an array, got module"):
-        relskew_core.attention_block(np.ones((1, 2, 4), np.float32), weights, spec, past=(np, np))
-
-
-def test_an_empty_offset_beside_positions_is_named() -> None:
-    q, table, positions = np.ones((2, 3)), np.ones((3, 3)), (np.arange(2), np.arange(2))
-    with pytest.raises((ValueError, TypeError), match="`offset`"):
-        relskew_core.relative_logits(
-            q, table, relskew_core.Span.full(2), positions=positions, offset=np.asarray([], dtype=float)
-        )
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 3), (2, 3, 0)], ids=str)
-def test_weights_of_nothing_are_named(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^`weights` must have shape \(\.\.\., queries, keys\), both at least 1, got"):
-        relskew_core.relative_values(zeros(*shape), zeros(5, 4))
+@pytest.mark.parametrize("name", MESSAGES)
+def test_an_error_says_what_is_wrong(name: str) -> None:
+    call, message = MESSAGES[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()

@@ -45,33 +45,24 @@ def run(library: Library, function: Callable[..., Any], arrays: dict[str, Any], 
     return library.to_numpy(result)
 
 
-# Known small cases ----------------------------------------------------------------------------------------------------
+COUNTED, DESCENDING = np.arange(-4.0, 1.0)[:, None], np.arange(3.0, -4.0, -1.0)[:, None]
+LOCAL, ONES = np.tile(np.arange(-9.0, 0.0), (5, 1)), np.ones((5, 1))
+OF_PAST = [[min(j - i, 0) for j in range(5)] for i in range(5)]
+OF_ROWS = [[j - i - 5 for j in range(5)] for i in range(5)]
+BY_HAND: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], list[list[int]]]] = {
+    "causal": (papers.huang_logits, {"q": ONES, "rel_k": COUNTED}, {}, OF_PAST),
+    "ours, causal": (relative_logits, {"q": ONES, "table": COUNTED}, {"n_keys": 5, "causal": True}, OF_PAST),
+    "local": (papers.huang_skew_local, {"x": LOCAL}, {}, OF_ROWS),
+    "ours, local": (skew, {"x": LOCAL}, {}, OF_ROWS),
+    "diagonal": (papers.diagonal_logits, {"q": ONES[:4], "rel_k": DESCENDING}, {},  # the matrix S of the text
+                 [[0, 1, 2, 3], [-1, 0, 1, 2], [-2, -1, 0, 1], [-3, -2, -1, 0]]),
+}  # fmt: skip
 
 
-def test_causal_case_by_hand(library: Library) -> None:
-    """L = 5, D = 1, all queries 1, table −4 … 0: every row below the diagonal counts up to 0."""
-    table = np.arange(-4.0, 1.0)[:, None]
-    logits = run(library, papers.huang_logits, {"q": np.ones((5, 1)), "rel_k": table})
-    for i, row in enumerate(logits):
-        assert row[: i + 1].tolist() == list(range(-i, 1))
-        assert np.all(row[i + 1 :] == 0)
-    ours = run(library, relative_logits, {"q": np.ones((5, 1)), "table": table}, n_keys=5, causal=True)
-    assert np.array_equal(ours, logits)
-
-
-def test_local_case_by_hand(library: Library) -> None:
-    """N = 5, table −9 … −1: row i is −5−i … −1−i."""
-    x = np.tile(np.arange(-9.0, 0.0), (5, 1))
-    expected = [[j - i - 5 for j in range(5)] for i in range(5)]
-    assert run(library, papers.huang_skew_local, {"x": x}).tolist() == expected
-    assert run(library, skew, {"x": x}).tolist() == expected
-
-
-def test_diagonal_case_by_hand(library: Library) -> None:
-    """T = 4, table 3 … −3: the matrix S of the text, with the relative position in every place."""
-    table = np.arange(3.0, -4.0, -1.0)[:, None]
-    logits = run(library, papers.diagonal_logits, {"q": np.ones((4, 1)), "rel_k": table})
-    assert logits.tolist() == [[0, 1, 2, 3], [-1, 0, 1, 2], [-2, -1, 0, 1], [-3, -2, -1, 0]]
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_case_by_hand(library: Library, name: str) -> None:
+    function, arrays, options, expected = BY_HAND[name]
+    assert run(library, function, arrays, **options).tolist() == expected
 
 
 def test_clipped_distances_by_hand(library: Library) -> None:
@@ -96,9 +87,6 @@ def test_without_the_mask_the_future_holds_the_next_queries_products() -> None:
     assert skewed[0, 1] == 0  # the padding
 
 
-# Shaw et al. 2018 -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("offset", [-2, 0, 3])
 @pytest.mark.parametrize("k", [0, 2, 9])
 def test_lookup_equals_the_clipped_span(library: Library, k: int, offset: int) -> None:
@@ -121,9 +109,6 @@ def test_shaw_table_by_head_is_refused_by_the_split_product() -> None:
         papers.shaw_values(draw(2, 3, 3), q, draw(2, 3, 4), form="split")
 
 
-# Huang et al. 2018 ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("lead", SHAPES, ids=str)
 def test_huang_skew_equals_skew_on_and_below_the_diagonal(library: Library, lead: tuple[int, ...], length: int) -> None:
@@ -133,12 +118,6 @@ def test_huang_skew_equals_skew_on_and_below_the_diagonal(library: Library, lead
     ours = run(library, skew, {"x": wide})
     below = np.tril(np.ones((length, length), dtype=bool))
     assert np.array_equal(literal[..., below], ours[..., below])
-
-
-# I. Ukhov 2024 --------------------------------------------------------------------------------------------------------
-
-
-# Whole attention ------------------------------------------------------------------------------------------------------
 
 
 class Whole(NamedTuple):
@@ -187,58 +166,54 @@ def test_attention(library: Library, whole: Whole, by_head: bool) -> None:
     assert oracles.relative_error(actual, oracles.relative_attention(**ours, **whole.ours).out) < 1e-12
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
+def zeros(*shape: int) -> NDArray[Any]:
+    return np.zeros(shape)
 
-SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
+
+SQUARE, Q, TABLE = zeros(3, 3), zeros(3, 2), zeros(3, 2)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "options", "name"),
-    [(papers.clipped_distances, (-1, 2, 1), {"xp": np}, "n_queries"),
-     (papers.clipped_distances, (1, 2.0, 1), {"xp": np}, "n_keys"),
-     (papers.clipped_distances, (1, 2, -1), {"xp": np}, "k"),
-     (papers.clipped_distances, (1, 2, 1), {"xp": "numpy"}, "xp"),
-     (papers.clipped_distances, (1, 2, 1), {"xp": np, "offset": 0.5}, "offset"),
-     (papers.clipped_distances, (3, 5, 2), {"xp": np}, "offset"),
-     (papers.shaw_attention, (Q[:1], Q, Q, TABLE), {}, "offset"),
-     (papers.clipped_lookup, (np.zeros((4, 2)), 3, 3), {}, "table"),
-     (papers.clipped_lookup, (np.zeros(3), 3, 3), {}, "table"),
-     (papers.clipped_lookup, (np.zeros((1, 1, 3, 2)), 3, 3), {}, "table"),
-     (papers.clipped_lookup, (TABLE, -1, 3), {}, "n_queries"), (papers.clipped_lookup, (TABLE, 3, None), {}, "n_keys"),
-     (papers.clipped_lookup, ([[1.0]], 3, 3), {}, "table"), (papers.shaw_logits, (np.zeros(3), Q, TABLE), {}, "q"),
-     (papers.shaw_logits, (Q, np.zeros((3, 1)), TABLE), {}, "k"),
-     (papers.shaw_logits, (Q, np.zeros((2, 3, 2)), TABLE), {}, "k"),
-     (papers.shaw_logits, (Q, Q, np.zeros((3, 1))), {}, "rel_k"),
-     (papers.shaw_logits, (Q, Q, np.zeros((1, 3, 2))), {}, "rel_k"),
-     (papers.shaw_logits, (Q, Q, np.zeros((2, 2))), {"form": "split"}, "rel_k"),
-     (papers.shaw_logits, (Q, Q.astype("float32"), TABLE), {"form": "split"}, "k"),
-     (papers.shaw_logits, (Q, Q, TABLE), {"form": "split", "offset": "0"}, "offset"),
-     (papers.shaw_values, (np.zeros(3), Q, TABLE), {}, "weights"),
-     (papers.shaw_values, (SQUARE, np.zeros((2, 2)), TABLE), {}, "v"),
-     (papers.shaw_values, (SQUARE, Q, np.zeros((3, 3))), {"form": "split"}, "rel_v"),
-     (papers.shaw_values, (SQUARE, Q, TABLE), {"form": "fast"}, "form"),
-     (papers.shaw_attention, (Q, Q, Q, TABLE), {"form": "fast"}, "form"),
-     (papers.shaw_attention, (Q, Q, np.zeros((2, 2)), TABLE), {}, "v"),
-     (papers.shaw_values, (np.zeros((2, 3, 3)), np.zeros((2, 3, 2)), np.zeros((1, 2, 3, 2))), {}, "rel_v"),
-     (papers.shaw_attention, (Q, Q, Q, TABLE, np.zeros((3, 4))), {}, "rel_v"),
-     (papers.huang_mask, (np.zeros((3, 4)),), {}, "x"), (papers.huang_skew, (np.zeros((0, 0)),), {}, "x"),
-     (papers.huang_skew, (np.zeros((3, 3), dtype=int),), {}, "x"),
-     (papers.huang_skew_local, (np.zeros((3, 6)),), {}, "x"), (papers.huang_logits, (Q, np.zeros((4, 2))), {}, "rel_k"),
-     (papers.huang_logits, (np.zeros((2, 3, 2)), np.zeros((3, 3, 2))), {}, "rel_k"),
-     (papers.huang_attention, (np.zeros((0, 2)), Q, Q, TABLE), {}, "q"),
-     (papers.huang_attention, (Q, np.zeros((2, 2)), Q, TABLE), {}, "k"),
-     (papers.huang_attention, (Q, Q, np.zeros((1, 3, 2)), TABLE), {}, "v"),
-     (papers.huang_local_attention, (Q, Q, Q, np.zeros((4, 2))), {"block_size": 2}, "block_size"),
-     (papers.huang_local_attention, (Q, Q, Q, np.zeros((4, 2))), {"block_size": 3}, "rel_k"),
-     (papers.huang_local_attention, (Q, Q, Q, TABLE), {"block_size": 0}, "block_size"),
-     (papers.diagonal_skew, (np.zeros((3, 4)),), {}, "x"), (papers.diagonal_skew, (np.zeros((3, 3)),), {}, "x"),
-     (papers.diagonal_skew, (np.zeros((3, 5)), 4), {}, "n_keys"),
-     (papers.diagonal_logits, (Q, np.zeros((4, 2))), {}, "rel_k"), (papers.diagonal_logits, (Q, TABLE), {}, "q"),
-     (papers.diagonal_logits, (Q, np.zeros((5, 2))), {"n_keys": -1}, "n_keys"),
-     (papers.diagonal_attention, (Q, np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((5, 2))), {}, "k"),
-     (papers.diagonal_attention, (Q, Q, np.zeros((4, 2)), np.zeros((5, 2))), {}, "v"),
-     (papers.diagonal_attention, (Q, Q, Q, np.zeros((4, 2))), {}, "rel_k")],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "arguments", "options", "name"), [
+    (papers.clipped_distances, (-1, 2, 1), {"xp": np}, "n_queries"),
+    (papers.clipped_distances, (1, 2.0, 1), {"xp": np}, "n_keys"),
+    (papers.clipped_distances, (1, 2, -1), {"xp": np}, "k"),
+    (papers.clipped_distances, (1, 2, 1), {"xp": "numpy"}, "xp"),
+    (papers.clipped_distances, (1, 2, 1), {"xp": np, "offset": 0.5}, "offset"),
+    (papers.clipped_distances, (3, 5, 2), {"xp": np}, "offset"),
+    (papers.shaw_attention, (Q[:1], Q, Q, TABLE), {}, "offset"),
+    (papers.clipped_lookup, (zeros(4, 2), 3, 3), {}, "table"), (papers.clipped_lookup, (zeros(3), 3, 3), {}, "table"),
+    (papers.clipped_lookup, (zeros(1, 1, 3, 2), 3, 3), {}, "table"),
+    (papers.clipped_lookup, (TABLE, -1, 3), {}, "n_queries"), (papers.clipped_lookup, (TABLE, 3, None), {}, "n_keys"),
+    (papers.clipped_lookup, ([[1.0]], 3, 3), {}, "table"), (papers.shaw_logits, (zeros(3), Q, TABLE), {}, "q"),
+    (papers.shaw_logits, (Q, zeros(3, 1), TABLE), {}, "k"), (papers.shaw_logits, (Q, zeros(2, 3, 2), TABLE), {}, "k"),
+    (papers.shaw_logits, (Q, Q, zeros(3, 1)), {}, "rel_k"), (papers.shaw_logits, (Q, Q, zeros(1, 3, 2)), {}, "rel_k"),
+    (papers.shaw_logits, (Q, Q, zeros(2, 2)), {"form": "split"}, "rel_k"),
+    (papers.shaw_logits, (Q, Q.astype("float32"), TABLE), {"form": "split"}, "k"),
+    (papers.shaw_logits, (Q, Q, TABLE), {"form": "split", "offset": "0"}, "offset"),
+    (papers.shaw_values, (zeros(3), Q, TABLE), {}, "weights"),
+    (papers.shaw_values, (SQUARE, zeros(2, 2), TABLE), {}, "v"),
+    (papers.shaw_values, (SQUARE, Q, zeros(3, 3)), {"form": "split"}, "rel_v"),
+    (papers.shaw_values, (SQUARE, Q, TABLE), {"form": "fast"}, "form"),
+    (papers.shaw_attention, (Q, Q, Q, TABLE), {"form": "fast"}, "form"),
+    (papers.shaw_attention, (Q, Q, zeros(2, 2), TABLE), {}, "v"),
+    (papers.shaw_values, (zeros(2, 3, 3), zeros(2, 3, 2), zeros(1, 2, 3, 2)), {}, "rel_v"),
+    (papers.shaw_attention, (Q, Q, Q, TABLE, zeros(3, 4)), {}, "rel_v"), (papers.huang_mask, (zeros(3, 4),), {}, "x"),
+    (papers.huang_skew, (zeros(0, 0),), {}, "x"), (papers.huang_skew, (zeros(3, 3).astype(int),), {}, "x"),
+    (papers.huang_skew_local, (zeros(3, 6),), {}, "x"), (papers.huang_logits, (Q, zeros(4, 2)), {}, "rel_k"),
+    (papers.huang_logits, (zeros(2, 3, 2), zeros(3, 3, 2)), {}, "rel_k"),
+    (papers.huang_attention, (zeros(0, 2), Q, Q, TABLE), {}, "q"),
+    (papers.huang_attention, (Q, zeros(2, 2), Q, TABLE), {}, "k"),
+    (papers.huang_attention, (Q, Q, zeros(1, 3, 2), TABLE), {}, "v"),
+    (papers.huang_local_attention, (Q, Q, Q, zeros(4, 2)), {"block_size": 2}, "block_size"),
+    (papers.huang_local_attention, (Q, Q, Q, zeros(4, 2)), {"block_size": 3}, "rel_k"),
+    (papers.huang_local_attention, (Q, Q, Q, TABLE), {"block_size": 0}, "block_size"),
+    (papers.diagonal_skew, (zeros(3, 4),), {}, "x"), (papers.diagonal_skew, (zeros(3, 3),), {}, "x"),
+    (papers.diagonal_skew, (zeros(3, 5), 4), {}, "n_keys"), (papers.diagonal_logits, (Q, zeros(4, 2)), {}, "rel_k"),
+    (papers.diagonal_logits, (Q, TABLE), {}, "q"), (papers.diagonal_logits, (Q, zeros(5, 2)), {"n_keys": -1}, "n_keys"),
+    (papers.diagonal_attention, (Q, zeros(4, 2), zeros(4, 2), zeros(5, 2)), {}, "k"),
+    (papers.diagonal_attention, (Q, Q, zeros(4, 2), zeros(5, 2)), {}, "v"),
+    (papers.diagonal_attention, (Q, Q, Q, zeros(4, 2)), {}, "rel_k"),
+])  # fmt: skip
 def test_errors_name_the_argument(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], name: str
 ) -> None:

@@ -50,6 +50,12 @@ class Case(NamedTuple):
         return self.name
 
 
+def same(weights: dict[str, Any], case: Case) -> None:
+    assert set(weights) == set(case.weights)
+    for key, weight in case.weights.items():
+        np.testing.assert_array_equal(weights[key], weight)
+
+
 def vits(heads: int) -> Case:
     state = projections(OURS) | {f"emb_{name}": RNG.standard_normal((heads, 5, D)) for name in ("rel_k", "rel_v")}
     tables = {name: state[f"emb_{name}"][0] if heads == 1 else state[f"emb_{name}"] for name in ("rel_k", "rel_v")}
@@ -104,10 +110,8 @@ def gwinndr(*, bias: bool) -> Case:
 def jason9693() -> Case:
     names = ("Wq", "Wk", "Wv", "fc")
     state = projections(names) | {"E": RNG.standard_normal((6, D))}
-    fields = {"span": Span.causal(6), "causal": True, "shared_table": True}
-    return Case(
-        "jason9693", state, conventions.load_music_transformer, fields, renamed(state, names) | {"rel_k": state["E"]}
-    )
+    fields, want = {"span": Span.causal(6), "causal": True, "shared_table": True}, renamed(state, names)
+    return Case("jason9693", state, conventions.load_music_transformer, fields, want | {"rel_k": state["E"]})
 
 
 def spectraldoy(*, bias: bool) -> Case:
@@ -154,11 +158,9 @@ def test_a_state_dict_is_a_block(case: Case, prefix: str) -> None:
     if prefix:
         state["layers.1/attention.q.weight"] = np.zeros(1)  # of another layer
     spec, weights = case.load(state, num_heads=HEADS, prefix=prefix)
-    assert {name: getattr(spec, name) for name in case.fields} == case.fields
-    assert (spec.embed_dim, spec.num_heads, spec.head_dim) == (E, HEADS, D)
-    assert set(weights) == set(case.weights)
-    for key, weight in case.weights.items():
-        np.testing.assert_array_equal(weights[key], weight)
+    fields = case.fields | {"embed_dim": E, "num_heads": HEADS, "head_dim": D}
+    assert {name: getattr(spec, name) for name in fields} == fields
+    same(weights, case)
     y: Any = attention_block(np.ones((1, 3, E)), weights, spec)
     assert np.all(np.isfinite(y))
 
@@ -216,23 +218,21 @@ def test_every_key_that_would_be_lost_is_named(case: Case) -> None:
             case.load({**case.state, "q/bias": np.zeros(HEADS * D)}, num_heads=HEADS)
 
 
+NO_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"state": []}, r"`state` must be a mapping from names to arrays, an onnx.* got list \[\]"),
+    ({"state": {}}, "`state` must have .*; its keys there are none"),
+    ({"prefix": None}, "`prefix` must be a str, got None"),
+    ({"num_heads": 3.0}, "`num_heads` must be an int, got float"),
+    ({"num_heads": 5}, r"`num_heads` must divide the width of the queries, 12 in `state\['.*'\]`, got 5"),
+    ({"num_heads": 2}, r"`state\['.*'\]` must have shape .* = .*, got ndarray"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_no_state_dict_is_named(case: Case) -> None:
-    with pytest.raises(TypeError, match=r"`state` must be a mapping from names to arrays, an onnx.* got list \[\]"):
-        case.load([], num_heads=HEADS)
-    with pytest.raises(ValueError, match=r"`state` must have .*; its keys there are none"):
-        case.load({}, num_heads=HEADS)
-    with pytest.raises(TypeError, match="`prefix` must be a str, got None"):
-        case.load(case.state, num_heads=HEADS, prefix=None)
-    with pytest.raises(TypeError, match="`num_heads` must be an int, got float"):
-        case.load(case.state, num_heads=3.0)
-    with pytest.raises(
-        ValueError, match=r"`num_heads` must divide the width of the queries, 12 in `state\['.*'\]`, got 5"
-    ):
-        case.load(case.state, num_heads=5)
-    if "spectraldoy" not in case.name:  # its table has the width of all heads together
-        with pytest.raises(ValueError, match=r"`state\['.*'\]` must have shape .* = .*, got ndarray"):
-            case.load(case.state, num_heads=2)
+    for given, words in NO_STATES[: -1 if "spectraldoy" in case.name else None]:  # its table is as wide as all heads
+        with pytest.raises((TypeError, ValueError), match=words):
+            case.load(**{"state": case.state, "num_heads": HEADS, **given})
 
 
 @pytest.mark.parametrize("case", [*CASES, conformer()], ids=str)
@@ -254,9 +254,7 @@ def test_a_wrong_prefix_is_answered_by_those_that_are_there(case: Case) -> None:
 def test_an_empty_prefix_means_that_of_the_only_attention() -> None:
     case = vits_of_its_authors()
     state = {f"enc.{key}": array for key, array in case.state.items()} | {"decoder.weight": np.zeros(1)}
-    _, weights = case.load(state, num_heads=HEADS)
-    for key, weight in case.weights.items():
-        np.testing.assert_array_equal(weights[key], weight)
+    same(case.load(state, num_heads=HEADS)[1], case)
 
 
 def test_the_weights_of_an_onnx_file(tmp_path: Path) -> None:
@@ -266,9 +264,7 @@ def test_the_weights_of_an_onnx_file(tmp_path: Path) -> None:
         model = onnx.helper.make_model(onnx.helper.make_graph([], "voice", [], [], tensors))
         onnx.save(model, tmp_path / "voice.onnx")
         for given in (model, tmp_path / "voice.onnx", str(tmp_path / "voice.onnx")):
-            _, weights = case.load(given, num_heads=HEADS, prefix="enc/")
-            for key, weight in case.weights.items():
-                np.testing.assert_array_equal(weights[key], weight)
+            same(case.load(given, num_heads=HEADS, prefix="enc/")[1], case)
 
 
 def test_tables_of_two_conventions_are_not_one() -> None:
@@ -278,9 +274,8 @@ def test_tables_of_two_conventions_are_not_one() -> None:
     with pytest.raises(ValueError, match=r"`state` must have the tables of one version .*, got a/rel.*, dot.*key_rel"):
         case.load(mixed, num_heads=HEADS)
     shared = {**case.state, "dot_product_self_attention_relative_v2/value_relative_embeddings": np.zeros((5, D))}
-    with pytest.raises(
-        ValueError, match=r"value_relative_embeddings'\]` must have shape \(H, R, D\) with H = 3, R = 5"
-    ):
+    by_head = r"value_relative_embeddings'\]` must have shape \(H, R, D\) with H = 3, R = 5"
+    with pytest.raises(ValueError, match=by_head):
         case.load(shared, num_heads=HEADS)
     case = vits(1)
     with pytest.raises(ValueError, match=r"`state\['emb_rel_v'\]` must have shape \(1, R, D\) with R = 5, D = 4, got"):
@@ -319,10 +314,8 @@ def test_a_block_of_t5_does_not_scale(bidirectional: bool) -> None:
     def heads(name: str) -> Floats:
         return np.moveaxis((x @ case.state[f"{name}.weight"].T).reshape(1, 20, HEADS, D), 1, 2)
 
-    rel_bias, span = weights["rel_bias"], spec.span
-    out: Any = relative_attention(
-        heads("q"), heads("k"), heads("v"), None, span, rel_bias=rel_bias, scale=1.0, causal=not bidirectional
-    )
+    options: Any = {"span": spec.span, "rel_bias": weights["rel_bias"], "scale": 1.0, "causal": not bidirectional}
+    out: Any = relative_attention(heads("q"), heads("k"), heads("v"), **options)
     want = np.moveaxis(out, 1, 2).reshape(1, 20, HEADS * D) @ case.state["o.weight"].T
     got: Any = attention_block(x, weights, spec)
     assert oracles.relative_error(got, want) < 1e-12
@@ -377,15 +370,16 @@ def test_every_key_of_a_text_encoder_that_is_wrong_is_named(mutation: str) -> No
 def test_errors_of_a_text_encoder_say_what_is_there() -> None:
     state = text_encoder()
     voice = {f"{prefix}{key}": array for prefix in ("enc_p.", "enc_q.") for key, array in state.items()}
-    with pytest.raises(ValueError, match=r"`prefix` must be one of those in `state`, 'enc_p.', 'enc_q.', got ''$"):
-        conventions.load_vits_encoder(voice)
-    with pytest.raises(ValueError, match=r"`prefix` must end in '\.': 'enc_p\.', got 'enc_p'$"):
-        conventions.load_vits_encoder(voice, prefix="enc_p")
-    with pytest.raises(ValueError, match=r"must have no key under '' but .*, got tone_emb.weight; docs/piper.md"):
-        conventions.load_vits_encoder({**state, "tone_emb.weight": np.zeros((3, 8))})
     by_head = {key: np.repeat(array, 2, 0) if "emb_rel" in key else array for key, array in state.items()}
-    with pytest.raises(ValueError, match=r"emb_rel_k'\]` must have shape \(1, R, D\).*, got ndarray"):
-        conventions.load_vits_encoder(by_head)
     narrow = {key: array[..., :3] if "emb_rel" in key else array for key, array in state.items()}
-    with pytest.raises(ValueError, match=r"emb_rel_k'\]` must have the width of a head, a divisor of 8, got 3"):
-        conventions.load_vits_encoder(narrow)
+    wrong: list[tuple[State, str, str]] = [
+        (voice, "", r"`prefix` must be one of those in `state`, 'enc_p.', 'enc_q.', got ''$"),
+        (voice, "enc_p", r"`prefix` must end in '\.': 'enc_p\.', got 'enc_p'$"),
+        ({**state, "tone_emb.weight": np.zeros((3, 8))}, "",
+         "must have no key under '' but .*, got tone_emb.weight; docs/piper.md"),
+        (by_head, "", r"emb_rel_k'\]` must have shape \(1, R, D\).*, got ndarray"),
+        (narrow, "", r"emb_rel_k'\]` must have the width of a head, a divisor of 8, got 3"),
+    ]  # fmt: skip
+    for given, prefix, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            conventions.load_vits_encoder(given, prefix=prefix)
