@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -57,12 +58,9 @@ def test_an_svg_has_its_title_and_its_numbers_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("picture", [
-    pytest.param(draw_call(9, 3), id="narrow"),
-    pytest.param(draw_span(Span.causal(3000), Span(2, 1, "zero")), id="spans"),
-    pytest.param(draw_call(40, block_size=4, blocks_before=2), id="large"),
-    pytest.param(draw_weights(np.ones((3, 5, 30))), id="weights"),
-    pytest.param(draw_weights(np.ones((1, 1, 1))), id="one"),
-])  # fmt: skip
+    draw_call(9, 3), draw_span(Span.causal(3000), Span(2, 1, "zero")), draw_call(40, block_size=4, blocks_before=2),
+    draw_weights(np.ones((3, 5, 30))), draw_weights(np.ones((1, 1, 1))),
+], ids=["narrow", "spans", "large", "weights", "one"])  # fmt: skip
 def test_nothing_reaches_beyond_the_edge_or_into_other_text(picture: Picture) -> None:
     """As matplotlib measures the text that it draws."""
     figure: Any = picture._figure(LIGHT)
@@ -93,22 +91,20 @@ def test_large_pictures_are_small_files(tmp_path: Path) -> None:
     assert draw_call(200, causal=True).save(tmp_path / "a.svg").stat().st_size < 50_000
 
 
-def draw_old(folder: Path) -> None:
-    draw_call(2).save(folder / "call.svg")
+def draw(folder: Path, n: int) -> None:
+    draw_call(n).save(folder / "call.svg")
 
 
-def draw_new(folder: Path) -> None:
-    draw_call(3).save(folder / "call.svg")
+draw_old, draw_new = partial(draw, n=2), partial(draw, n=3)
 
 
 @pytest.mark.no_cover
 def test_files_are_whole_after_any_fault(tmp_path: Path) -> None:
     """An interrupt at any line, the end of the process at any step, and a disk that is full."""
-    whole = set()
-    for draw in (draw_new, draw_old):
-        draw(tmp_path / "new" / "here")
-        whole.add((tmp_path / "new" / "here" / "call.svg").read_bytes())
-    path = tmp_path / "new" / "here" / "call.svg"
+    path, whole = tmp_path / "new" / "here" / "call.svg", set()
+    for make in (draw_new, draw_old):
+        make(path.parent)
+        whole.add(path.read_bytes())
     told = re.escape(f"`path` cannot be written: File too large: {str(path)!r}")
     with faults.full_disk(1000), pytest.raises(OSError, match=told):
         draw_new(path.parent)
@@ -147,9 +143,6 @@ def test_other_endings_and_a_missing_package_are_named(tmp_path: Path, monkeypat
     assert len(repr(draw_call(99, causal=True))) < 100
 
 
-# Weights
-
-
 def test_weights_are_drawn_on_one_scale() -> None:
     weights = np.asarray([[[1.0, 0.0], [0.25, 0.75]], [[0.5, 0.5], [0.0, 0.004]]])
     picture = draw_weights(weights, first_query=3)
@@ -174,12 +167,11 @@ def test_weights_of_other_libraries_and_of_one_head() -> None:
 
 
 @pytest.mark.parametrize(("weights", "heads", "message"), [
-    pytest.param(np.ones(3), None, r"`weights` must have shape \(H, Lq, Lk\) or \(Lq, Lk\)", id="axes"),
-    pytest.param(np.ones((0, 2, 2)), None, "no axis of length 0", id="empty"),
-    pytest.param(-np.ones((2, 2)), None, "`weights` must all be >= 0", id="negative"),
-    pytest.param(np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN", id="nan"),
-    pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2", id="head"),
-])  # fmt: skip
+    (np.ones(3), None, r"`weights` must have shape \(H, Lq, Lk\) or \(Lq, Lk\)"),
+    (np.ones((0, 2, 2)), None, "no axis of length 0"), (-np.ones((2, 2)), None, "`weights` must all be >= 0"),
+    (np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN"),
+    (np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2"),
+], ids=["axes", "empty", "negative", "nan", "head"])  # fmt: skip
 def test_weights_of_another_shape_are_named(weights: np.ndarray, heads: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         draw_weights(weights, heads=heads)
