@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 import oracles
 import relskew_core as relskew
 from libraries import LIBRARIES, Library
 from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import MultiheadAttention, RelativeMultiheadAttention
 
 SIZES = {"items": 2, "heads": 2, "queries": 3, "keys": 4, "width of values": 2}
 """Of an ordinary call."""
@@ -54,36 +56,18 @@ def call_of(kind: dict[str, Any], empty: str) -> tuple[dict[str, Any], dict[str,
         arrays[name] = tuple(rng.integers(0, 3, (*lead, length)) for length in (n, m))
     if "mask" in options:
         arrays["mask"] = rng.standard_normal((n, m)).astype(options.pop("mask"))
-    if "offset" in options:
-        options["offset"] = [0, 1][:items]
-    else:
-        options["offset"] = 0
+    options["offset"] = [0, 1][:items] if "offset" in options else 0
     return arrays, {**options, "span": Span.clipped(2) if tables else None}
 
 
 def expected(arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
-    """Return what the loops give, item by item."""
-    n_items, offsets = arrays["q"].shape[0], options["offset"]
-    plain = {name: option for name, option in options.items() if name not in ("chunk_size", "offset")}
-    by_item = ("q", "k", "v")
-
-    def own(name: str, x: Any, item: int) -> Any:
-        if isinstance(x, tuple):
-            return tuple(each[item] if each.ndim == 2 else each for each in x)
-        return x[item] if name in by_item else x
-
-    found = [
-        oracles.relative_attention(
-            **{name: own(name, x, item) for name, x in arrays.items()},
-            **plain,
-            offset=offsets if isinstance(offsets, int) else offsets[item],
-        )
-        for item in range(n_items)
-    ]
-    shape = (*arrays["q"].shape[:-1], arrays["v"].shape[-1])
-    results = ([each[which] for each in found] for which in (0, 1))
-    out, lse = (np.reshape(np.asarray(each), size) for each, size in zip(results, (shape, shape[:-1]), strict=True))
-    return oracles.Attention(out, lse)
+    """Return what the loops give: of offsets by item, at the positions from there on."""
+    given = {name: option for name, option in options.items() if name not in ("chunk_size", "impl")}
+    if isinstance(given["offset"], list):
+        n, m = arrays["q"].shape[-2], arrays["k"].shape[-2]
+        first = np.asarray(given.pop("offset"), int)[:, None]
+        given["positions"] = first + np.arange(n), np.arange(m)
+    return oracles.relative_attention(**arrays, **given)
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
@@ -109,7 +93,7 @@ def given(row: Library, x: Any) -> Any:
 
 def hold(row: Library, name: str, numbers: dict[str, Any], arrays: dict[str, Any], options: dict[str, Any]) -> None:
     """Hold the results against those of the loops; a gradient is zero where there is nothing to have one."""
-    wanted = expected(numbers, {name: x for name, x in options.items() if name != "impl"})
+    wanted = expected(numbers, options)
     d_out = given(row, np.ones(wanted.out.shape))
     with row.setting():
         results = relskew.relative_attention(**arrays, **options, return_lse=True)
@@ -203,16 +187,16 @@ def test_other_functions_give_nothing_of_nothing_or_name_what_is_empty(row: Libr
 
 
 def test_modules_take_a_batch_of_nothing() -> None:
-    torch_layers = pytest.importorskip("relskew_core.layers.torch")
-    torch = pytest.importorskip("torch")
-    x = torch.zeros((0, 3, 8), requires_grad=True)
-    module = torch_layers.RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(8), causal=True))
-    drop_in = torch_layers.MultiheadAttention(8, 2, Span.clipped(2), batch_first=True)
-    for y in (module(x), drop_in(x, x, x, need_weights=False)[0], drop_in(x, x, x)[0]):
-        assert y.shape == (0, 3, 8)
-        y.sum().backward()
-    weights = drop_in(x, x, x, average_attn_weights=False)[1]
-    assert weights.shape == (0, 2, 3, 3)
-    y, cache = module(x, past=module.empty_cache(0))
-    assert y.shape == (0, 3, 8)
-    assert module(x, past=cache)[0].shape == (0, 3, 8)
+    module = RelativeMultiheadAttention(
+        BlockSpec(8, 2, Span.causal(8), causal=True, rel_values=True, rel_bias=True, sinks=True)
+    )
+    x, y = torch.zeros((0, 3, 8), requires_grad=True), torch.zeros((2, 0, 8), requires_grad=True)
+    drop_in = MultiheadAttention(8, 2, Span.clipped(2), batch_first=True)
+    outs = module(x), module(y), drop_in(x, x, x, need_weights=False)[0], drop_in(x, x, x)[0]
+    for out, like in zip(outs, (x, y, x, x), strict=True):
+        assert out.shape == like.shape
+        out.sum().backward()
+    assert all(each.grad is not None for each in (x, y, *module.parameters()))
+    assert drop_in(x, x, x, average_attn_weights=False)[1].shape == (0, 2, 3, 3)
+    out, cache = module(x, past=module.empty_cache(0))
+    assert out.shape == module(x, past=cache)[0].shape == x.shape
