@@ -4,6 +4,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -369,6 +370,7 @@ def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
 attend: Any = relskew_core.relative_attention
 logits_2d, logits, values = relskew_core.relative_logits_2d, relskew_core.relative_logits, relskew_core.relative_values
 block: Any = relskew_core.attention_block
+paged: Any = relskew_core.paged_attention
 STRICT = array_api_strict.asarray(Q)
 LINE: dict[str, Any] = {"q_grid": (3, 1), "k_grid": (3, 1), "span_h": Span(2, 0), "span_w": Span(0, 0)}
 PLACED: dict[str, Any] = {"positions": (STEPS, STEPS), "offset": np.asarray([], dtype=float)}
@@ -406,7 +408,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "modules as a cache": (lambda: block(zeros(1, 2, 4), WEIGHTS, SPEC, past=(np, np)),
                            r"`past\[0\]` must be an array, got module"),
     "an empty offset beside positions": (lambda: logits(Q, TABLE, Span.full(3), **PLACED), "`offset`"),
-    **{f"weights of shape {shape}": (lambda shape=shape: values(zeros(*shape), zeros(5, 4)), WEIGHTS_OF_NOTHING)
+    **{f"weights of shape {shape}": (partial(values, zeros(*shape), zeros(5, 4)), WEIGHTS_OF_NOTHING)
        for shape in ((0, 3), (3, 0), (2, 0, 3), (2, 3, 0))},
     "scales of other heads": (lambda: attend(Q, Q, Q, scale=np.ones(3)),
                               r"`scale` must have shape \(H,\) or none, a number for each of the 2 heads"),
@@ -430,12 +432,12 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(ITEMS, ITEMS, ITEMS, offset=[7, 0, 0, 0, 0], block_size=4, impl="native"),
         "no native path .* `block_size` with no `offset` past the keys"),
     "a short table of pages": (
-        lambda: relskew_core.paged_attention(**PAGED, **TWO_PAGES, rel_k=zeros(3, D), span=Span.causal(3)),
+        lambda: paged(**PAGED, **TWO_PAGES, rel_k=zeros(3, D), span=Span.causal(3)),
         "^`rel_k` reaches"),
-    "sinks of one item": (lambda: relskew_core.paged_attention(**PAGED, **TWO_PAGES, sinks=zeros(1, H, N)),
+    "sinks of one item": (lambda: paged(**PAGED, **TWO_PAGES, sinks=zeros(1, H, N)),
                           r"^`sinks` must have shape \(H,\) or \(B, H, Lq\) = \(2, 2, 3\), got"),
     **{f"page {page}": (
-        lambda page=page: relskew_core.paged_attention(**PAGED, page_table=[[0, 3], [page, 0]], lengths=[4, 3]),
+        partial(paged, **PAGED, page_table=[[0, 3], [page, 0]], lengths=[4, 3]),
         rf"^`page_table` must have pages 0 … 3 for item 1, got {page}$") for page in (-1, 4)},
 }  # fmt: skip
 

@@ -284,7 +284,8 @@ def test_each_axis_must_reach_as_far_as_its_queries_see() -> None:
     def call(**changed: tuple[int, int]) -> None:
         spans = {axis: Span(*sides) for axis, sides in {**reach, **changed}.items()}
         tables: dict[str, Any] = {f"table_{axis}": np.ones((span.rows, 4)) for axis, span in spans.items()}
-        relskew.relative_logits_2d(q, **tables, **{f"span_{axis}": span for axis, span in spans.items()}, **grids)
+        tables |= {f"span_{axis}": span for axis, span in spans.items()}
+        relskew.relative_logits_2d(q, **tables, **grids)
 
     call()
     for axis, (left, right) in reach.items():

@@ -125,6 +125,7 @@ def test_pages_that_no_query_sees_are_not_read() -> None:
 
 
 def test_the_portable_implementation_gives_the_same() -> None:
-    q, (k, v), given = queries(1), pages(), {"page_table": TABLE, "lengths": LENGTHS}
+    q, (k, v) = queries(1), pages()
+    given: dict[str, Any] = {"page_table": TABLE, "lengths": LENGTHS}
     portable = paged_attention(q, k, v, **given, impl="portable")
     np.testing.assert_allclose(portable, paged_attention(q, k, v, **given), atol=1e-13)

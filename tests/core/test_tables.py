@@ -50,7 +50,7 @@ def test_resizing_is_torchs(library: Library, method: str, old: int, new: int, a
     if method == "linear":
         want = torch.nn.functional.interpolate(table.mT, size=new, mode="linear", align_corners=align_corners).mT
     else:
-        size = {"size": (new, 3), "mode": "bicubic", "align_corners": align_corners}
+        size: dict[str, Any] = {"size": (new, 3), "mode": "bicubic", "align_corners": align_corners}
         want = torch.nn.functional.interpolate(table[:, None], **size)[:, 0]
     for dtype in library.dtypes_of(new):
         given = {"table": library.asarray(table.numpy(), dtype)}

@@ -191,7 +191,7 @@ def test_parameters_are_numbers_alone() -> None:
 def test_other_classes_are_carried(kind: Any) -> None:
     x, weights = torch.ones(2, 5, 8), {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
     for place in range(3):
-        given = [x.as_subclass(kind) if at == place else x for at in range(3)]
+        given: list[Any] = [x.as_subclass(kind) if at == place else x for at in range(3)]
         assert type(relskew.relative_attention(*given)) is kind
     assert type(relskew.attention_block(x.as_subclass(kind), weights, SPEC)) is kind
     assert type(relskew.skew(torch.ones(3, 5).as_subclass(kind))) is kind
