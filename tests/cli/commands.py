@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from typing import TypeAlias
 
 import pytest
 
 from relskew_core.cli import main
 
+Capture: TypeAlias = pytest.CaptureFixture[str]
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
 
 
@@ -15,7 +17,14 @@ def relskew(*arguments: str) -> int:
     return main(list(arguments))
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys: Capture, *arguments: str, status: int = 0) -> str:
+    """Return what a command prints."""
+    capsys.readouterr()
+    assert relskew(*arguments) == status
+    return capsys.readouterr().out
+
+
+def error_of(capsys: Capture, *arguments: str) -> str:
     """Run what must fail: exit 2, one line on stderr, no traceback."""
     capsys.readouterr()
     status = relskew(*arguments)

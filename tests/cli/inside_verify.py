@@ -7,32 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli.commands import Capture, output_of
 
 import oracles
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
-from relskew_core.cli import _console, _libraries, _verify, main
+from relskew_core.cli import _console, _libraries, _verify
 from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries, runtimes
 from relskew_core.cli._verify import Case, cases
 
 CASES = {case.name: case for case in cases()}
 
 
-def verify(*arguments: str) -> int:
-    return main(["verify", *arguments])
-
-
-def rows_of(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert verify("--json", *arguments) == status
-    found = json.loads(capsys.readouterr().out)
+def rows_of(capsys: Capture, status: int, *arguments: str) -> list[dict[str, Any]]:
+    found = json.loads(output_of(capsys, "verify", "--json", *arguments, status=status))
     assert found["ok"] is (status == 0)
     rows: list[dict[str, Any]] = found["rows"]
     return rows
-
-
-# The reference
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -78,11 +70,8 @@ def test_the_error_sees_shapes_and_numbers_that_are_none() -> None:
         _verify.relative_error(right[:1], right)
 
 
-# What it finds
-
-
 @pytest.mark.parametrize("library", ["numpy", "array-api-strict", "torch", "jax", "mlx", "dask"])
-def test_every_library_here_passes(capsys: pytest.CaptureFixture[str], library: str) -> None:
+def test_every_library_here_passes(capsys: Capture, library: str) -> None:
     found, missing = libraries((library,))
     if not found:
         pytest.skip(missing[0].reason)
@@ -96,7 +85,7 @@ def test_every_library_here_passes(capsys: pytest.CaptureFixture[str], library: 
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "onnx reference", "openvino"])
-def test_every_runtime_here_passes(capsys: pytest.CaptureFixture[str], runtime: str) -> None:
+def test_every_runtime_here_passes(capsys: Capture, runtime: str) -> None:
     found, missing = runtimes((runtime,))
     if not found:
         pytest.skip(missing[0].reason)
@@ -104,7 +93,7 @@ def test_every_runtime_here_passes(capsys: pytest.CaptureFixture[str], runtime: 
     assert {row["case"] for row in rows} == set(CASES)
 
 
-def test_one_run_covers_every_case_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_covers_every_case_and_dtype(capsys: Capture) -> None:
     rows = rows_of(capsys, 0, "--library", "numpy")
     assert {row["case"] for row in rows if row["dtype"] == "float32"} == set(CASES)
     assert {row["case"] for row in rows if row["dtype"] == "float64"} == set(_verify.FEW)
@@ -112,16 +101,13 @@ def test_one_run_covers_every_case_and_dtype(capsys: pytest.CaptureFixture[str])
     assert len(everything) == 3 * len(CASES)
 
 
-def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify("--library", "numpy", "--library", "array-api-strict", "--dtype", "float32") == 0
-    told = capsys.readouterr().out
+def test_the_table_reads_well(capsys: Capture) -> None:
+    told = output_of(capsys, "verify", "--library", "numpy", "--library", "array-api-strict", "--dtype", "float32")
     assert "9 (" in told
     assert "within the tolerances" in told
     assert max(len(line) for line in told.splitlines()) <= _console.PIPE_WIDTH
-    assert verify("--library", "numpy", "--dtype", "float32", "--all") == 0
-    told = capsys.readouterr().out
-    for case in CASES:
-        assert f"│ {case} " in told
+    told = output_of(capsys, "verify", "--library", "numpy", "--dtype", "float32", "--all")
+    assert all(f"│ {case} " in told for case in CASES)
 
 
 def _scaled(factor: float) -> Callable[..., Any]:
@@ -132,11 +118,6 @@ def _scaled(factor: float) -> Callable[..., Any]:
     return block
 
 
-def _shortened(*args: Any, **kwargs: Any) -> Any:
-    result: Any = attention_block(*args, **kwargs)
-    return result[:, 1:, :]
-
-
 def _raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no\nsuch kernel")
 
@@ -144,24 +125,22 @@ def _raising(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(("broken", "detail"), [
     pytest.param(_scaled(1 + 1e-5), "the error is above the gate", id="number"),
     pytest.param(_scaled(float("nan")), "NaN or inf", id="nan"),
-    pytest.param(_shortened, "a shape differs", id="shape"),
+    pytest.param(lambda *given, **more: attention_block(*given, **more)[:, 1:, :], "a shape differs", id="shape"),
     pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
 ])  # fmt: skip
 def test_a_broken_function_is_found(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any], detail: str
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any], detail: str
 ) -> None:
     monkeypatch.setattr(_verify, "attention_block", broken)
     (row,) = rows_of(capsys, 1, "--library", "numpy", "--case", "causal", "--dtype", "float32")
     assert row["ok"] is False
     assert detail in row["detail"]
-    assert verify("--library", "numpy", "--case", "causal", "--case", "full", "--dtype", "float32") == 1
-    told = capsys.readouterr().out
-    assert "NO" in told
-    assert detail in " ".join(told.split())
-    assert "2 of 2 cases failed" in told
+    both = ("--library", "numpy", "--case", "causal", "--case", "full", "--dtype", "float32")
+    told = " ".join(output_of(capsys, "verify", *both, status=1).split())
+    assert all(part in told for part in ("NO", detail, "2 of 2 cases failed"))
 
 
-def test_a_wrong_cache_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_cache_is_found(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(*args: Any, **kwargs: Any) -> Any:
         y, (keys, values) = attention_block(*args, **kwargs)
         return y, (keys, values * 0.999)
@@ -171,7 +150,7 @@ def test_a_wrong_cache_is_found(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert row["error"] > row["gate"]
 
 
-def test_a_wrong_graph_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_graph_is_found(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     export = pytest.importorskip("relskew_core.export")
     to_onnx = export.to_onnx
 
@@ -183,27 +162,20 @@ def test_a_wrong_graph_is_found(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert not any(row["ok"] for row in rows)
 
 
-# What is missing
-
-
-def test_missing_libraries_are_listed_with_the_reason(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_libraries_are_listed_with_the_reason(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
     found, missing = libraries(("cupy",))
     assert (found, missing) == ([], [Missing("cupy", "not installed")])
     names = ["--library", "cupy", "--library", "openvino", "--library", "numpy"]
-    assert verify(*names, "--case", "full", "--dtype", "float32") == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(output_of(capsys, "verify", *names, "--case", "full", "--dtype", "float32").split())
     assert "missing cupy not installed" in told
     assert "missing openvino" in told
 
 
-def test_nothing_to_verify_is_not_ok(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_verify_is_not_ok(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert verify("--library", "cupy") == 1
-    assert "there was nothing to verify" in capsys.readouterr().out
+    assert "there was nothing to verify" in output_of(capsys, "verify", "--library", "cupy", status=1)
 
 
 def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,18 +187,15 @@ def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.Monk
     assert libraries(("cupy",)) == ([], [Missing("cupy", "libcuda.so.1: cannot open shared object file")])
 
 
-def test_without_onnx_the_runtimes_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnx_the_runtimes_say_so(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "relskew_core.export", None)
     found, missing = runtimes()
     assert found == []
     assert [one.name for one in missing] == ["onnxruntime", "onnx reference", "openvino"]
     assert all(f"{to_install('onnx')}" in one.reason for one in missing)
     assert runtimes(("numpy",)) == ([], [])
-    assert verify("--library", "openvino", "--library", "numpy", "--case", "full", "--dtype", "float64") == 0
-    assert f"{to_install('onnx')}" in capsys.readouterr().out
-
-
-# Time
+    names = ("--library", "openvino", "--library", "numpy")
+    assert to_install("onnx") in output_of(capsys, "verify", *names, "--case", "full", "--dtype", "float64")
 
 
 def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +209,6 @@ def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1 + _libraries.REPEATS
 
 
-# Words
-
-
 def test_sizes_and_times_for_people() -> None:
     assert [
         _console.as_bytes(size) for size in (5, 2048, 3 * 2**20, 5 * 2**30)
@@ -251,7 +217,7 @@ def test_sizes_and_times_for_people() -> None:
     assert [_console.count(number, "case") for number in (1, 2)] == ["1 case", "2 cases"]
 
 
-def test_progress_is_for_terminals_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_for_terminals_only(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     with _console.progress("verify") as tell:
         tell("one")
     assert capsys.readouterr().err == ""

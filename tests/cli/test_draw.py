@@ -4,20 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli.commands import BLOCK, error_of
+from cli.commands import BLOCK, Capture, error_of, output_of, relskew
 from rich.console import Console
 
 from relskew_core import BlockSpec, Span, attention_weights, init_weights
-from relskew_core.cli import main
 from relskew_core.draw import Picture, draw_call, draw_weights
 
 pytest.importorskip("matplotlib")
 
 
-def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["draw", *arguments]) == 0
-    return capsys.readouterr().out
+def drawn(capsys: Capture, *arguments: str) -> str:
+    return output_of(capsys, "draw", *arguments)
 
 
 def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
@@ -27,7 +24,7 @@ def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
     return captured.get()
 
 
-def test_a_call_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_in_the_terminal(capsys: Capture) -> None:
     told = drawn(capsys, "call", "--queries", "3", "--past", "2", "--causal", "--window", "1,")
     assert "3 queries, 5 keys, causal, window=(1, None), offset=2" in told
     rows = [line.split() for line in told.splitlines() if line[:1].isdigit()][1:]
@@ -36,14 +33,14 @@ def test_a_call_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_segments_are_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_segments_are_lengths(capsys: Capture) -> None:
     told = drawn(capsys, "call", "--queries", "2", "--past", "2", "--segments", "3,1", "--clip", "1")
     rows = [line.split() for line in told.splitlines() if line.startswith(("2  ", "3  "))]
     assert rows == [["2", "0", "0", "1", "·"], ["3", "·", "·", "·", "1"]]
     assert "4 keys in total, got '3,2'" in error_of(capsys, "draw", "call", "--queries", "4", "--segments", "3,2")
 
 
-def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: Capture) -> None:
     three = drawn(capsys, "span", "--length", "3", "--causal")
     assert [line.split("beyond: ")[1].strip() for line in three.splitlines() if "beyond: " in line] == [
         "error", "clip", "zero",
@@ -55,11 +52,9 @@ def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.Cap
 
 
 def test_panels_stand_side_by_side_where_there_is_room() -> None:
-    def lines(width: int) -> list[str]:
-        return [line for line in printed(draw_weights(np.ones((2, 3, 3))), width).splitlines() if "head" in line]
-
-    assert len(lines(80)) == 1
-    assert len(lines(30)) == 2
+    for width, count in ((80, 1), (30, 2)):
+        lines = printed(draw_weights(np.ones((2, 3, 3))), width).splitlines()
+        assert len([line for line in lines if "head" in line]) == count
 
 
 def test_colours_of_the_terminal_are_those_of_the_files() -> None:
@@ -70,8 +65,7 @@ def test_colours_of_the_terminal_are_those_of_the_files() -> None:
 
 def test_many_columns_are_shades_and_too_many_are_joined() -> None:
     told = printed(draw_call(40, causal=True, window=(3, 0)))
-    rows = [line for line in told.splitlines() if "█" in line]
-    assert len(rows) == 20
+    assert len([line for line in told.splitlines() if "█" in line]) == 20
     assert "40 columns" in told
     narrow = printed(draw_call(200, causal=True), 60)
     assert max(map(len, narrow.splitlines())) <= 60
@@ -81,34 +75,30 @@ def test_many_columns_are_shades_and_too_many_are_joined() -> None:
     assert sum(line.count("█") for line in shades.splitlines()) == 20
 
 
-def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_become_files(capsys: Capture) -> None:
     assert drawn(capsys, "span", "--clip", "2", "--save", "folder/span.svg") == "wrote folder/span.svg\n"
     assert "<title>Rows of a table</title>" in Path("folder/span.svg").read_text()
     drawn(capsys, "call", "--queries", "3", "--save", "call.PNG")
     assert Path("call.PNG").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("arguments", "part"), [
-    pytest.param(["span", "--clip", "2", "--save", "a.jpg"], "--save a.jpg: the path must end in .svg", id="ending"),
-    pytest.param(["span"], "--length N", id="no span"),
-    pytest.param(["span", "--clip", "2", "--beyond", "zero"], "--length, which must be given", id="beyond alone"),
-    pytest.param(["span", "--length", "2", "--beyond", "x"], "--beyond must be one of error, clip", id="beyond"),
-    pytest.param(["call", "--window", "3"], "--window must be LEFT,RIGHT", id="window"),
-    pytest.param(["call", "--length", "3"], "reaches the relative positions -2 … 2", id="reach"),
-    pytest.param(["call", "--segments", "a"], "--segments must be the lengths", id="segments"),
-    pytest.param(["weights"], "--embed-dim and --num-heads, or --model", id="no block"),
-    pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be among the 2 heads", id="head"),
-    pytest.param(["weights", *BLOCK, "--clip", "2", "--input", "x.npy"], "--input x.npy: cannot be read", id="npy"),
-    pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
-    pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model defines the block", id="both"),
+@pytest.mark.parametrize(("argv", "part"), [
+    ("span --clip 2 --save a.jpg", "--save a.jpg: the path must end in .svg"), ("span", "--length N"),
+    ("span --clip 2 --beyond zero", "--length, which must be given"),
+    ("span --length 2 --beyond x", "--beyond must be one of error, clip"),
+    ("call --window 3", "--window must be LEFT,RIGHT"), ("call --segments a", "--segments must be the lengths"),
+    ("call --length 3", "reaches the relative positions -2 … 2"),
+    ("weights", "--embed-dim and --num-heads, or --model"),
+    ("weights BLOCK --clip 2 --head 2", "`heads` must be among the 2 heads"),
+    ("weights BLOCK --clip 2 --input x.npy", "--input x.npy: cannot be read"),
+    ("weights BLOCK --clip 2 --memory x.npy", "--cross"),
+    ("weights --model m.onnx --causal", "--model defines the block"),
 ])  # fmt: skip
-def test_draw_with_wrong_options_fails_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
-) -> None:
-    assert part in error_of(capsys, "draw", *arguments)
+def test_draw_with_wrong_options_fails_in_one_line(capsys: Capture, argv: str, part: str) -> None:
+    assert part in error_of(capsys, "draw", *argv.replace("BLOCK", " ".join(BLOCK)).split())
 
 
-def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_from_a_checkpoint_and_an_input(capsys: Capture) -> None:
     torch = pytest.importorskip("torch")
     spec = BlockSpec(8, 2, Span.causal(6), causal=True)
     arrays = init_weights(spec, seed=5)
@@ -137,12 +127,12 @@ def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_block_from_an_exported_model(capsys: Capture) -> None:
     pytest.importorskip("onnx")
     asked = [*BLOCK, "--length", "6", "--causal", "--seed", "2"]
-    assert main(["export", "m.onnx", *asked]) == 0
+    assert relskew("export", "m.onnx", *asked) == 0
     same = drawn(capsys, "weights", "--model", "m.onnx", "--seed", "2", "--queries", "5")
     assert same == drawn(capsys, "weights", *asked, "--queries", "5")
     assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
-    assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
+    assert relskew("export", "bare.onnx", *asked, "--no-projections") == 0
     assert "attends without projections" in error_of(capsys, "draw", "weights", "--model", "bare.onnx")

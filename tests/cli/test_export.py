@@ -2,16 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-import torch
-from cli.commands import BLOCK, relskew
+from cli.commands import BLOCK, Capture, error_of, output_of, relskew
 
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.export import to_onnx
 
 CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
 
@@ -38,7 +35,7 @@ def test_an_exported_model_validates_with_its_seed_alone(options: list[str], inp
     assert relskew("validate", "m.onnx", "--length", "4", "--batch", "2") == 1
 
 
-def test_a_device_chooses_the_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_chooses_the_chunks(capsys: Capture) -> None:
     def chunk(*options: str) -> str | None:
         return {entry.key: entry.value for entry in exported(*options).metadata_props}.get("relskew.chunk_size")
 
@@ -48,40 +45,28 @@ def test_a_device_chooses_the_chunks(capsys: pytest.CaptureFixture[str]) -> None
     assert "chunks of 256" in capsys.readouterr().out
     assert chunk("--length", "9", "--device", "cpu", "--chunk-size", "3") == "3"
     assert chunk("--length", "300", "--device", "cuda") is None
-    assert relskew("export", "n.onnx", *BLOCK, "--length", "9", "--device", "npu") == 2
-    assert "--device must be cpu or cuda, got 'npu'" in capsys.readouterr().err
+    told = error_of(capsys, "export", "n.onnx", *BLOCK, "--length", "9", "--device", "npu")
+    assert "--device must be cpu or cuda, got 'npu'" in told
 
 
-def test_device_and_provider(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_and_provider(capsys: Capture) -> None:
     exported("--length", "9")
-    assert relskew("validate", "m.onnx", "--device", "cpu", "--batch", "1", "--json") == 0
-    report = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    report = json.loads(output_of(capsys, "validate", "m.onnx", "--device", "cpu", "--batch", "1", "--json"))
     assert {check["provider"] for check in report["checks"]} >= {"CPUExecutionProvider"}
     assert {check["case"].partition(",")[0] for check in report["checks"] if check["case"]} == {"batch 1"}
-    for options in (["--device", "cpu", "--provider", "cpu"], ["--device", "tpu"]):
-        assert relskew("validate", "m.onnx", *options) == 2
-    assert "--device must be cpu or cuda, got 'tpu'" in capsys.readouterr().err
+    error_of(capsys, "validate", "m.onnx", "--device", "cpu", "--provider", "cpu")
+    told = error_of(capsys, "validate", "m.onnx", "--device", "tpu")
+    assert "--device must be cpu or cuda, got 'tpu'" in told
 
 
-def test_atol(capsys: pytest.CaptureFixture[str]) -> None:
+def test_atol(capsys: Capture) -> None:
     exported("--length", "9")
     assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-4") == 0
-    capsys.readouterr()
-    assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-12") == 1
-    told = capsys.readouterr().out
+    told = output_of(capsys, "validate", "m.onnx", "--batch", "1", "--atol", "1e-12", status=1)
     assert "more than atol 1e-12" in told
     assert "atol: the relative errors keep their tolerances" in told
-    assert relskew("validate", "m.onnx", "--atol", "-1") == 1
-    assert "`atol` must be a finite number > 0" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("ending", [".pth", ".bin", ".ckpt"])
-@pytest.mark.parametrize("key", [None, "state_dict", "model"])
-def test_torch_checkpoints(ending: str, key: str | None) -> None:
-    state: Any = {f"layer.{name}": weight for name, weight in init_weights(CAUSAL, seed=5, xp=torch).items()}
-    torch.save({key: state, "epoch": 3} if key else state, f"weights{ending}")
-    model = exported("--causal", "--weights", f"weights{ending}", "--prefix", "layer.")
-    assert model == to_onnx(CAUSAL, init_weights(CAUSAL, seed=5))
+    told = output_of(capsys, "validate", "m.onnx", "--atol", "-1", status=1)
+    assert "`atol` must be a finite number > 0" in told
 
 
 def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
@@ -91,34 +76,22 @@ def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
     assert relskew("validate", "m.onnx", "--weights", "weights.npz", "--batch", "1") == 0
 
 
-def test_a_model_in_bfloat16_is_validated_where_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_in_bfloat16_is_validated_where_it_runs(capsys: Capture) -> None:
     exported("--length", "5", "--dtype", "bfloat16", "--seed", "3")
     told = capsys.readouterr().out
     (line,) = [line for line in told.splitlines() if line.startswith("next ")]
     assert relskew(*line.split()[2:], "--length", "4", "--batch", "1") == 0
     assert "--device cuda" in told
-    capsys.readouterr()
-    assert relskew("validate", "m.onnx", "--seed", "3") == 1
-    assert "onnxruntime computes in bfloat16 on CUDA only" in capsys.readouterr().out.splitlines()[-1]
+    told = output_of(capsys, "validate", "m.onnx", "--seed", "3", status=1)
+    assert "onnxruntime computes in bfloat16 on CUDA only" in told.splitlines()[-1]
     exported("--length", "5", "--dtype", "bfloat16", "--device", "cuda")
     assert "relskew validate m.onnx --device cuda" in capsys.readouterr().out
 
 
-def test_validate_ends_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    exported("--length", "9")
-    capsys.readouterr()
-    assert relskew("validate", "m.onnx", "--seed", "1", "--batch", "1") == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("weights: the file was made with other weights")
-    assert relskew("validate", "m.onnx", "--provider", "NoSuchExecutionProvider") == 1
-    assert "loads: the runtime or provider could not take the file" in capsys.readouterr().out
-
-
-def test_json_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_an_export(capsys: Capture) -> None:
     exported("--length", "9", "--seed", "3")
-    capsys.readouterr()
     Path("n.onnx.bak").touch()  # a file of the user
-    assert relskew("export", "n.onnx", *BLOCK, "--length", "9", "--seed", "3", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(output_of(capsys, "export", "n.onnx", *BLOCK, "--length", "9", "--seed", "3", "--json"))
     props = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}
     assert found["graphs"][0]["inputs"][0]["shape"][:2] == ["batch", "query_length"]
     assert found["bytes"] == Path("n.onnx").stat().st_size
