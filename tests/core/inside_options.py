@@ -1,19 +1,27 @@
-"""Options inside of a call: what chunks hold, and how sinks, positions and dropout are computed."""
+"""Options inside of a call: what chunks hold, sums and factors, and what sinks, positions and dropout are in parts."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from core.test_gradient import NUMPY, check, gradients_on
 from core.test_options import STEPS, TABLE, K, Q, V
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import dense
+from relskew_core import relative_attention
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.softmax import as_sums
+from relskew_core._functions.attention import attend
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
-from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.call import Arguments, Part
 from relskew_core._kernel.chunk import chunks
 from relskew_core._kernel.dropout import hashes, kept, signed, stirred, threshold
+from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
+from relskew_core._kernel.sums import RunningSum, sum_to
 
 XP = namespace_of(np)
 
@@ -90,3 +98,78 @@ def test_places_wrap_at_32_bits() -> None:
     assert threshold(0.0) == -(2**31)
     assert threshold(0.25) == -(2**30)
     assert threshold(1 - 2**-53) == 2**31 - 1  # the largest 32-bit integer
+
+
+@settings(max_examples=100, deadline=None)
+@given(starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
+       sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5), after=st.integers(0, 2))  # fmt: skip
+def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
+    rng = np.random.default_rng(2)
+    expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))
+    running = RunningSum(expected, XP)
+    for start, size in zip(starts, sizes, strict=False):
+        piece = rng.standard_normal((2, size, 3))
+        expected[:, start : start + size] += piece
+        running.add(start, piece)
+    np.testing.assert_allclose(running.total(), expected, atol=1e-14)
+
+
+def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
+    x = np.random.default_rng(3).standard_normal((2, 3, 4, 1, 5, 6))
+    for lead in ((), (1,), (4, 1), (1, 1), (3, 4, 1), (3, 1, 1), (1, 4, 1), (2, 1, 4, 1), (1, 3, 1, 1), (2, 3, 4, 1)):
+        summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
+        expected = x.sum(axis=summed).reshape(*lead, 5, 6)
+        np.testing.assert_allclose(sum_to(x, lead, xp=XP), expected, atol=1e-13, err_msg=f"{lead}")
+    x = x.reshape(2, 1, 3, 4, 5, 6)
+    np.testing.assert_allclose(sum_to(x, (3, 1), xp=XP), x.sum((0, 1, 3))[:, None], atol=1e-13)
+
+
+@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table"])
+@pytest.mark.parametrize("rel_scale", [None, 0.7])
+@pytest.mark.parametrize("own", [True, False])
+def test_factors_that_vary_are_taken_in_before_a_kernel(
+    tables: str, rel_scale: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dense.Case("varying", tables=tables, options={"scale": 0.3, "rel_scale": rel_scale}, own_tables=own)
+    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
+    monkeypatch.setattr("relskew_core._kernel.by_head.varies", lambda x: isinstance(x, float))
+    options = problem(Arguments(**case.arrays(), **case.call())).options
+    assert (options.scale, options.rel_scale) == (1.0, 1.0)
+    check(gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()), expected)
+    for name in ("scale", "rel_scale"):
+        with pytest.raises(ValueError, match=f"^`{name}` must be a finite number, got float inf$"):
+            relative_attention(**case.arrays(), **{**case.call(), name: np.inf})
+
+
+SEQUENCES: Any = np.random.default_rng(0).standard_normal((3, 2, 3, 4, 12, 5))  # two leading axes, four heads
+DROPPED: dict[str, Any] = {"dropout": 0.5, "seed": 7}
+
+
+def attended(x: list[Any], part: Part, **options: Any) -> tuple[Any, Any]:
+    q, k, v = x
+    return attend(problem(Arguments(q, k, v, **DROPPED, **options), return_lse=True, part=part), "portable")
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_parts_of_queries_and_keys_drop_what_the_whole_drops(step: int, offset: int, chunk_size: int | None) -> None:
+    """Neighbours, or every so many-th."""
+    whole: Any = relative_attention(*SEQUENCES, **DROPPED, offset=offset, impl="portable")
+    starts = range(0, 12, 4) if step == 1 else range(step)
+    shares = [slice(start, start + 4 if step == 1 else None, step) for start in starts]
+    for own in shares:
+        parts = []
+        for other in shares:
+            part = Part(of_more=True, query=own.start + offset, key=other.start, step=step)
+            x = [each[..., at, :] for each, at in zip(SEQUENCES, (own, other, other), strict=True)]
+            parts.append(attended(x, part, chunk_size=chunk_size))
+        out, _ = merged(*zip(*parts, strict=True), xp=np)
+        np.testing.assert_allclose(out, whole[..., own, :], rtol=0, atol=1e-13)
+
+
+def test_parts_of_heads_drop_what_the_whole_drops() -> None:
+    whole: Any = relative_attention(*SEQUENCES, **DROPPED, impl="portable")
+    for own in (slice(0, 2), slice(2, 3), slice(3, 4)):
+        out, _ = attended([each[..., own, :, :] for each in SEQUENCES], Part(head=own.start, heads=4))
+        np.testing.assert_array_equal(out, whole[..., own, :, :])

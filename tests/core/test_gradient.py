@@ -1,5 +1,6 @@
 """``relative_attention_vjp`` against torch's autograd of the dense formula, on every option."""
 
+import itertools
 import re
 from typing import Any
 
@@ -20,8 +21,7 @@ GATE = 1e-10
 
 STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
 EAGER = [library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", "MLX", *STRICT)]
-NUMPY, TORCH = (next(row for row in LIBRARIES if row.name == name) for name in ("numpy", "torch, CPU"))
-JAX = next(row for row in LIBRARIES if row.name == "jax.jit")
+NUMPY, TORCH, JAX = (row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "jax.jit"))
 
 
 def gradients_on(
@@ -53,20 +53,15 @@ def check(actual: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) ->
         np.testing.assert_allclose(actual[name], gradient, rtol=0, atol=GATE * size, err_msg=name)
 
 
-@pytest.mark.parametrize("case", dense.CASES, ids=str)
-@pytest.mark.parametrize("row", EAGER, ids=str)
+FEW = [case for case in dense.CASES if " mask of shape " not in case.name][::3]
+
+
+@pytest.mark.parametrize(("row", "case"), [*itertools.product(EAGER, dense.CASES), *((JAX, x) for x in FEW)], ids=str)
 def test_every_option_has_the_gradients_of_the_dense_formula(row: Library, case: dense.Case) -> None:
     of_name(row.name)
     with row.setting():
         actual = gradients_on(row, case.d_out(), case.arrays(), case.call())
     check(actual, dense.vjp(case.d_out(), case.arrays(), case.call()))
-
-
-@pytest.mark.parametrize("case", [case for case in dense.CASES if " mask of shape " not in case.name][::3], ids=str)
-def test_gradients_of_jax_equal_the_dense_formula(case: dense.Case) -> None:
-    pytest.importorskip("jax")
-    check(gradients_on(JAX, case.d_out(), case.arrays(), case.call()),
-          dense.vjp(case.d_out(), case.arrays(), case.call()))  # fmt: skip
 
 
 @pytest.mark.no_cover
@@ -107,7 +102,7 @@ def test_native_gradients_equal_the_dense_formula(case: dense.Case) -> None:
 
 
 @pytest.mark.parametrize(("given", "chunk_size"), [(("out",), 5), (("lse",), 2), (("out", "lse"), None)], ids=str)
-@pytest.mark.parametrize("case", dense.CASES[::4], ids=str)
+@pytest.mark.parametrize("case", [*dense.CASES[::4], *(case for case in dense.CASES if case.name == "sinks")], ids=str)
 def test_the_forwards_results_may_be_given(case: dense.Case, given: tuple[str, ...], chunk_size: int | None) -> None:
     options = {**case.call(), "chunk_size": chunk_size}
     actual = gradients_on(NUMPY, case.d_out(), case.arrays(), options, given=given)
@@ -126,17 +121,6 @@ def test_gradients_of_random_calls_equal_the_dense_formula(
     actual = gradients_on(library, d_out, arrays, call.options, impl=impl, given=("out",) if out else ())
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     check(actual, dense.vjp(d_out, arrays, plain))
-
-
-def test_half_precision_accumulates_in_single() -> None:
-    case = dense.Case("half", n=40, m=40, tables="rel_k rel_v rel_bias", d=8)
-    rounded = {name: x.astype("float16") for name, x in case.arrays().items()}
-    d_out = case.d_out().astype("float16")
-    actual = gradients_on(NUMPY, d_out, rounded, case.call())
-    wide = {name: x.astype("float64") for name, x in rounded.items()}
-    for name, expected in dense.vjp(d_out.astype("float64"), wide, case.call()).items():
-        error = np.linalg.norm(actual[name].astype("float64") - expected) / np.linalg.norm(expected)
-        assert error < 1e-3, name
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
@@ -197,19 +181,6 @@ def test_parts_of_half_precision_are_merged_in_single() -> None:
     np.testing.assert_allclose(out, exact.out, rtol=2**-11, atol=2**-24)  # half a unit in the last place
 
 
-@pytest.mark.parametrize("impl", ["portable", "auto"])
-def test_a_value_that_no_query_of_an_item_sees_gets_no_gradient_and_gives_none(impl: Any) -> None:
-    """Even though it is between keys that are visible."""
-    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 24, 4))
-    q, v[0, :, 8:] = q[..., :4, :], np.nan
-    v[1, :, :15] = np.nan
-    found = relative_attention_vjp(np.ones_like(q), q, k, v, offset=[2, 18], window=(2, 2), impl=impl)
-    assert np.isfinite(found.q).all()
-    assert np.isfinite(found.k).all()
-    seen = np.any(found.v != 0, axis=(1, -1))
-    np.testing.assert_array_equal(seen, [np.arange(24) < 8, np.arange(24) >= 16])
-
-
 @pytest.mark.parametrize("mask_shape", [(2, 2, 20, 3), (2, 1, 1, 3), (20, 1), (3,)], ids=str)
 def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> None:
     case = dense.Case(
@@ -245,31 +216,19 @@ def test_empty_results_have_the_dtype_and_device_of_their_arrays(dtype: str) -> 
 @pytest.mark.parametrize("impl", ["portable", NATIVE])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 1)])
-@pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_querys_nan_stays_in_its_own_gradient(
-    impl: Any, causal: bool, window: tuple[int, int] | None, chunk_size: int | None, softcap: float | None
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    q, k, v, d_out, rel_k, rel_v = draw(7, 4), draw(7, 4), draw(7, 4), draw(7, 4), draw(13, 4), draw(13, 4)
+def test_a_querys_nan_stays_in_its_own_gradient(impl: Any, causal: bool, window: tuple[int, int] | None) -> None:
+    drawn = np.random.default_rng(0).standard_normal
+    q, k, v, d_out, rel_k, rel_v = (torch.tensor(drawn((n, 4))) for n in (7, 7, 7, 7, 13, 13))
     spoiled = q.clone()
-    spoiled[1] = float("nan")
-    gradients = [
-        relative_attention_vjp(
-            d_out, queries, k, v, rel_k, rel_v=rel_v, span=Span(6, 6), causal=causal, window=window,
-            chunk_size=chunk_size, softcap=softcap, impl=impl,
-        )
-        for queries in (q, spoiled)
-    ]  # fmt: skip
-    others = [0, 2, 3, 4, 5, 6]
-    torch.testing.assert_close(gradients[1].q[others], gradients[0].q[others])
+    spoiled[1] = torch.nan
+    for chunk_size, softcap in itertools.product((None, 3), (None, 2.0)):
+        options: dict[str, Any] = {"chunk_size": chunk_size, "softcap": softcap, "causal": causal, "window": window}
+        clean, found = (relative_attention_vjp(d_out, x, k, v, rel_k, Span(6, 6), rel_v=rel_v, **options, impl=impl).q
+                        for x in (q, spoiled))  # fmt: skip
+        torch.testing.assert_close(found[[0, 2, 3, 4, 5, 6]], clean[[0, 2, 3, 4, 5, 6]])
 
 
-@pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "jax")], ids=str)
+@pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "JAX")], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 @pytest.mark.parametrize("beyond", ["clip", "zero"])
 def test_parts_of_the_keys_with_the_results_of_the_whole(row: Library, impl: Any, beyond: Any) -> None:

@@ -42,25 +42,6 @@ def test_weights_are_those_of_attention(case: dense.Case) -> None:
     np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-14)
 
 
-# Segments
-
-
-@pytest.mark.parametrize("impl", ["portable", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: torch.dtype, impl: Any) -> None:
-    """A key of a query's document but beyond its window, for one query; in its window but of others, for the next."""
-    q, k, v = (torch.as_tensor(x, dtype=dtype) for x in RNG.standard_normal((3, 3, 240, 8)))
-    v[:, 20] = torch.nan
-    queries = torch.tensor([0] * 60 + [1] * 60 + [0] * 60 + [1] * 60)
-    keys = torch.tensor([1] * 50 + [5] * 190)
-    keys[239], keys[100] = 1, 0
-    out = relative_attention(q, k, v, segments=(queries, keys), window=(3, None), chunk_size=120, impl=impl)
-    assert not bool(out.isnan().any())
-
-
-# Softcap
-
-
 @pytest.mark.parametrize("softcap", [1e-3, 1.5, 64.0, 65.0, 1e6])
 def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> None:
     """torch's native path has two branches, for low and for high softcaps."""
@@ -71,15 +52,9 @@ def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> No
     np.testing.assert_allclose(sums, lse, rtol=0, atol=2e-5)
 
 
-# Sinks
-
-
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    for none, offset in (
-        (np.full(4, -np.inf), 0),
-        (np.full(4, -np.inf), -20),
-        (np.full(Q.shape[:3], -np.inf), -20),
-    ):  # the first queries see no key
+    for shape, offset in ((4, 0), (4, -20), (Q.shape[:3], -20)):  # the first queries see no key
+        none = np.full(shape, -np.inf)
         expected = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True)
         found = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True, sinks=none)
         for one, other in zip(found, expected, strict=True):
@@ -113,20 +88,6 @@ def test_parts_of_keys_merge_with_one_sink_among_them() -> None:
     merged = relskew.merge_attention([out for out, _ in parts], [lse for _, lse in parts])
     for found, expected in zip(merged, whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
-
-
-def test_gradients_of_sinks_take_the_forwards_results() -> None:
-    sinks, d_out = RNG.standard_normal(4), RNG.standard_normal(V.shape)
-    out, lse = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
-    alone = relative_attention_vjp(d_out, Q, K, V, TABLE, sinks=sinks)
-    helped = relative_attention_vjp(d_out, Q, K, V, TABLE, sinks=sinks, out=out, lse=lse)
-    for name in ("q", "k", "v", "rel_k", "sinks"):
-        np.testing.assert_allclose(getattr(alone, name), getattr(helped, name), rtol=0, atol=1e-12)
-    gradient: Any = alone.sinks
-    assert gradient.shape == (4,)
-
-
-# Positions
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
@@ -227,23 +188,16 @@ def test_a_table_need_not_reach_what_no_query_sees() -> None:
 
 def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
     stamps = np.asarray([0, 100, 3, 50] * 10)
-    with pytest.raises(
-        ValueError, match=r"`rel_k` reaches the relative positions -39 … 39, but queries see -100 … 100"
-    ):
+    far = r"`rel_k` reaches the relative positions -39 … 39, but queries see -100 … 100"
+    with pytest.raises(ValueError, match=far):
         relative_attention(Q, K, V, TABLE, positions=(stamps, stamps))
     with pytest.raises(ValueError, match=r"queries see -50 … 50"):
         relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(50, 50))
     relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(46, 39))  # 47 is the next position
-    jax = pytest.importorskip("jax")
-
-    found = np.asarray(
-        jax.jit(lambda *given: relative_attention(*given[:4], positions=(given[4], given[4]), causal=True,
-                                                  span=Span.full(40)))(Q, K, V, TABLE, stamps),
-    )  # fmt: skip
+    jax, options = pytest.importorskip("jax"), {"causal": True, "span": Span.full(40)}
+    attend = jax.jit(lambda at, *given: relative_attention(*given, positions=(at, at), **options))
+    found = np.asarray(attend(stamps, Q, K, V, TABLE))
     np.testing.assert_array_equal(np.isnan(found).all(-1)[0, 0], np.isin(stamps, [50, 100]))
-
-
-# Dropout
 
 
 def dropped(impl: Any = "auto", dropout: float = 0.3, seed: int = 3, n: int = 300, **options: Any) -> Any:
@@ -268,13 +222,11 @@ def test_a_seed_drops_the_same_in_every_way() -> None:
 
 
 def test_dropout_goes_by_positions_and_not_by_steps() -> None:
-    whole = relative_attention(Q, K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1)
-    step = relative_attention(Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=30)
-    np.testing.assert_allclose(whole[:, :, 30:], step, rtol=0, atol=1e-13)
-    by_item = relative_attention(
-        Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=[30, 30]
-    )
-    np.testing.assert_allclose(whole[:, :, 30:], by_item, rtol=0, atol=1e-13)
+    options: dict[str, Any] = {"span": Span.full(40), "causal": True, "dropout": 0.4, "seed": 1}
+    whole = relative_attention(Q, K, V, TABLE, **options)
+    for offset in (30, [30, 30]):
+        step = relative_attention(Q[:, :, 30:], K, V, TABLE, **options, offset=offset)
+        np.testing.assert_allclose(whole[:, :, 30:], step, rtol=0, atol=1e-13)
     places = torch.arange(300)
     for positions in ((places, places), (7 * places + 5, 9 - places)):  # given positions are not places in the call
         assert torch.equal(dropped(positions=positions), dropped())
@@ -326,18 +278,12 @@ def test_seeds_come_in_every_form() -> None:
 def test_blocks_go_by_positions_that_follow_one_another_too() -> None:
     """Position 6 is in the third block of three, and sees nothing of the first, where the key at 2 is."""
     one = np.ones((1, 1))
-    _, lse = relative_attention(
-        one, one, one, positions=(np.asarray([6]), np.asarray([2])), block_size=3, return_lse=True
-    )
+    at = np.asarray([6]), np.asarray([2])
+    _, lse = relative_attention(one, one, one, positions=at, block_size=3, return_lse=True)
     assert lse[0] == -np.inf
 
 
-ONE_NUMBER: list[dict[str, Any]] = [
-    {"scale": 0.4}, {"rel_scale": -0.7}, {"scale": 0.4, "rel_scale": -0.7},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("factors", ONE_NUMBER, ids=str)
+@pytest.mark.parametrize("factors", [{"scale": 0.4}, {"rel_scale": -0.7}, {"scale": 0.4, "rel_scale": -0.7}], ids=str)
 @pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
 @pytest.mark.parametrize("row", [row for row in LIBRARIES if not row.traced], ids=str)
 def test_one_learned_number_is_that_number(row: Library, heads: bool, factors: dict[str, float]) -> None:
@@ -383,21 +329,8 @@ def test_one_learned_number_on_a_grid_and_as_weights() -> None:
     for factor in ({"scale": 0.3}, {"rel_scale": 0.3}):
         one: Any = {name: np.asarray(x, q.dtype) for name, x in factor.items()}
         number: Any = factor
-        for x, like in (
-            (attention_weights(q, q, **one), attention_weights(q, q, **number)),
-            *((relative_attention_2d(q, q, q, table, table, **grid, **each) for each in (one, number)),),
-        ):
-            np.testing.assert_allclose(x, like)
-
-
-def test_one_learned_number_is_told_from_others() -> None:
-    q = np.ones((2, 3, 5, 4))
-    with pytest.raises(ValueError, match=r"`scale` must have shape \(H,\) or none, a number for each of the 3 heads"):
-        relative_attention(q, q, q, scale=np.ones(2))
-    with pytest.raises(TypeError, match=r"`scale` must have the dtype of `q`, float64"):
-        relative_attention(q, q, q, scale=np.asarray(0.5, "float32"))
-    with pytest.raises(ValueError, match=r"`sinks` must have shape \(H,\), a number"):
-        relative_attention(q, q, q, sinks=np.asarray(0.5))
+        np.testing.assert_allclose(attention_weights(q, q, **one), attention_weights(q, q, **number))
+        np.testing.assert_allclose(*(relative_attention_2d(q, q, q, table, table, **grid, **x) for x in (one, number)))
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
@@ -413,10 +346,8 @@ def test_factors_in_half_precision_are_as_precise_as_numbers(library: Library, d
     factors = {name: library.asarray(np.full(2, x), dtype) for name, x in numbers.items()}
     rounded = {name: library.to_numpy(half[name]).astype(np.float64) for name in drawn}
     tensors: dict[str, Any] = {name: torch.tensor(x) for name, x in rounded.items()}
-    expected = [
-        oracles.attention(**tensors, **numbers).out,
-        *dense.vjp(np.ones(drawn["v"].shape), rounded, numbers).values(),
-    ]
+    gradients = dense.vjp(np.ones(drawn["v"].shape), rounded, numbers).values()
+    expected = [oracles.attention(**tensors, **numbers).out, *gradients]
 
     def errors(arrays: dict[str, Any], **options: Any) -> list[float]:
         def called(d_out: Any, **given: Any) -> list[Any]:

@@ -1,8 +1,10 @@
-"""Attention between parts of a sequence as calls of their own: every pair and every row, by one look at each."""
+"""Positions, by one look at each: parts of a sequence as calls of their own, the skew, and the rows of a table."""
 
+import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,6 +12,8 @@ import oracles
 from relskew_core import Span
 from relskew_core._array.namespace import namespace_of
 from relskew_core._positions.pairs import Pairs, Rows, Run
+from relskew_core._positions.skew import skew_from, unskew_from
+from relskew_core._positions.table import Table
 
 SIDES = st.none() | st.integers(-4, 12)
 COUNTS = st.integers(1, 5)
@@ -92,3 +96,49 @@ def test_the_entries_of_a_run_lie_side_by_side() -> None:
     run = Run(start=2, step=3, count=4, place=5)
     assert list(range(20)[run.here]) == [5, 6, 7, 8]
     assert list(range(20)[run.positions]) == [2, 5, 8, 11]
+
+
+def test_every_number_comes_from_its_column_and_goes_back_there() -> None:
+    rng = np.random.default_rng(0)
+    for n, m, first, spare in itertools.product((1, 2, 4), (1, 3), (0, 1, 2, 4), (1, 2, 5)):
+        if n > 1 and first > n:
+            continue
+        width = m + spare + (first if n == 1 else 0)
+        x, s, back = rng.standard_normal((2, n, width)), rng.standard_normal((2, n, m)), np.zeros((2, n, width))
+        skewed = skew_from(x, n_keys=m, first=first, xp=XP)
+        for i, j in itertools.product(range(n), range(m)):
+            column = first - i + j
+            if 0 <= column < width:
+                np.testing.assert_array_equal(skewed[:, i, j], x[:, i, column])
+                back[:, i, column] = s[:, i, j]
+            else:  # an entry of a neighbour, which the caller masks
+                s[:, i, j] = 0.0
+        np.testing.assert_array_equal(unskew_from(s, width=width, first=first, xp=XP), back)
+
+
+@pytest.mark.parametrize("beyond", ["clip", "zero"])
+def test_a_table_is_extended_as_its_span_says(beyond: Any) -> None:
+    """Rows, products and mixtures of any run of positions, near a table and far from it, and their adjoints."""
+    rng = np.random.default_rng(1)
+    for left, right, first, count in itertools.product((0, 2), (0, 3), range(-7, 7), (1, 2, 4, 9)):
+        span, last = Span(left, right, beyond), first + count - 1
+        rows = rng.standard_normal((2, span.rows, 3))
+        at = [oracles.row_of(r, span) for r in range(first, last + 1)]
+        expected = np.stack([np.zeros((2, 3)) if row is None else rows[:, row] for row in at], axis=-1)  # (2, 3, count)
+        table = Table(XP.matrix_transpose(rows), left, beyond)
+        for own in (table, table.covering(first, last, xp=XP), table.covering(first - 3, last + 2, xp=XP)):
+            np.testing.assert_array_equal(own.spread(first, last, xp=XP), expected)
+            q, weights = rng.standard_normal((2, 4, 3)), rng.standard_normal((2, 4, count))
+            np.testing.assert_allclose(own.product(q, first, last, xp=XP), q @ expected, atol=1e-14)
+            mixed = own.mix(weights, first, last, xp=XP)
+            np.testing.assert_allclose(mixed, weights @ XP.matrix_transpose(expected), atol=1e-13)
+        d_columns = rng.standard_normal((2, 3, count))
+        extended = table.covering(first, last, xp=XP)
+        assert (extended is table) == (2 * span.rows <= count)  # much shorter than requested
+        if extended is table:
+            continue
+        gradient = np.zeros_like(rows)
+        for column, row in enumerate(at):
+            if row is not None:
+                gradient[:, row] += d_columns[..., column]
+        np.testing.assert_allclose(extended.gradient(d_columns, xp=XP), gradient, atol=1e-13)
