@@ -20,14 +20,10 @@ BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_c
 
 
 def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
-    kinds = ("inside", "test")
-    found = {
-        name: [path for kind in kinds if (path := ROOT / "tests" / folder / f"{kind}_{name}.py").exists()]
-        for name in names.split()
-    }
-    missing = [name for name, paths in found.items() if not paths]
-    assert not missing, f"tests/{folder} has no test_ or inside_ of {missing}"
-    return tuple(str(path.relative_to(ROOT)) for paths in found.values() for path in paths)
+    found = {name: [f"tests/{folder}/{kind}_{name}.py" for kind in ("inside", "test")] for name in names.split()}
+    there = {name: [path for path in paths if (ROOT / path).exists()] for name, paths in found.items()}
+    assert all(there.values()), f"tests/{folder} has no test_ or inside_ of {[x for x in there if not there[x]]}"
+    return tuple(path for paths in there.values() for path in paths)
 
 
 # the modules of each suite, each module in the first suite that lists it, and the tests that should notice their
@@ -35,7 +31,7 @@ def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
 SUITES = {
     "kernels": (
         (
-            *(f"{BACKENDS}{name}" for name in ("compiled", "numpy", "ragged", "threads", "torch/cpu")),
+            *(f"{BACKENDS}{x}" for x in ("compiled", "numpy", "ragged", "threads", "torch/cpu")),
             f"{CORE}functions/prepared",
         ),
         (
@@ -83,7 +79,6 @@ RECORD = Path(__file__).with_name("survivors.md")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the suites that are asked for, and return 1 if the record is no good."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--only", action="append", help="a folder or a module, as relskew_core/_positions/skew")
     parser.add_argument("--sample", type=int, help="try so many of each suite")
@@ -95,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     tried: list[tuple[Mutant, str]] = []
     sizes: Counter[str] = Counter()
     samples: dict[str, Sample] = {}
-    for name, (folders, tests) in SUITES.items():
+    for name, (folders, _) in SUITES.items():
         parts = [part.removesuffix(".py") for part in asked.only or folders if part.startswith(folders)]
         if parts:
             stage = ROOT / ".mutants" / name
@@ -109,9 +104,7 @@ def main(argv: list[str] | None = None) -> int:
                 known = recorded(RECORD)
                 mutants = [mutant for mutant in mutants if mutant.line in known]
             if mutants:
-                found = run(
-                    stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH, peers=name in PEERS
-                )
+                found = run(stage, mutants, name, asked)
                 tried += found
                 if asked.sample:
                     killed = sum(verdict not in SURVIVING for _, verdict in found)
@@ -122,32 +115,17 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(faults))
 
 
-def run(
-    stage: Path,
-    mutants: list[Mutant],
-    tests: tuple[str, ...],
-    workers: int,
-    patience: float,
-    *,
-    torch: bool,
-    peers: bool,
-) -> list[tuple[Mutant, str]]:
-    """Try mutants in their copy of the repository."""
+def run(stage: Path, mutants: list[Mutant], suite: str, asked: argparse.Namespace) -> list[tuple[Mutant, str]]:
     (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
-    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [
-        "-sq",
-        "--tb=native",
-        "--mutants=mutants.json",
-        "--verdicts=verdicts",
-        f"--workers={workers}",
-        f"--patience={patience}",
-    ]
-    command += ["--torch"] if torch else []
-    command += ["-p", "no:anyio", "-m", "not slow"] if peers else []
+    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq"]
+    command += ["--tb=native", "--mutants=mutants.json", "--verdicts=verdicts"]
+    command += [f"--workers={asked.workers}", f"--patience={asked.patience}"]
+    command += ["--torch"] if suite in TORCH else []
+    command += ["-p", "no:anyio", "-m", "not slow"] if suite in PEERS else []
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
-    paths += [str(ROOT / ".venv-peers")] if peers else []
-    done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    paths += [str(ROOT / ".venv-peers")] if suite in PEERS else []
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([*command, *SUITES[suite][1]], cwd=stage, env=env)
     (stage / "verdicts").touch()
     verdicts = dict(json.loads(line) for line in (stage / "verdicts").read_text().splitlines())
     if done.returncode not in (0, 5) or len(verdicts) < len(mutants):  # 5: no test ran in the forking process

@@ -48,14 +48,9 @@ OTHERS = (
 
 # The same examples each time, without shrinking: any failure is enough.
 settings.register_profile(
-    "mutants",
-    database=None,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+    "mutants", database=None, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 settings.load_profile("mutants")
 
 
@@ -66,8 +61,7 @@ class Reach:
     seconds: list[float] = field(default_factory=list)
     tests: dict[Line, list[int]] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
-    unfit: dict[str, str] = field(default_factory=dict)
-    """Tests that fail without a mutant, as those that see mutmut's frames do, and why: they say nothing of mutants."""
+    unfit: dict[str, str] = field(default_factory=dict)  # tests that fail without a mutant: they say nothing of mutants
     _rare: dict[str, Counter[int]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[int]:
@@ -156,7 +150,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 
 def measure(items: list[pytest.Item]) -> Reach:
-    """Run every test without a mutant."""
     reach, before = Reach(), set(sys.modules)
     for index, item in enumerate(items):
         lines: set[Line] = set()
@@ -273,7 +266,6 @@ def failure(item: pytest.Item) -> str:
 
 
 def silence() -> None:
-    """Print nothing from here on."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)

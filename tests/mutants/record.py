@@ -48,20 +48,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one function."""
-
-    name: str
-    """What mutmut calls it: ``relskew_core._positions.skew.x_skew__mutmut_3``."""
-    change: str
-    """The removed lines, an arrow, and the added lines."""
-    place: int = 0
-    """The number of the first such line in the mutated file, where the function is as it was."""
-    span: tuple[int, int] = (0, 0)
-    """The numbers of that function's first line and of the one after its last."""
+    name: str  # what mutmut calls it: ``relskew_core._positions.skew.x_skew__mutmut_3``
+    change: str  # the removed lines, an arrow, and the added lines
+    place: int = 0  # the number of the first such line in the mutated file, where the function is as it was
+    span: tuple[int, int] = (0, 0)  # the numbers of that function's first line and of the one after its last
 
     @property
     def module(self) -> str:
-        """The module that it is in."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -77,13 +70,9 @@ class Mutant:
 
 
 def written(
-    before: str,
-    tried: Iterable[tuple[Mutant, str]],
-    sizes: Mapping[str, int],
-    *,
-    samples: Mapping[str, Sample] | None = None,
-    again: bool = False,
-) -> str:
+    before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *,
+    samples: Mapping[str, Sample] | None = None, again: bool = False,
+) -> str:  # fmt: skip
     """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
 
     ``again``: only survivors were tried, and what was noticed is noticed still. A sample changes nothing about a module
@@ -120,12 +109,10 @@ def written(
 
 
 def counted(text: str) -> dict[str, Count]:
-    """Return what a record says of each module."""
     return {name: Count(*map(int, numbers)) for name, *numbers in ROW.findall(text)}
 
 
 def sampled(text: str) -> dict[str, Sample]:
-    """Return what a record says of each suite's last sample."""
     return {name: Sample(*map(int, numbers)) for name, *numbers in SAMPLE.findall(text)}
 
 
@@ -161,7 +148,6 @@ def faults(text: str) -> list[str]:
 
 
 def recorded(path: Path) -> set[str]:
-    """Return the lines of all survivors."""
     return {line for _, _, lines in SECTION.findall(path.read_text()) for line in lines.splitlines()}
 
 
