@@ -1,6 +1,7 @@
 """The command: targets in turn until the time is over, each at least once, then one table."""
 
 import argparse
+import importlib
 import importlib.util
 import sys
 import time
@@ -11,8 +12,6 @@ from fuzz.engine import Target, turn
 
 @dataclass
 class Row:
-    """A line of the table."""
-
     target: Target
     first_seed: int | None = None
     examples: int = 0
@@ -21,7 +20,6 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the targets, and return 1 if one failed."""
     targets = load_targets()
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("seconds", type=float)
@@ -32,7 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     rows = [Row(target) for target in targets if asked.only is None or target.name in asked.only]
     seed, end = asked.seed, time.monotonic() + asked.seconds
     while going := [row for row in rows if not row.failed and (row.first_seed is None or time.monotonic() < end)]:
-        run_turn(min(going, key=lambda row: row.seconds), seed)
+        row, start = min(going, key=lambda row: row.seconds), time.monotonic()
+        result, name = turn(row.target, seed), row.target.name
+        row.first_seed = seed if row.first_seed is None else row.first_seed
+        row.seconds += time.monotonic() - start
+        row.examples += result.examples
+        row.failed = result.failure is not None
+        if row.failed:
+            print(f"\n{name}: {result.failure}\nagain: make fuzz SEED={seed} ONLY={name}\n", flush=True)
         seed += 1
     for row in rows:
         print(f"{row.target.name:10}{row.examples:8} examples{row.seconds:8.1f} s", end="")
@@ -40,34 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(row.failed for row in rows))
 
 
-def run_turn(row: Row, seed: int) -> None:
-    """Try one target again, and report a failure in full."""
-    row.first_seed = seed if row.first_seed is None else row.first_seed
-    start = time.monotonic()
-    result = turn(row.target, seed)
-    row.seconds += time.monotonic() - start
-    row.examples += result.examples
-    if result.failure is not None:
-        row.failed = True
-        print(
-            f"\n{row.target.name}: {result.failure}\nagain: make fuzz SEED={seed} ONLY={row.target.name}\n", flush=True
-        )
-
-
 def load_targets() -> list[Target]:
     """Import everything at once: Hypothesis draws constants from loaded modules, so seeds depend on them."""
-    if importlib.util.find_spec("jax") is not None:
-        import jax
-
+    jax = importlib.import_module("jax") if importlib.util.find_spec("jax") is not None else None
+    if jax is not None:
         jax.config.update("jax_enable_x64", True)
     from fuzz import arguments, caches, calls, exports, files, forms, gradients, grids, lives, threads, transforms
 
     parts = [calls, gradients, exports, files, arguments, grids, forms, transforms, threads, lives, caches]
-    if importlib.util.find_spec("jax") is not None:
-        from fuzz import traces
-
-        parts.append(traces)
-    return [part.TARGET for part in parts]
+    return [part.TARGET for part in parts] + ([importlib.import_module("fuzz.traces").TARGET] if jax else [])
 
 
 if __name__ == "__main__":

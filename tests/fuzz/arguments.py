@@ -75,8 +75,6 @@ junk = (
 
 @dataclass(frozen=True)
 class Example:
-    """A call of which some arguments are drawn out of anything."""
-
     function: str
     changed: dict[str, Any]
 
@@ -92,7 +90,6 @@ def _shown(value: Any) -> str:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a function and up to three of its arguments."""
     function = draw(st.sampled_from(sorted(CALLS)))
     names = sorted(set(inspect.signature(CALLS[function][0]).parameters) - {"dtype"})  # the library rejects dtypes
     chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
@@ -100,7 +97,6 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def check(example: Example) -> None:
-    """Call, and check that an error names its argument."""
     function, good = CALLS[example.function]
     names = inspect.signature(function).parameters
     try:

@@ -1,8 +1,8 @@
 """Random lives of a cache, against one pass: extended, taken back, reordered, copied, with empty pieces and traces."""
 
 import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -22,8 +22,7 @@ SPECS_OF_CACHES = {
 }
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A kind of block and of cache, and the steps: lengths to extend by or to take back, orders, copies, traces."""
 
     spec: str
@@ -36,7 +35,6 @@ class Example:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a cache and its steps."""
     sizes = st.integers(0, 5)
     step = st.one_of(st.tuples(st.just("extend"), sizes),
                      st.tuples(st.just("take back"), st.lists(sizes, min_size=BATCH, max_size=BATCH)),
@@ -48,7 +46,6 @@ def examples(draw: st.DrawFn) -> Example:
 
 @torch.no_grad()
 def check(example: Example) -> None:
-    """Hold the outputs for new positions against one pass over all that an item has."""
     spec, keep = SPECS_OF_CACHES[example.spec], 3
     module = made(spec).eval()
     whole = made(replace(spec, window=(keep, 0))).eval() if example.kind == "sliding" else module

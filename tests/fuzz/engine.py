@@ -4,7 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -18,20 +18,13 @@ class WrongError(AssertionError):
 
 @dataclass(frozen=True)
 class Target:
-    """Something to try on random examples."""
-
     name: str
-    examples: int
-    """How many make a turn, a second or two."""
+    examples: int  # how many make a turn, a second or two
     strategy: SearchStrategy[Any]
-    check: Callable[[Any], None]
-    """Raises where an example shows a defect; ``str`` of the example tells it in full."""
+    check: Callable[[Any], None]  # raises where an example shows a defect; ``str`` of the example tells it in full
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What came of some examples."""
-
+class Turn(NamedTuple):
     examples: int
     failure: str | None
 
@@ -88,7 +81,6 @@ def refused_heads(q: NDArray[Any], error: Exception) -> bool:
 
 
 def told(function: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as code, with its arrays in full."""
     lines = [f"    {name}={_written(value)}," for name, value in arguments.items() if value is not None]
     return "\n".join([f"{function}(", *lines, ")"])
 

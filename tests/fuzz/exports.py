@@ -1,7 +1,7 @@
 """Random blocks as ONNX graphs, run at several lengths, against ``attention_block`` in float64."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -22,8 +22,7 @@ SHARED = ("span", "causal", "window", "block_size", "blocks_before")
 sides = st.none() | st.integers(0, 6)
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """One input of a graph; in a cache in place, every item of the batch has a separate past."""
 
     batch: int
@@ -35,8 +34,6 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Example:
-    """A block, the options of its export, and inputs."""
-
     spec: BlockSpec
     options: dict[str, Any]
     runtime: str
@@ -49,13 +46,11 @@ class Example:
 
     @property
     def projections(self) -> bool:
-        """Whether the graph is of the whole block."""
         return bool(self.options["projections"])
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> BlockSpec:
-    """Draw any block that there can be."""
     kv_heads, kind = draw(st.integers(1, 2)), draw(st.sampled_from(["all", "causal", "cross", "blocks", "stream"]))
     tables = draw(st.sampled_from(["rel_keys", "rel_values", "rel_bias"]))
     causal = kind in ("causal", "blocks") or draw(st.booleans())
@@ -75,7 +70,6 @@ def specs(draw: st.DrawFn) -> BlockSpec:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a block, options that it can have, and inputs."""
     spec = draw(specs())
     cached = (spec.causal or spec.blocks_before is not None) and not spec.cross and draw(st.booleans())
     in_place = cached and spec.causal and draw(st.booleans())
@@ -87,26 +81,18 @@ def examples(draw: st.DrawFn) -> Example:
     if operator and runtime != "reference" and draw(st.booleans()) and found_library() is not None:
         runtime = "onnxruntime with the operator library"
     options = {
-        "profile": "ort" if in_place else draw(st.sampled_from(PROFILES)),
-        "dtype": dtype,
-        "max_length": draw(st.none() | st.integers(1, longest)),
-        "past": cached,
-        "in_place": in_place,
-        "mask": draw(st.booleans()),
-        "segments": not spec.cross and draw(st.booleans()),
-        "projections": draw(st.booleans()),
-        "operator": operator,
+        "profile": "ort" if in_place else draw(st.sampled_from(PROFILES)), "dtype": dtype,
+        "max_length": draw(st.none() | st.integers(1, longest)), "past": cached, "in_place": in_place,
+        "mask": draw(st.booleans()), "segments": not spec.cross and draw(st.booleans()),
+        "projections": draw(st.booleans()), "operator": operator,
         "chunk_size": None if in_place or spec.block_size else draw(st.none() | st.integers(1, 5)),
-    }
-    lengths = st.builds(
-        Sizes, st.integers(1, 3), st.integers(1, 14), st.integers(0, 6) if cached else st.just(0), st.integers(1, 14),
-        st.integers(0, 4),
-    )  # fmt: skip
+    }  # fmt: skip
+    pasts = st.integers(0, 6) if cached else st.just(0)
+    lengths = st.builds(Sizes, st.integers(1, 3), st.integers(1, 14), pasts, st.integers(1, 14), st.integers(0, 4))
     return Example(spec, options, runtime, draw(strategies.seeds), draw(st.lists(lengths, min_size=1, max_size=4)))
 
 
 def check(example: Example) -> None:
-    """Export the block, run it, and hold every output against the definition."""
     spec, options = example.spec, example.options
     weights = random_weights(spec, example.seed, projections=example.projections)
     try:
@@ -150,11 +136,7 @@ def too_long(max_length: int | None, sizes: Sizes, spec: BlockSpec) -> bool:
 
 
 def short_of_blocks(sizes: Sizes, spec: BlockSpec) -> bool:
-    """Whether the past is longer than a table that does not reach as far as blocks can.
-
-    Queries that follow it at the beginning of a block may see nothing past the table; the graph reads its rows all
-    the same, and fails.
-    """
+    """Whether the past is longer than a table that reaches less far than blocks can: the graph reads rows beyond it."""
     if spec.block_size is None or spec.span.beyond != "error" or not sizes.past:
         return False
     before = 1 if spec.blocks_before is None else spec.blocks_before
@@ -163,7 +145,6 @@ def short_of_blocks(sizes: Sizes, spec: BlockSpec) -> bool:
 
 
 def opened(model: Any, runtime: str) -> Any:
-    """Load a model, and return what runs it."""
     if runtime == "reference":
         evaluator = ReferenceEvaluator(model)
         return lambda feeds: evaluator.run(None, feeds)
@@ -172,7 +153,6 @@ def opened(model: Any, runtime: str) -> Any:
 
 
 def drawn(example: Example, sizes: Sizes, numbers: np.random.Generator) -> Arrays:
-    """Draw the inputs of a graph."""
     spec, options = example.spec, example.options
     keys = sizes.memory if spec.cross else sizes.queries
 

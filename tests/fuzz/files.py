@@ -9,9 +9,9 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -26,47 +26,32 @@ from relskew_core.export import save, to_onnx, validate
 
 SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
 BLOCK = ["--embed-dim", "4", "--num-heads", "2", "--length", "8", "--causal"]
-SECONDS, GRACE = 20.0, 20.0
-"""What a validation may take, and what a busy machine adds."""
+SECONDS, GRACE = 20.0, 20.0  # what a validation may take, and what a busy machine adds
 WORDS = ["", "0", "-1", "1e99", "NaN", "null", "[]", "{}", "ort", "9" * 400, "[" * 5000, "\x00", "é", "True"]
 FIELDS = [*SPEC.to_dict(), "left", "right", "beyond"]
 
 
-@dataclass(frozen=True)
-class Change:
-    """One thing done to the bytes of a file."""
-
+class Change(NamedTuple):
     kind: str
     place: float  # as a share of the file's length
     data: bytes
 
     def of(self, content: bytes) -> bytes:
-        """Return the changed bytes."""
         at = int(self.place * len(content))
-        if self.kind == "truncate":
-            return content[:at]
-        if self.kind == "insert":
-            return content[:at] + self.data + content[at:]
-        if self.kind == "delete":
-            return content[:at] + content[at + len(self.data) :]
-        return content[:at] + self.data + content[at + len(self.data) :]
+        inserted = b"" if self.kind in ("truncate", "delete") else self.data
+        rest = {"truncate": len(content), "insert": at}.get(self.kind, at + len(self.data))
+        return content[:at] + inserted + content[rest:]
 
 
-changes = st.lists(
-    st.builds(
-        Change, st.sampled_from(["replace", "replace", "insert", "delete", "truncate"]), st.floats(0, 1),
-        st.binary(min_size=1, max_size=8),
-    ),
-    min_size=1, max_size=4,
-)  # fmt: skip
+kinds = st.sampled_from(["replace", "replace", "insert", "delete", "truncate"])
+change = st.builds(Change, kinds, st.floats(0, 1), st.binary(min_size=1, max_size=8))
+changes = st.lists(change, min_size=1, max_size=4)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS)
 values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), scalars, max_size=3)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A damaged file."""
-
     file: str  # one of FILES
     changes: list[Change]
     metadata: dict[str, str]
@@ -93,7 +78,6 @@ metadata = st.fixed_dictionaries({}, optional={
 
 @cache
 def good_bytes(kind: str) -> bytes:
-    """Return a file of a kind as it should be."""
     weights = init_weights(SPEC, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"good.{kind}"
@@ -111,16 +95,11 @@ def good_bytes(kind: str) -> bytes:
 
 
 def mutated(content: bytes, changes: list[Change]) -> bytes:
-    """Return the bytes after all changes."""
-    for change in changes:
-        content = change.of(content)
-    return content
+    return reduce(lambda content, change: change.of(content), changes, content)
 
 
 def try_model(example: Example, folder: Path) -> None:
-    """Validate a model of changed bytes."""
-    path = folder / "model.onnx"
-    path.write_bytes(mutated(good_bytes("onnx"), example.changes))
+    (path := folder / "model.onnx").write_bytes(mutated(good_bytes("onnx"), example.changes))
     judge(path)
 
 
@@ -167,9 +146,7 @@ def judge(path: Path, spec: BlockSpec = SPEC) -> None:
 
 
 def try_weights(example: Example, folder: Path) -> None:
-    """Export with weights from a file of changed bytes."""
-    path = folder / f"weights.{example.file}"
-    path.write_bytes(mutated(good_bytes(example.file), example.changes))
+    (path := folder / f"weights.{example.file}").write_bytes(mutated(good_bytes(example.file), example.changes))
     export(path)
 
 
@@ -184,7 +161,6 @@ def try_array(example: Example, folder: Path) -> None:
 
 
 def export(weights: Path) -> None:
-    """Let the command line export a block."""
     command(["export", str(weights.parent / "out.onnx"), *BLOCK, "--weights", str(weights)], (0, 2))
 
 
@@ -212,7 +188,6 @@ files = st.sampled_from([*FILES, *("npz", "safetensors", "pt", "array of an npz"
 
 
 def check(example: Example) -> None:
-    """Try one broken file."""
     with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
         FILES[example.file](example, Path(os.path.realpath(folder)))
 

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,6 @@ def _rows(x: Array) -> Array:
     return records["row"]
 
 
-def _unaligned(x: Array) -> Array:
-    return np.frombuffer(b"-" + x.tobytes(), x.dtype, offset=1).reshape(x.shape)
-
-
 def _read_only(x: Array) -> Array:
     x = x.copy()
     x.flags.writeable = False
@@ -58,50 +55,29 @@ def _mapped(x: Array) -> Array:
     return mapped
 
 
-def _transposed(x: Array) -> Array:
-    return x.swapaxes(-1, -2).copy().swapaxes(-1, -2) if x.ndim > 1 else x
-
-
-def _backwards(x: Array) -> Array:
-    return np.flip(np.flip(x).copy())
-
-
-def _in_between(x: Array) -> Array:
-    return np.repeat(x, 3, axis=-1)[..., 1::3]
-
-
-def _repeated(axis: int) -> Callable[[Array], Array]:
-    """Return what repeats the first entry of an axis in place, with steps of 0; other numbers than there were."""
-
-    def repeated(x: Array) -> Array:
-        return np.broadcast_to(x.take([0], axis), x.shape) if x.ndim >= -axis and x.shape[axis] else x
-
-    return repeated
+def _repeated(x: Array, axis: int) -> Array:
+    """Return the first entry of an axis in place of all, with steps of 0; other numbers than there were."""
+    return np.broadcast_to(x.take([0], axis), x.shape) if x.ndim >= -axis and x.shape[axis] else x
 
 
 LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "field of records": _record,
     "rows of records": _rows,
-    "unaligned": _unaligned,
+    "unaligned": lambda x: np.frombuffer(b"-" + x.tobytes(), x.dtype, offset=1).reshape(x.shape),
     "read-only": _read_only,
     "mapped": _mapped,
     "Fortran": np.asfortranarray,
-    "transposed": _transposed,
-    "backwards": _backwards,
-    "in between": _in_between,
-    **{f"repeated along {axis}": _repeated(axis) for axis in (-1, -2, -3)},
+    "transposed": lambda x: x.swapaxes(-1, -2).copy().swapaxes(-1, -2) if x.ndim > 1 else x,
+    "backwards": lambda x: np.flip(np.flip(x).copy()),
+    "in between": lambda x: np.repeat(x, 3, axis=-1)[..., 1::3],
+    **{f"repeated along {axis}": partial(_repeated, axis=axis) for axis in (-1, -2, -3)},
 }
-
-
-def _negated(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which torch remembers that it is to be negated, as imaginary parts of conjugates are."""
-    return torch.complex(torch.zeros_like(x), -x).conj().imag
 
 
 TORCH_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
     "in between": lambda x: x.repeat_interleave(3, -1)[..., 1::3],
-    "lazily negated": lambda x: _negated(x) if x.is_floating_point() else x,
+    "lazily negated": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag if x.is_floating_point() else x,
     "at an odd place": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[min(1, x.numel()) :].view(x.shape),
 }
 SHARED = ("repeated along -1", "repeated along -2", "repeated along -3", "read-only", "unaligned", "mapped")
@@ -128,8 +104,13 @@ class Example:
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.options(), "d_lse": self.d_lse}
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
 
+    @property
+    def gives_weights(self) -> bool:
+        """Whether the product of the weights and the values is the output."""
+        arrays, sizes = self.call.arrays, (*self.call.arrays["v"].shape, *self.call.arrays["q"].shape)
+        return "rel_v" not in arrays and not self.call.options.get("dropout") and 0 not in sizes
+
     def options(self) -> dict[str, Any]:
-        """Return the options as they are given."""
         options = {**self.call.options, "impl": self.impl}
         if not self.omitted:
             return options
@@ -138,7 +119,6 @@ class Example:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a call at an edge, and how its arrays lie."""
     call, dtype, row = (
         draw(strategies.edge_calls()), draw(st.sampled_from(sorted(TOLERANCES))), draw(st.sampled_from(sorted(ROWS))),
     )  # fmt: skip
@@ -190,16 +170,15 @@ def hidden(example: Example) -> dict[str, Any]:
     pattern = call.pattern()
     seen, rows = pattern.any(axis=0), call.seen_rows()
     unseen_rows = np.asarray([row not in rows for row in range(call.options["span"].rows)])
-    places = [("k", ~seen, -2), ("v", ~seen, -2), ("rel_k", unseen_rows, -2), ("rel_v", unseen_rows, -2)]
-    for name, unseen, axis in [*places, ("rel_bias", unseen_rows, -1)]:
+    places = {"k": ~seen, "v": ~seen, **dict.fromkeys(("rel_k", "rel_v", "rel_bias"), unseen_rows)}
+    for name, unseen in places.items():
         if name in arrays and not example.layouts[name].startswith("repeated"):
             arrays[name] = arrays[name].copy()
-            np.moveaxis(arrays[name], axis, 0)[unseen] = example.hidden
+            np.moveaxis(arrays[name], -1 if name == "rel_bias" else -2, 0)[unseen] = example.hidden
     return arrays
 
 
 def check(example: Example) -> None:
-    """Hold output, log-sum-exp and every gradient against the formula of the same numbers."""
     library: Library = ROWS[example.row]
     arrays = {name: laid(example, name, x) for name, x in hidden(example).items()}
     wide = {name: dense.each(_wide, x) for name, x in example.call.arrays.items()}
@@ -221,7 +200,6 @@ def check(example: Example) -> None:
 
 
 def results(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Call the library, forward and backward."""
     options = example.options()
     out, lse = relative_attention(**arrays, **options, return_lse=True)
     to_numpy = ROWS[example.row].to_numpy
@@ -235,7 +213,7 @@ def results(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
         back["d_lse"] = laid(example, "d_lse", example.d_lse)
     gradients = relative_attention_vjp(**back, **arrays, **given, **options)._asdict()
     found = {"out": out, "lse": lse, **{f"the gradient of {name}": x for name, x in gradients.items()}}
-    if gives_weights(example):
+    if example.gives_weights:
         looked = {name: x for name, x in {**arrays, **options}.items() if name not in ("v", "impl")}
         weights, v = to_numpy(attention_weights(**looked)), np.asarray(example.call.arrays["v"], np.float64)
         found["weights @ v"] = ROWS[example.row].asarray(
@@ -244,27 +222,16 @@ def results(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def gives_weights(example: Example) -> bool:
-    """Whether the product of the weights and the values is the output."""
-    arrays, options = example.call.arrays, example.call.options
-    return "rel_v" not in arrays and not options.get("dropout") and 0 not in (*arrays["v"].shape, *arrays["q"].shape)
-
-
 def expectation(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
     """Return what autograd makes of the dense formula in float64, and how large its numbers are."""
     options = {name: x for name, x in example.call.options.items() if name != "chunk_size"}
-    given: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in arrays.items()}
-    wanted = {name: x.requires_grad_() for name, x in given.items() if name in dense.floating(arrays)}
-    out, lse = oracles.attention(**given, **options)
-    pulled = (out * torch.tensor(example.d_out)).sum()
-    if example.d_lse is not None:  # the lse of queries that see nothing is -inf
-        pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(example.d_lse)).sum()
-    gradients = torch.autograd.grad(pulled, list(wanted.values()), materialize_grads=True, allow_unused=True)
-    found = {"out": out, "lse": lse} | ({"weights @ v": out} if gives_weights(example) else {})
-    found |= {f"the gradient of {name}": x for name, x in zip(wanted, gradients, strict=True)}
-    numbers: dict[str, Any] = {name: x.detach().numpy() for name, x in found.items()}
-    finite = [np.abs(x[np.isfinite(x)]) for x in numbers.values()]
-    return {**numbers, "size": max(1.0, *(float(x.max(initial=0.0)) for x in finite))}
+    out, lse, gradients = dense.differentiated(
+        partial(oracles.attention, **options), arrays, example.d_out, example.d_lse
+    )
+    found = {"out": out, "lse": lse} | ({"weights @ v": out} if example.gives_weights else {})
+    found |= {f"the gradient of {name}": x for name, x in gradients.items()}
+    finite = [np.abs(x[np.isfinite(x)]) for x in found.values()]
+    return {**found, "size": max(1.0, *(float(x.max(initial=0.0)) for x in finite))}
 
 
 def _wide(x: Array) -> Array:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import dense
 import oracles
 import strategies
 from fuzz.engine import Target, largest_logit, same, told
@@ -43,19 +44,13 @@ class Example:
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
 
     def of(self, dtype: str) -> Example:
-        """Return the same in another dtype."""
-        call = self.call.but(**{name: _as(x, dtype) for name, x in self.call.arrays.items()})
-        d_lse = None if self.d_lse is None else _as(self.d_lse, dtype)
-        return replace(self, call=call, d_out=_as(self.d_out, dtype), d_lse=d_lse)
-
-
-def _as(x: NDArray[Any], dtype: str) -> NDArray[Any]:
-    return x if x.dtype == np.bool_ else x.astype(dtype)
+        arrays = {name: x if x.dtype == np.bool_ else x.astype(dtype) for name, x in self.call.arrays.items()}
+        d_lse = None if self.d_lse is None else self.d_lse.astype(dtype)
+        return replace(self, call=self.call.but(**arrays), d_out=self.d_out.astype(dtype), d_lse=d_lse)
 
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a call and what comes back to it."""
     call = draw(strategies.calls())
     numbers = np.random.default_rng(draw(strategies.seeds))
     factor = draw(st.sampled_from([1.0, 1.0, 10.0]))
@@ -73,12 +68,11 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def check(example: Example) -> None:
-    """Hold the gradients of every array against those of the dense formula."""
     example = example.of(example.dtype)
     call = example.call
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     options = {**call.options, "impl": example.impl}
-    expected = differentiated(oracles.attention, example.of("float64"), plain, second=example.how == "second")
+    expected = differentiated(partial(oracles.attention, **plain), example.of("float64"))
     with np.errstate(all="ignore"):
         actual = HOW[example.how](example, ROWS[example.row], options)
     peak = max(1.0, largest_logit(call.arrays, call.options) / 16)
@@ -87,32 +81,17 @@ def check(example: Example) -> None:
         same(f"the gradient of {name}", actual[name], gradient, GATES[example.dtype] * peak * size)
 
 
-def differentiated(
-    function: Callable[..., Any], example: Example, options: Arrays, *, second: bool = False
-) -> dict[str, NDArray[Any]]:
-    """Return the gradients by torch's autograd; the second ones are those of the squared first ones."""
-    given = {name: torch.tensor(x) for name, x in example.call.arrays.items()}
-    wanted = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
-    out, lse = function(**given, **options)
-    pulled = (out * torch.tensor(example.d_out)).sum()
-    if example.d_lse is not None:  # the lse of queries that see nothing is -inf
-        pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(example.d_lse)).sum()
-    inputs = list(wanted.values())
-    if not pulled.requires_grad:
-        return {name: np.zeros(x.shape) for name, x in wanted.items()}
-    found = torch.autograd.grad(pulled, inputs, create_graph=second, materialize_grads=True)
-    squared: Any = sum((x * x).sum() for x in found)
-    if second and squared.requires_grad:
-        found = torch.autograd.grad(squared, inputs, materialize_grads=True)
-    return {name: x.detach().numpy() for name, x in zip(wanted, found, strict=True)}
-
-
-def autograd(example: Example, row: Library, options: Arrays) -> dict[str, NDArray[Any]]:
+def autograd(example: Example, row: Library, options: Arrays) -> Arrays:
     """Let torch differentiate the library, once or twice."""
-    return differentiated(relative_attention, example, {**options, "return_lse": True}, second=example.how == "second")
+    return differentiated(partial(relative_attention, **options, return_lse=True), example)
 
 
-def vjp(example: Example, row: Library, options: Arrays) -> dict[str, NDArray[Any]]:
+def differentiated(function: Callable[..., Any], example: Example) -> Arrays:
+    second = example.how == "second"
+    return dense.differentiated(function, example.call.arrays, example.d_out, example.d_lse, second=second)[2]
+
+
+def vjp(example: Example, row: Library, options: Arrays) -> Arrays:
     """Ask ``relative_attention_vjp``, with the results of the forward call or without."""
     arrays = {name: row.asarray(x) for name, x in example.call.arrays.items()}
     with row.setting():
@@ -121,7 +100,7 @@ def vjp(example: Example, row: Library, options: Arrays) -> dict[str, NDArray[An
         return pulled_back(example, row, arrays, results, options)
 
 
-def parts(example: Example, row: Library, options: Arrays) -> dict[str, NDArray[Any]]:
+def parts(example: Example, row: Library, options: Arrays) -> Arrays:
     """Ask for the share of each of two parts of the keys, with the results of the whole, as ring attention does."""
     arrays, cut, m = example.call.arrays, example.cut, example.call.m
     found = []
@@ -143,10 +122,7 @@ def parts(example: Example, row: Library, options: Arrays) -> dict[str, NDArray[
     return whole
 
 
-def pulled_back(
-    example: Example, row: Library, arrays: Arrays, results: Arrays, options: Arrays
-) -> dict[str, NDArray[Any]]:
-    """Call ``relative_attention_vjp``."""
+def pulled_back(example: Example, row: Library, arrays: Arrays, results: Arrays, options: Arrays) -> Arrays:
     back = {"d_out": example.d_out} | ({} if example.d_lse is None else {"d_lse": example.d_lse})
     cotangents = {name: row.asarray(x) for name, x in back.items()}
     gradients = relative_attention_vjp(**cotangents, **arrays, **results, **options)

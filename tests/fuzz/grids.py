@@ -32,8 +32,7 @@ class Example:
     d_out: NDArray[np.float64]
     row: str
     dtype: str
-    small: int
-    """Up to how many numbers a bias is written out for every query and key."""
+    small: int  # up to how many numbers a bias is written out for every query and key
 
     def __str__(self) -> str:
         head = f"# {self.row}, {self.dtype}, inside.SMALL = {self.small}\n"
@@ -48,9 +47,8 @@ class Example:
 
 def places(options: dict[str, Any], axis: int) -> NDArray[np.int64]:
     """Return the relative positions along an axis, (queries, keys)."""
-    queries, keys = (
-        np.arange(options[f"{which}_grid"][axis]) * (options[f"{which}_step"] or (1,) * 9)[axis] for which in "qk"
-    )
+    steps = [(options[f"{which}_step"] or (1,) * 9)[axis] for which in "qk"]
+    queries, keys = (np.arange(options[f"{which}_grid"][axis]) * step for which, step in zip("qk", steps, strict=True))
     return keys - (queries[:, None] + (options["offset"] or (0,) * 9)[axis])
 
 
@@ -92,7 +90,6 @@ def layouts(draw: st.DrawFn, *, biased: bool) -> dict[str, Any]:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a call and what comes back to it."""
     kinds = draw(st.sets(st.sampled_from(["tables", "rel_bias", "prefix", "mask"])))
     options = draw(layouts(biased="rel_bias" in kinds))
     rng = np.random.default_rng(draw(strategies.seeds))
@@ -125,9 +122,8 @@ def examples(draw: st.DrawFn) -> Example:
         if mask is not None:
             arrays["mask"] = mask
     needed = kinds & {"tables", "rel_bias"}
-    given = [
-        None if span.left == span.right and span.beyond == "error" and draw(st.booleans()) else span for span in spans
-    ]
+    implied = [span.left == span.right and span.beyond == "error" and draw(st.booleans()) for span in spans]
+    given = [None if left_out else span for left_out, span in zip(implied, spans, strict=True)]
     options |= {"prefix": prefix, "spans": given if needed else None}
     for name in ("scale", "rel_scale"):
         options[name] = draw(st.none() | st.floats(-2, 2))
@@ -164,9 +160,10 @@ def formula(example: Example, arrays: dict[str, torch.Tensor]) -> oracles.Attent
         length = 1 if table is None else table.shape[-2]
         length = length if bias is None else bias.shape[axis - count]
         span = options["spans"][axis] or oracles.Reach(length // 2, length // 2)
-        found = np.asarray([row if (row := served(int(r), span, bool(is_near))) is not None else -1
-                            for r, is_near in zip(places(options, axis).flat, near.flat, strict=True)])  # fmt: skip
-        own = torch.from_numpy(found.reshape(near.shape)[pairs])
+        pairs_of_axis = zip(places(options, axis).flat, near.flat, strict=True)
+        # a relative position that no query sees may be beyond the table
+        found = [oracles.row_of(int(r), span) if x or span.beyond != "error" else None for r, x in pairs_of_axis]
+        own = torch.from_numpy(np.asarray([-1 if x is None else x for x in found]).reshape(near.shape)[pairs])
         rows.append(own.clamp(min=0))
         if table is not None:
             products = (q[..., before:, :] * (related[:, None, None] if q.ndim > 2 else related)) @ table.mT
@@ -177,10 +174,8 @@ def formula(example: Example, arrays: dict[str, torch.Tensor]) -> oracles.Attent
         inside = inside + arrays["rel_bias"][..., *rows].masked_fill(~there, 0.0)
     outside = arrays.get("prefix_bias", torch.zeros(3, dtype=torch.float64))[..., None, None]
     lead = torch.broadcast_shapes(inside.shape[:-2], outside.shape[:-3])
-    corner, top, left = (
-        outside[..., which, :, :].expand(*lead, *size)
-        for which, size in ((2, (before, first)), (1, (before, there.shape[1])), (0, (there.shape[0], first)))
-    )
+    sizes = (there.shape[0], first), (before, there.shape[1]), (before, first)
+    left, top, corner = (outside[..., which, :, :].expand(*lead, *size) for which, size in enumerate(sizes))
     below = torch.cat([left, inside.expand(*lead, *there.shape)], -1)
     added = torch.cat([torch.cat([corner, top], -1), below], -2)
     mask = arrays.get("mask")
@@ -191,13 +186,7 @@ def formula(example: Example, arrays: dict[str, torch.Tensor]) -> oracles.Attent
     return oracles.attention(q, arrays["k"], arrays["v"], mask=torch.where(allowed, added, -math.inf), scale=scale)
 
 
-def served(r: int, span: oracles.SpanLike, near: bool) -> int | None:
-    """Return the row of a relative position; one that no query sees may be beyond the table."""
-    return oracles.row_of(r, span) if near or span.beyond != "error" else None
-
-
 def check(example: Example) -> None:
-    """Hold output, log-sum-exp and, in torch, every gradient against the formula."""
     row, differentiated = ROWS[example.row], example.row != "numpy"
     exact = {name: torch.from_numpy(np.asarray(x).copy()) for name, x in example.arrays.items()}
     exact = {name: x.requires_grad_(x.is_floating_point()) for name, x in exact.items()}

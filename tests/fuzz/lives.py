@@ -19,8 +19,6 @@ QUICK = sorted(lives.STEPS.keys() - {"compiled", "exported"})
 
 @dataclass(frozen=True)
 class Example:
-    """A module, its steps, and after which of them it is called."""
-
     name: str
     steps: list[tuple[str, bool]]
 

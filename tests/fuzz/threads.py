@@ -22,8 +22,6 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 
 @dataclass(frozen=True)
 class One:
-    """A call, and how it is made."""
-
     call: Call
     row: str
     dtype: str
@@ -34,7 +32,6 @@ class One:
         return f"# {self.row}, {self.dtype}\n" + told(function, {**self.call.arrays, **self.call.options})
 
     def results(self) -> dict[str, NDArray[Any]]:
-        """Call the library."""
         row = ROWS[self.row]
 
         def given(x: NDArray[Any]) -> Any:
@@ -63,7 +60,6 @@ class Example:
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw some calls, and threads that make them."""
     rows, dtypes = st.sampled_from(sorted(ROWS)), st.sampled_from(sorted(TOLERANCES))
     one = st.builds(One, strategies.rich_calls(), rows, dtypes, st.booleans())
     calls = draw(st.lists(one, min_size=1, max_size=3))
@@ -72,7 +68,6 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def check(example: Example) -> None:
-    """Hold what every thread gets against what the calls give alone."""
     with np.errstate(all="ignore"):
         alone = [one.results() for one in example.calls]
     together = Barrier(len(example.turns))

@@ -35,28 +35,26 @@ class Example:
 
 
 def scanned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call it for one item after the other."""
     return lambda items: lax.scan(lambda carry, item: (carry, function(item)), None, items)[1]
 
 
 OUTSIDE: dict[str, Transform] = {"call": unchanged, "jit": jax.jit, "vmap": jax.vmap, "scan": scanned}
 INSIDE: dict[str, Transform] = {"call": unchanged, "jit": jax.jit, "checkpoint": jax.checkpoint}
 FORMULAS = {  # by whether items are mapped, and whether gradients are asked for
-    (False, False): transforms.plain,
-    (False, True): transforms.functional,
-    (True, False): transforms.mapped,
-    (True, True): transforms.mapped_gradients,
-}
+    (False, False): transforms.plain, (False, True): transforms.functional,
+    (True, False): transforms.mapped, (True, True): transforms.mapped_gradients,
+}  # fmt: skip
 
 
 def check(example: Example) -> None:
-    """Hold outputs or gradients against those of the formula, in float64."""
     given, over_items = example.on_torch, example.outside in ("vmap", "scan")
     arrays, d_out = given.tensors()
     expected, size = transforms.expected_of(given, FORMULAS[over_items, example.gradients])
     # integers have no gradients, and are constants there
     labels = given.labels and not example.gradients
-    own = transforms.stacked(given, arrays, labels=labels) if over_items else chosen(example, arrays, labels=labels)
+    traced = {*given.chosen, *(set(arrays) - set(dense.floating(given.call.arrays)) if labels else ())}
+    own = {name: x for name, x in arrays.items() if name in traced}
+    own = transforms.stacked(given, arrays, labels=labels) if over_items else own
     constants, back = {name: dense.each(_to_jax, x) for name, x in arrays.items()}, _to_jax(d_out)
 
     def attend(own: Any) -> Any:
@@ -74,14 +72,6 @@ def check(example: Example) -> None:
         if result.dtype != back.dtype:
             raise WrongError(f"{name} is of {result.dtype}")
         same(name, np.asarray(result, np.float64), x, transforms.TOLERANCES[given.dtype] * size)
-
-
-def chosen(example: Example, arrays: dict[str, Any], *, labels: bool) -> dict[str, Any]:
-    """Return the arrays that are traced."""
-    floating = dense.floating(example.on_torch.call.arrays)
-    return {
-        name: x for name, x in arrays.items() if name in example.on_torch.chosen or (labels and name not in floating)
-    }
 
 
 def _to_jax(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -28,8 +29,6 @@ HALF = 0.1  # the tolerance of bfloat16 under autocast
 
 @dataclass(frozen=True)
 class Example:
-    """A call, its cotangents, the transformation, and torch's defaults."""
-
     call: Call
     d_out: NDArray[np.float64]
     how: str  # one of HOW
@@ -48,21 +47,22 @@ class Example:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the library's call."""
         return {**self.call.options, "impl": self.impl}
 
     def numbers(self, *shape: int) -> torch.Tensor:
-        """Draw further numbers of the example."""
-        rng = np.random.default_rng(self.seed + sum(shape))
-        return torch.tensor(rng.standard_normal(shape), dtype=torch.float64, device="cpu")
+        numbers = np.random.default_rng(self.seed + sum(shape)).standard_normal(shape)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def tensors(self) -> tuple[Tensors, torch.Tensor]:
-        """Return the arrays of the call, and the cotangents, in the example's dtype."""
-        arrays = {name: dense.each(_tensor(self.dtype), x) for name, x in self.call.arrays.items()}
-        return arrays, torch.tensor(self.d_out).to(getattr(torch, self.dtype))
+        dtype = getattr(torch, self.dtype)
+
+        def tensor(x: NDArray[Any]) -> torch.Tensor:
+            return torch.tensor(x, dtype=dtype if x.dtype.kind == "f" else None)
+
+        arrays = {name: dense.each(tensor, x) for name, x in self.call.arrays.items()}
+        return arrays, tensor(self.d_out)
 
     def formula(self, **arrays: Any) -> torch.Tensor:
-        """Attend by the dense formula, in float64."""
         options = {name: x for name, x in self.call.options.items() if name != "chunk_size"}
         wide = {name: dense.each(_wide, x) for name, x in arrays.items()}
         return oracles.attention(**wide, **options).out
@@ -73,7 +73,6 @@ How = Callable[[Example, Callable[..., Any], Tensors, torch.Tensor], Tensors]
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    """Draw a call, and a transformation."""
     call = draw(strategies.edge_calls())
     rng = np.random.default_rng(draw(strategies.seeds))
     how = draw(st.sampled_from(draw(st.sampled_from([sorted(set(HOW) - {"compile"})] * 59 + [["compile"]]))))
@@ -105,7 +104,6 @@ def expected_of(example: Example, how: How) -> tuple[dict[str, NDArray[Any]], fl
 
 
 def check(example: Example) -> None:
-    """Hold what comes of it against the dense formula, of which autograd differentiates float64."""
     arrays, d_out = example.tensors()
     expected, size = expected_of(example, HOW[example.how])
 
@@ -130,24 +128,20 @@ def check(example: Example) -> None:
 
 
 def plain(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Call it."""
     return {"out": attend(**arrays)}
 
 
 def inference(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Call it in inference mode."""
     with torch.inference_mode():
         return {"out": attend(**arrays).clone()}
 
 
 def autocast(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Call it where torch casts."""
     with torch.autocast("cpu", torch.bfloat16):
         return {"out": attend(**arrays)}
 
 
 def compiled(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Compile it: in one graph."""
     if attend == example.formula:
         return plain(example, attend, arrays, d_out)
     torch.compiler.reset()
@@ -155,37 +149,31 @@ def compiled(example: Example, attend: Callable[..., Any], arrays: Tensors, d_ou
 
 
 def backward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
-    """Differentiate backward, through any transformation."""
-    return _backward(example, attend, arrays, d_out, may_need_nothing=attend == example.formula)
-
-
-def _backward(
-    example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor, *, may_need_nothing: bool
-) -> Tensors:
     given = {name: x.detach().requires_grad_() if name in example.chosen else x for name, x in arrays.items()}
     out = attend(**given)
-    if out.requires_grad or not may_need_nothing:  # a scale may have no product to multiply
+    if out.requires_grad or attend != example.formula:  # a scale may have no product to multiply
         out.backward(d_out.to(out.dtype))
     return {"out": out, **{name: _or_zeros(given[name].grad, given[name]) for name in example.chosen}}
 
 
 def kept(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
     """Go back through it, for which it is computed again."""
+    again = attend if attend == example.formula else partial(checkpoint, attend, use_reentrant=False)
+    return backward(example, again, arrays, d_out)
 
-    def again(**given: Any) -> Any:
-        return checkpoint(attend, use_reentrant=False, **given)
 
-    return _backward(example, again, arrays, d_out, may_need_nothing=attend == example.formula)
+def pulled(attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Callable[[Tensors], torch.Tensor]:
+    def pull(own: Tensors) -> torch.Tensor:
+        out = attend(**{**arrays, **own})
+        return (out * d_out.to(out.dtype)).sum()
+
+    return pull
 
 
 def functional(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
     """Ask ``torch.func`` for gradients."""
-
-    def pulled(own: Tensors) -> torch.Tensor:
-        out = attend(**{**arrays, **own})
-        return (out * d_out.to(out.dtype)).sum()
-
-    return dict(torch.func.grad(pulled)({name: arrays[name] for name in example.chosen}))
+    own = {name: arrays[name] for name in example.chosen}
+    return dict(torch.func.grad(pulled(attend, arrays, d_out))(own))
 
 
 def stacked(example: Example, arrays: Tensors, *, labels: bool = False) -> Tensors:
@@ -206,16 +194,11 @@ def mapped(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out:
 
 def mapped_gradients(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
     """Ask for the gradients of each of several items."""
-    own = stacked(example, arrays)
-
-    def pulled(given: Tensors) -> torch.Tensor:
-        out = attend(**{**arrays, **given})
-        return (out * d_out.to(out.dtype)).sum()
-
+    own, gradient = stacked(example, arrays), torch.func.grad(pulled(attend, arrays, d_out))
     if attend == example.formula:
-        items = [torch.func.grad(pulled)({name: x[i] for name, x in own.items()}) for i in range(3)]
+        items = [gradient({name: x[i] for name, x in own.items()}) for i in range(3)]
         return {name: torch.stack([item[name] for item in items]) for name in own}
-    return dict(torch.vmap(torch.func.grad(pulled), randomness="same")(own))
+    return dict(torch.vmap(gradient, randomness="same")(own))
 
 
 def forward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
@@ -256,10 +239,6 @@ def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 def _or_zeros(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if x is None else x
-
-
-def _tensor(dtype: str) -> Callable[[NDArray[Any]], torch.Tensor]:
-    return lambda x: torch.tensor(x, dtype=getattr(torch, dtype) if x.dtype.kind == "f" else None)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

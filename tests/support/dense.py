@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,32 @@ from oracles import attention
 from relskew_core import Span
 
 
-def vjp(d_out: NDArray[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
-    """Return the gradient of every floating array by autograd."""
+def differentiated(
+    function: Callable[..., Any], arrays: Mapping[str, Any], d_out: NDArray[Any], d_lse: NDArray[Any] | None = None,
+    *, second: bool = False,
+) -> tuple[Any, Any, dict[str, NDArray[Any]]]:  # fmt: skip
+    """Return the results of a function of tensors, and the gradients of every floating one by torch's autograd.
+
+    The second gradients are those of the squared first ones.
+    """
     given: dict[str, Any] = {name: each(torch.tensor, x) for name, x in arrays.items()}
-    wanted = {name: x.requires_grad_() for name, x in given.items() if name in floating(arrays)}
-    out = attention(**given, **options).out
-    gradients = torch.autograd.grad(out, list(wanted.values()), torch.tensor(d_out), materialize_grads=True)
-    return {name: x.detach().numpy() for name, x in zip(wanted, gradients, strict=True)}
+    wanted = [given[name].requires_grad_() for name in floating(arrays)]
+    out, lse = function(**given)
+    pulled = (out * torch.tensor(d_out)).sum()
+    if d_lse is not None:  # the lse of queries that see nothing is -inf
+        pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(d_lse)).sum()
+    found: Any = [torch.zeros_like(x) for x in wanted]
+    if pulled.requires_grad:
+        found = torch.autograd.grad(pulled, wanted, create_graph=second, materialize_grads=True)
+    squared: Any = sum((x * x).sum() for x in found)
+    if second and squared.requires_grad:
+        found = torch.autograd.grad(squared, wanted, materialize_grads=True)
+    gradients = dict(zip(floating(arrays), (x.detach().numpy() for x in found), strict=True))
+    return out.detach().numpy(), lse.detach().numpy(), gradients
+
+
+def vjp(d_out: NDArray[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
+    return differentiated(partial(attention, **options), arrays, d_out)[2]
 
 
 def each(function: Callable[[Any], Any], x: Any) -> Any:
@@ -27,7 +47,6 @@ def each(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def floating(arrays: Mapping[str, Any]) -> list[str]:
-    """Name the arrays that have gradients."""
     return [name for name, x in arrays.items() if not isinstance(x, tuple) and x.dtype.kind == "f"]
 
 
@@ -58,7 +77,6 @@ class Case:
         return self.name
 
     def arrays(self, dtype: str = "float64") -> dict[str, Any]:
-        """Draw the arrays."""
         rng = np.random.default_rng(len(self.name) * 1000 + sum(map(ord, self.name)))
         heads = () if self.heads is None else (self.heads,)
         kv_heads = heads if self.kv_heads is None else (self.kv_heads,)
@@ -88,7 +106,6 @@ class Case:
         return cast | {name: each(np.asarray, x) for name, x in self.labels.items()}
 
     def d_out(self) -> NDArray[np.float64]:
-        """Draw the gradient of the output."""
         arrays = self.arrays()
         return np.random.default_rng(5).standard_normal((*arrays["q"].shape[:-1], arrays["v"].shape[-1]))
 
@@ -98,14 +115,12 @@ class Case:
         return {"span": self.span, **offset, **self.options}
 
 
-PACKED = [[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 3]]
-"""Documents one after the other, in each of two items."""
+PACKED = [[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 3]]  # documents one after the other, in each of two items
 
 STRANGE = ([[3, 1, 1, 3, 5, 5, 1], [0, 0, 2, 2, 2, 0, 9]], [3, 3, 0, 1, 5, 2, 2])
 """Documents in any order, of queries by item and of keys for all; some are of queries or of keys alone."""
 
-STAMPS = ([[5, -2, 0, 0, 9, 1, 3], [4, 4, 4, 2, 1, 0, -7]], [0, 3, 3, -1, 8, 2, 1])
-"""Positions in any order."""
+STAMPS = ([[5, -2, 0, 0, 9, 1, 3], [4, 4, 4, 2, 1, 0, -7]], [0, 3, 3, -1, 8, 2, 1])  # positions in any order
 
 MASK_SHAPES = [(7,), (7, 7), (7, 1), (1, 7), (1, 1), (2, 1, 7), (2, 7, 7), (2, 1, 1, 7), (1, 2, 7, 1), (2, 1, 7, 7)]
 
@@ -146,10 +161,10 @@ CASES = [
          options={"block_size": 4, "blocks_before": 0}),
     Case("causal blocks of a stream, with a past", n=4, m=11, span=Span.causal(9), tables="rel_k rel_v",
          options={"block_size": 3, "blocks_before": 2, "causal": True, "offset": 7}),
-    Case("blocks of a stream and a window", n=9, m=12, span=Span(4, 2), options={"block_size": 3, "blocks_before": 1,
-         "window": (4, 2), "offset": 2}),
-    Case("some before the blocks", n=7, m=5, span=Span.clipped(2), options={"block_size": 2, "blocks_before": 1,
-         "offset": -3}),
+    Case("blocks of a stream and a window", n=9, m=12, span=Span(4, 2),
+         options={"block_size": 3, "blocks_before": 1, "window": (4, 2), "offset": 2}),
+    Case("some before the blocks", n=7, m=5, span=Span.clipped(2),
+         options={"block_size": 2, "blocks_before": 1, "offset": -3}),
     Case("sinks", tables="rel_k rel_v", by_head="sinks"),
     Case("sinks, and some see nothing else", span=Span.causal(7), by_head="sinks", mask="boolean",
          options={"causal": True, "offset": -3}),
