@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import wave
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,24 +75,19 @@ def test_held_and_repeated_notes_have_different_tokens() -> None:
 
 def test_tokens_come_back_as_the_voices_they_were() -> None:
     for tune in tunes():
-        assert decode(encode([tune.notes])) == [list(merged(tune.notes))]
+        assert decode(encode([tune.notes])) == [merged(tune.notes)]
     voices: list[Voice] = [[(72, 2), (71, 2)], [(64, 1), (62, 3)], [(48, 3), (None, 1)]]
     assert decode(encode(voices), voices=3) == voices
     assert decode([HELD, HELD, NEW, REST, 40, NEW]) == [[(None, 3), (40 - 3 + LOWEST, 1)]]
 
 
-def merged(notes: Voice) -> Iterator[tuple[int | None, int]]:
+def merged(notes: Voice) -> list[tuple[int | None, int]]:
     """Join rests that follow each other, which sound as one."""
-    last: tuple[int | None, int] | None = None
+    found: list[tuple[int | None, int]] = []
     for pitch, steps in notes:
-        if last is not None and last[0] is None and pitch is None:
-            last = (None, last[1] + steps)
-            continue
-        if last is not None:
-            yield last
-        last = (pitch, steps)
-    assert last is not None
-    yield last
+        before = found.pop()[1] if pitch is None and found and found[-1][0] is None else 0
+        found.append((pitch, before + steps))
+    return found
 
 
 def test_held_out_tunes_are_not_learned() -> None:
@@ -118,7 +113,7 @@ def test_a_crop_is_a_piece_of_a_medley() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_model_without_positions_ignores_the_order(kind: str) -> None:
-    """Only a model without positions cannot tell in which order things were; growing caches change nothing."""
+    """Growing caches change nothing."""
     torch.manual_seed(0)
     model = Decoder(kind, SMALL).eval()
     for table in (x for attention in model.attentions for x in attention.table_parameters() if x.requires_grad):
@@ -131,7 +126,7 @@ def test_only_a_model_without_positions_ignores_the_order(kind: str) -> None:
         for part in tokens.split([2, 3, 1], dim=1):
             logits, past = model(part, past)
             steps.append(logits)
-        one_layer = Decoder(kind, Size(width=16, heads=2, layers=1, hidden=24, reach=8, window=12)).eval()
+        one_layer = Decoder(kind, replace(SMALL, layers=1)).eval()
         alike = [one_layer(tokens[:, order])[0][:, -1] for order in ([0, 1, 2, 3, 4, 5], [3, 1, 0, 2, 4, 5])]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(whole[:, 3], swapped[:, 3], atol=1e-4)
@@ -172,17 +167,15 @@ def test_midi_comes_back(tmp_path: Path) -> None:
     song = mido.MidiFile(tmp_path / "a.mid")
     assert song.length == pytest.approx(6 * 0.25)
     for track, voice in zip(song.tracks, VOICES, strict=True):
-        now = 0
-        found: list[list[int]] = []
+        now, found = 0, list[list[int]]()
         for message in track:
             now += message.time
             if message.type == "note_on":
                 found.append([message.note, now])
             elif message.type == "note_off":
                 found[-1].append(now)
-        begins = np.cumsum([0, *(steps for _, steps in voice)])
-        expected = [[p, 240 * b, 240 * (b + steps)] for (p, steps), b in zip(voice, begins, strict=False) if p]
-        assert found == expected
+        ends = np.cumsum([steps for _, steps in voice])
+        assert found == [[p, 240 * (end - n), 240 * end] for (p, n), end in zip(voice, ends, strict=True) if p]
 
 
 def test_wav_holds_the_pitches(tmp_path: Path) -> None:
@@ -214,17 +207,13 @@ def test_weights_in_pictures_are_those_of_the_model() -> None:
     np.testing.assert_array_equal(look.weights, seen[look.layer][look.head, look.query])
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "examples.chorales", *arguments]
-
-
+COMMAND = [sys.executable, "-m", "examples.chorales"]
 FILES = {"decoder.onnx", "likelihood.png", "roll.png", "tune.mid", "tune.wav"}
 
 
 def test_the_command_writes_every_file(tmp_path: Path) -> None:
-    run = subprocess.run(
-        command("--steps", "2", "--tokens", "12", "--out", str(tmp_path)), cwd=ROOT, capture_output=True, text=True
-    )
+    options = ["--steps", "2", "--tokens", "12", "--out", str(tmp_path)]
+    run = subprocess.run([*COMMAND, *options], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.search(r"│ relative +│ +104,256 │ \d\.\d{3} │ +\d\.\d{3} │ +\d\.\d{3} │", run.stdout)
     assert re.search(r"12 tokens after 33, the same ones: torch \d+ a second, onnxruntime \d+", run.stdout)
@@ -235,9 +224,8 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_whole_files(tmp_path: Path) -> None:
     kept = tmp_path / "tune.mid"
     kept.write_bytes(b"an older one")
-    process = subprocess.Popen(
-        command("--steps", "100000", "--out", str(tmp_path)), cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    options = ["--steps", "100000", "--out", str(tmp_path)]
+    process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert "tunes to learn from" in process.stdout.readline()
@@ -255,9 +243,8 @@ def test_ctrl_c_leaves_whole_files(tmp_path: Path) -> None:
 def test_a_part_of_a_score_is_read() -> None:
     def note(quarters: float, pitch: int | None, tie: str | None = None) -> SimpleNamespace:
         pitches = [] if pitch is None else [SimpleNamespace(midi=pitch)]
-        tied = None if tie is None else SimpleNamespace(type=tie)
-        duration = SimpleNamespace(quarterLength=quarters)
-        return SimpleNamespace(duration=duration, isRest=pitch is None, pitches=pitches, tie=tied)
+        own = {"duration": SimpleNamespace(quarterLength=quarters), "isRest": pitch is None, "pitches": pitches}
+        return SimpleNamespace(**own, tie=tie and SimpleNamespace(type=tie))
 
     def part(*notes: SimpleNamespace) -> SimpleNamespace:
         return SimpleNamespace(flatten=lambda: SimpleNamespace(notesAndRests=notes))
@@ -269,7 +256,6 @@ def test_a_part_of_a_score_is_read() -> None:
 
 
 def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page shows the stored record."""
     shown, page = full.PAGE.read_text(), tmp_path / "chorales.md"
     page.write_text(shown)
     measured = json.loads(full.RECORD.read_text())

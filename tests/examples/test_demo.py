@@ -55,8 +55,7 @@ def test_features_count_what_two_notes_have_in_common(name: str) -> None:
     tune = MELODIES[name]
     embedded = features(tune)
     alike = embedded @ embedded.T
-    full = alike.max()
-    assert full == pytest.approx(1)
+    assert alike.max() == pytest.approx(1)
     for i, j in [(5, 9), (20, 6), (30, 2), (2, 30), (40, 12)]:
         expected = 0.0
         for back in range(melody_file.CONTEXT):
@@ -78,9 +77,8 @@ def test_the_panels_are_what_the_text_says(name: str) -> None:
     assert np.all(numbers.before[:, -1] < 0)  # a note does not attend to itself
     logits = np.where(c <= i, melody_file.GAIN * embedded @ embedded.T + numbers.after, -np.inf)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(
-        np.nan_to_num(numbers.attention), weights / weights.sum(axis=1, keepdims=True), atol=1e-12
-    )
+    weights /= weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(np.nan_to_num(numbers.attention), weights, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", TUNES)
@@ -88,10 +86,9 @@ def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
     numbers = shown(MELODIES[name])
     stripe = numbers.stripes[0]
     rows = np.arange(stripe.first, stripe.first + stripe.length)
-    n = len(numbers.tune.notes)
     # Before the skew: the column of the repetition is the brightest in those rows.
-    columns = np.nanmean(np.where(np.isnan(numbers.before[rows]), -np.inf, numbers.before[rows]), axis=0)
-    assert int(np.argmax(columns)) == n - 1 - stripe.lag
+    columns = np.nan_to_num(numbers.before[rows], nan=-np.inf).mean(axis=0)
+    assert int(np.argmax(columns)) == len(numbers.tune.notes) - 1 - stripe.lag
     # After the skew: the diagonal.
     diagonals = [numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
     assert int(np.argmax(diagonals)) == stripe.lag
@@ -170,8 +167,7 @@ def test_the_table_counts_recurrences_beyond_chance() -> None:
     embedded = features(tune_of(60, 62, 60, 62, 60))
     table = recurrence(embedded)
     assert table.shape == embedded.shape
-    # r = -2: of the notes 3, 4 and 5, the two with pitch 60 have a 60 two notes earlier. By chance it would be 3 of 5
-    # notes.
+    # r = -2: of the notes 3, 4 and 5, the two with pitch 60 have a 60 two notes earlier; by chance 3 of 5 notes.
     assert table[2, 0] == pytest.approx((2 + 3 / 5) / (2 + 1) - 3 / 5)
     # r = -1: no note has one.
     assert table[3, 0] == pytest.approx(3 / 5 / (2 + 1) - 3 / 5)
