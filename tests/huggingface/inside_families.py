@@ -4,20 +4,21 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from huggingface import stand_ins
-from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, DynamicCache, E, x
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, E, x
 
 import oracles
 from relskew_core import Span, alibi_bias
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.huggingface import _images, replace_attention
-from relskew_core.huggingface._attend import DropIn, additive, extend
+from relskew_core.huggingface._attend import DropIn, additive
 from relskew_core.huggingface._images import by_cell
 from relskew_core.huggingface._register import _Registered
 
@@ -101,62 +102,6 @@ def test_a_cache_of_either_name(name: str) -> None:
     assert (out - call(ours)).norm() > 1e-3
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_growing_cache_of_transformers_is_copied_once_in_many_tokens(mode: Any) -> None:
-    keys, values = x(2, HEADS, 600, D), 2 * x(2, HEADS, 600, D)
-    cache, memory = DynamicCache(), []
-    with mode():
-        for place in range(600):
-            k, v = (y[:, :, place : place + 1] for y in (keys, values))
-            found = extend(cache, k, v, 0)
-            memory.append(tuple(y.data_ptr() for y in found))
-    assert len(set(memory)) == 4  # the first token, and room for 256 at once
-    assert cache.copies == 1
-    assert all(map(torch.equal, found, (keys, values)))
-
-
-@torch.no_grad()
-def test_what_changes_a_growing_cache_of_transformers_is_followed() -> None:
-    keys, cache = x(2, HEADS, 20, D), DynamicCache()
-
-    def add(cache: DynamicCache, first: int, end: int, factor: int = 1) -> None:
-        new = factor * keys[:, :, first:end]
-        extend(cache, new, 2 * new, 0)
-
-    def others(cache: DynamicCache, copied: Callable[[Any], Any]) -> DynamicCache:
-        other = DynamicCache()
-        other.layers = [copied(layer) for layer in cache.layers]
-        return other
-
-    for place in range(9):
-        add(cache, place, place + 1)
-    copies = [others(cache, how) for how in (copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own)))]
-    for factor, one in enumerate([cache, *copies], 1):
-        add(one, 9, 10, factor)
-    for factor, one in enumerate([cache, *copies], 1):
-        add(one, 10, 12, factor)
-        want = torch.cat([keys[:, :, :9], factor * keys[:, :, 9:12]], 2)
-        assert torch.equal(one.layers[0].keys, want)
-        assert torch.equal(one.layers[0].values, 2 * want)
-    layer, want = cache.layers[0], keys[:, :, :12]
-    changes: list[Callable[[Tensor], Tensor]] = [lambda y: y[:, :, :-3], lambda y: y.flip(0), lambda y: y + 1]
-    for change in changes:  # taken back, in another order, other numbers
-        layer.keys, layer.values, want = change(layer.keys), change(layer.values), change(want)
-        for place in range(12, 14):
-            add(cache, place, place + 1)
-        want = torch.cat([want, keys[:, :, 12:14]], 2)
-        assert torch.equal(layer.keys, want)
-    layer.values = layer.values.clone()
-    add(cache, 14, 15)
-    assert layer.values.shape == layer.keys.shape
-    before, cache.offloading = cache.copies, True
-    add(cache, 15, 16)
-    with torch.enable_grad():
-        add(cache, 16, 17)
-    assert cache.copies == before + 2
-    assert torch.equal(layer.keys[:, :, -3:], keys[:, :, 14:17])
-
-
 LOCAL = {"wav2vec2", "rows of each item", "relative_key", "fastspeech2", "parakeet", "wavlm", "umt5", "seamless"}
 
 
@@ -195,48 +140,83 @@ def test_windows_are_refused_by_name(name: str) -> None:
     assert list(model.modules()) == parts
 
 
-@pytest.mark.parametrize("window", [(None, 2), (2, None), (None, None)])
-def test_windows_have_two_sides(window: Any) -> None:
-    with pytest.raises(ValueError, match="`window` must be bounded on both sides, or None"):
-        replace_attention(STAND_INS["wavlm"][0](), window=window)
-    with pytest.raises(TypeError, match="`window` must be None or a pair"):
-        replace_attention(STAND_INS["wavlm"][0](), window=3)  # type: ignore[arg-type]
+def rotary() -> Any:
+    return stand_ins.conformer("Wav2Vec2ConformerSelfAttention", "rotary")
 
 
-def test_a_decoder_has_no_window() -> None:
-    decoder = STAND_INS["umt5"][0]()
-    decoder.is_decoder = True
-    with pytest.raises(ValueError, match="no encoder of this model has relative positions"):
-        replace_attention(decoder, window=(2, 1))
-    both: Any = replace_attention(torch.nn.ModuleList([decoder, STAND_INS["umt5"][0]()]), window=(2, 1))
-    assert [part.window for part in both] == [None, (2, 1)]
-    replace_attention(both, window=(3, 0))
-    assert [part.window for part in replace_attention(both)] == [None, (3, 0)]
+def without_its_other_half() -> Any:
+    model = STAND_INS["mpnet"][0]()
+    del model.encoder.layer.q
+    return model
 
 
-def test_attention_without_relative_positions_stays() -> None:
-    rotary = stand_ins.conformer("Wav2Vec2ConformerSelfAttention")
-    rotary.position_embeddings_type = "rotary"
-    with pytest.raises(ValueError, match=r"got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt.* Supported are Beit"):
-        replace_attention(rotary)
-    both = torch.nn.ModuleList([rotary, stand_ins.conformer("Wav2Vec2ConformerSelfAttention")])
-    replace_attention(both)
-    assert both[0] is rotary
+def with_forward(name: str, forward: Any) -> Any:
+    made: Any = STAND_INS[name][0]()
+    made.__class__ = type(type(made).__name__, (torch.nn.Module,), {"forward": forward})
+    return made
+
+
+def of_hat() -> Any:
+    return with_forward("windows", lambda self, x, rpi, mask=None: x)
+
+
+def of_wan() -> Any:
+    return with_forward("umt5", lambda self, x, context=None, mask=None, pos_bias=None: x)
+
+
+def of_uformer() -> Any:
+    attributes = {"num_heads": 2, "win_size": 3, "relative_position_bias_table": x()}
+    return stand_ins.module("WindowAttention", "qkv", "proj", **attributes)
+
+
+NO_ATTENTION = r"^`model` must have relative positions in one .*"
+TWO_SIDES = "`window` must be bounded on both sides, or None"
+NEXT_STEPS = {
+    "LayoutLMv3SelfAttention": r"`conventions\.T5` has these buckets, docs/variants\.md",
+    "ShiftedWindowAttention": r"`conventions\.Swin` reads the table, docs/variants\.md",
+    "OtherRotaryEmbedding": r"`register_attention` adds a bias to rotary positions, `replace_rotary` ",
+    "OtherAttention": r"the calls for other code are in docs/chooser\.md",
+}
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    **{f"window {pair}": (stand_ins.wavlm, pair, TWO_SIDES) for pair in [(None, 2), (2, None), (None, None)]},
+    "window 3": (stand_ins.wavlm, 3, "`window` must be None or a pair"),
+    "decoder": (lambda: stand_ins.t5(is_decoder=True), (2, 1), "no encoder of this model has relative positions"),
+    "rotary": (rotary, None, "got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt.* Supported are Beit"),
+    "half of MPNet": (without_its_other_half, None, f"{NO_ATTENTION} got ModuleDict with"),
+    "bias alone": (lambda: STAND_INS["beit"][0]().bias, None, "got BeitRelativePositionBias with no attention"),
+    **{make.__name__: (make, None, f"{NO_ATTENTION} By hand: ") for make in (of_uformer, of_hat, of_wan)},
+    **{kind: (partial(stand_ins.module, kind), None, f"By hand: {hint}") for kind, hint in NEXT_STEPS.items()},
+    "VITS of its authors": (
+        lambda: stand_ins.module("MultiHeadAttention", emb_rel_k=stand_ins.numbers(1, 9, 4)), None,
+        r"By hand: `conventions\.load_vits` and `load_vits_encoder` read the weights",
+    ),
+    "name": (lambda: "t5-small", None, r"^`model` must be a torch\.nn\.Module, got str"),
+    "class": (lambda: torch.nn.Linear, None, r"^`model` must be a torch\.nn\.Module, got type"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_or_a_window_is_refused(name: str) -> None:
+    make, window, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace_attention(make(), window=window)
+
+
+def test_what_is_not_supported_stays_as_it_is() -> None:
+    both: Any = torch.nn.ModuleList([rotary(), stand_ins.conformer("Wav2Vec2ConformerSelfAttention")])
+    first = both[0]
+    assert replace_attention(both)[0] is first
     assert isinstance(both[1], DropIn)
+    both = torch.nn.ModuleList([stand_ins.t5(is_decoder=True), STAND_INS["umt5"][0]()])
+    for given, kept in ({"window": (2, 1)}, (2, 1)), ({"window": (3, 0)}, (3, 0)), ({}, (3, 0)):
+        assert [part.window for part in replace_attention(both, **given)] == [None, kept]
 
 
 @pytest.mark.parametrize("kind", sorted(DropIn.known))
 def test_a_class_that_shares_only_its_name_stays(kind: str) -> None:
     names = [kind, *(drop_in.needs for drop_in in DropIn.known[kind] if drop_in.needs)]
     model = torch.nn.ModuleList([type(name, (torch.nn.Module,), {})() for name in names])
-    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* got ModuleList with"):
-        replace_attention(model)
-
-
-def test_a_class_whose_other_half_is_missing_stays() -> None:
-    model = STAND_INS["mpnet"][0]()
-    del model.encoder.layer.q
-    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* got ModuleDict with"):
+    with pytest.raises(ValueError, match=f"{NO_ATTENTION} got ModuleList with"):
         replace_attention(model)
 
 
@@ -263,57 +243,6 @@ def test_a_class_without_one_attribute_stays_or_works(name: str) -> None:
                 call(model)
 
 
-def with_forward(made: Any, forward: Any) -> Any:
-    made.__class__ = type(type(made).__name__, (torch.nn.Module,), {"forward": forward})
-    return made
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        lambda: stand_ins.module(
-            "WindowAttention", "qkv", "proj", num_heads=2, win_size=3, relative_position_bias_table=x()
-        ),
-        lambda: with_forward(STAND_INS["windows"][0](), lambda self, x, rpi, mask=None: x),
-        lambda: with_forward(STAND_INS["umt5"][0](), lambda self, x, context=None, mask=None, pos_bias=None: x),
-    ],
-    ids=["Uformer", "HAT", "Wan"],
-)  # fmt: skip
-def test_attention_of_other_packages_stays(foreign: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=r"^`model` must have relative positions in one .* By hand: "):
-        replace_attention(foreign())
-
-
-@pytest.mark.parametrize(("kind", "hint"), [
-    ("LayoutLMv3SelfAttention", r"By hand: `conventions\.T5` has these buckets, docs/variants\.md"),
-    ("ShiftedWindowAttention", r"By hand: `conventions\.Swin` reads the table, docs/variants\.md"),
-    ("OtherRotaryEmbedding", r"By hand: `register_attention` adds a bias to rotary positions, `replace_rotary` "),
-    ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
-])  # fmt: skip
-def test_a_refused_model_gets_a_next_step(kind: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=hint):
-        replace_attention(stand_ins.module(kind))
-
-
-def test_an_attention_of_the_authors_of_vits_gets_its_loader() -> None:
-    theirs = stand_ins.module("MultiHeadAttention")
-    theirs.emb_rel_k = torch.nn.Parameter(torch.zeros(1, 9, 4))
-    with pytest.raises(ValueError, match=r"By hand: `conventions\.load_vits` and `load_vits_encoder` read the weights"):
-        replace_attention(theirs)
-
-
-@pytest.mark.parametrize("model", ["t5-small", torch.nn.Linear])
-def test_an_argument_that_is_no_module_is_named(model: Any) -> None:
-    with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got (str|type)"):
-        replace_attention(model)
-
-
-def test_a_bias_without_its_attention_stays() -> None:
-    table = STAND_INS["beit"][0]().bias
-    with pytest.raises(ValueError, match="got BeitRelativePositionBias with no attention"):
-        replace_attention(table)
-
-
 def test_a_module_in_two_places_is_replaced_by_one() -> None:
     attention = stand_ins.conformer("FastSpeech2ConformerAttention")
     model: Any = replace_attention(torch.nn.ModuleDict({"a": attention, "b": torch.nn.ModuleList([attention])}))
@@ -330,14 +259,15 @@ def test_a_model_of_which_one_part_is_refused_stays_as_it_was() -> None:
     assert list(model.modules()) == parts
 
 
-@pytest.mark.parametrize(("name", "given", "named"), [
-    ("wav2vec2", {"hidden_states": x()}, "relative_position_embeddings"),
-    ("fastspeech2", {"hidden_states": x()}, "pos_emb"),
-    ("parakeet", {"hidden_states": x()}, "position_embeddings"),
+@pytest.mark.parametrize(("name", "given", "message"), [
+    ("wav2vec2", {}, "`relative_position_embeddings` must be given for relative positions, got None"),
+    ("fastspeech2", {}, "`pos_emb` must be given for relative positions, got None"),
+    ("parakeet", {}, "`position_embeddings` must be given for relative positions, got None"),
+    ("deberta", {"attention_mask": None, "query_states": x(), "rel_embeddings": x()}, "`query_states` must be None"),
 ])  # fmt: skip
-def test_missing_positions_are_named(name: str, given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"`{named}` must be given for relative positions, got None"):
-        replace_attention(STAND_INS[name][0]())(**given)
+def test_arguments_of_calls_are_named(name: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace_attention(STAND_INS[name][0]())(x(), **given)
 
 
 @torch.no_grad()
@@ -357,19 +287,6 @@ def test_masks_that_are_added_keep_their_sense_in_another_dtype() -> None:
         assert added.tolist() == [0.0, -1.0, torch.finfo(dtype).min]
 
 
-def test_deberta_attends_from_where_it_attends_to() -> None:
-    ours = replace_attention(stand_ins.deberta(1))
-    with pytest.raises(ValueError, match="`query_states` must be None"):
-        ours(x(), None, query_states=x(), rel_embeddings=x(14, E))
-
-
-@torch.no_grad()
-def test_a_mask_is_added_to_a_bias_of_cells_in_a_compiled_program() -> None:
-    make, call = STAND_INS["beit"]
-    layer = replace_attention(make()).eval()
-    torch.testing.assert_close(torch.compile(call, backend="eager")(layer), call(layer), rtol=0, atol=1e-12)
-
-
 @pytest.fixture(params=[stand_ins.vits, lambda: stand_ins.t5(is_decoder=True, is_causal=True)], ids=["VITS", "T5"])
 def theirs(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
@@ -377,9 +294,8 @@ def theirs(request: pytest.FixtureRequest) -> Any:
 
 
 def test_a_model_or_an_attention_is_replaced_once_in_place(theirs: Any) -> None:
-    model, kind, keys = (
-        torch.nn.Sequential(copy.deepcopy(theirs), torch.nn.ReLU()), type(theirs), [*theirs.state_dict()],
-    )  # fmt: skip
+    model, kind = torch.nn.Sequential(copy.deepcopy(theirs), torch.nn.ReLU()), type(theirs)
+    keys = list(theirs.state_dict())
     parts = list(model.modules())
     for given in (model, theirs):
         for _ in range(2):

@@ -10,6 +10,7 @@ from torch import nn
 from relskew_core.huggingface._attend import DropIn
 
 HEADS, D, E, LENGTH = 2, 4, 8, 9
+QKV = ("q_proj", "k_proj", "v_proj")
 Tensor = torch.Tensor
 
 
@@ -59,57 +60,24 @@ class Cache:
         return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
 
 
-class DynamicLayer:
-    """The layer of a cache of transformers that grows."""
-
-    keys: Tensor
-    values: Tensor
-    filled = False
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[-2] if self.filled else 0
-
-
-class DynamicCache:
-    """A cache of transformers with one such layer, which copies everything at each update."""
-
-    def __init__(self) -> None:
-        self.layers: list[DynamicLayer] = []
-        self.offloading, self.copies = False, 0
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self.layers = self.layers or [DynamicLayer()]
-        own, self.copies = self.layers[layer], self.copies + 1
-        pairs = [(own.keys, keys), (own.values, values)] if own.filled else [(keys,), (values,)]
-        own.keys, own.values = (torch.cat(pair, -2) for pair in pairs)
-        own.filled = True
-        return own.keys, own.values
-
-
-def conformer(kind: str) -> Any:
+def conformer(kind: str, positions: str = "relative") -> Any:
     return module(
         kind, "linear_q", "linear_k", "linear_v", "linear_out", "linear_pos", num_heads=HEADS, dropout=nn.Dropout(0.25),
-        pos_bias_u=numbers(HEADS, D), pos_bias_v=numbers(HEADS, D), position_embeddings_type="relative",
+        pos_bias_u=numbers(HEADS, D), pos_bias_v=numbers(HEADS, D), position_embeddings_type=positions,
         distance_embedding=nn.Embedding(6, D), left_max_position_embeddings=3, right_max_position_embeddings=2,
     )  # fmt: skip
 
 
-def relative_key() -> Any:
-    made = conformer("Wav2Vec2BertSelfAttention")
-    made.position_embeddings_type = "relative_key"
-    return made
-
-
 def parakeet(kind: str = "ParakeetEncoderAttention") -> Any:
     return module(
-        kind, "q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj", head_dim=D, attention_dropout=0.25,
+        kind, *QKV, "o_proj", "relative_k_proj", head_dim=D, attention_dropout=0.25,
         bias_u=numbers(HEADS, D), bias_v=numbers(HEADS, D), layer_idx=0,
     )  # fmt: skip
 
 
 def wavlm() -> Any:
     return module(
-        "WavLMAttention", "q_proj", "k_proj", "v_proj", "out_proj", num_heads=HEADS, dropout=0.25, num_buckets=8,
+        "WavLMAttention", *QKV, "out_proj", num_heads=HEADS, dropout=0.25, num_buckets=8,
         max_distance=5, rel_attn_embed=nn.Embedding(8, HEADS), gru_rel_pos_linear=nn.Linear(D, 8),
         gru_rel_pos_const=numbers(1, HEADS, 1, 1),
     )  # fmt: skip
@@ -123,13 +91,9 @@ def t5(kind: str = "T5Attention", **attributes: Any) -> Any:
     return module(kind, "q", "k", "v", "o", n_heads=HEADS, relative_attention_bias=nn.Embedding(8, HEADS), **given)
 
 
-def umt5() -> Any:
-    return t5("UMT5Attention")
-
-
 def vits(dropout: float = 0.25) -> Any:
     return module(
-        "VitsAttention", "q_proj", "k_proj", "v_proj", "out_proj", num_heads=HEADS, dropout=dropout, window_size=2,
+        "VitsAttention", *QKV, "out_proj", num_heads=HEADS, dropout=dropout, window_size=2,
         emb_rel_k=numbers(1, 5, D), emb_rel_v=numbers(1, 5, D),
     )  # fmt: skip
 
@@ -159,29 +123,6 @@ def deberta(version: int) -> Any:
     )  # fmt: skip
 
 
-def mpt() -> Any:
-    return module(
-        "MptAttention", "out_proj", Wqkv=nn.Linear(E, 3 * E), n_heads=HEADS, attn_dropout_p=0.25, clip_qkv=2.0,
-        softmax_scale=0.5, layer_idx=0,
-    )  # fmt: skip
-
-
-def bloom() -> Any:
-    return module(
-        "BloomAttention", "dense", query_key_value=nn.Linear(E, 3 * E), num_heads=HEADS, inv_norm_factor=0.5,
-        hidden_dropout=0.0, attention_dropout=nn.Dropout(0.25), layer_idx=0,
-    )  # fmt: skip
-
-
-def xlnet() -> Any:
-    weights = {name: numbers(E, HEADS, D) for name in "qkvor"}
-    biases = {f"r_{name}_bias": numbers(HEADS, D) for name in "rsw"}
-    return module(
-        "XLNetRelativeAttention", n_head=HEADS, scale=0.5, seg_embed=numbers(2, HEADS, D), layer_norm=nn.LayerNorm(E),
-        dropout=nn.Dropout(0.25), **weights, **biases,
-    )  # fmt: skip
-
-
 class Convolution(nn.Module):
     """A convolution of one place."""
 
@@ -205,7 +146,7 @@ class InklingRelativeLogits(nn.Module):
 def inkling(*, sliding: bool) -> Any:
     config = SimpleNamespace(log_scaling_n_floor=4, log_scaling_alpha=0.1)
     return module(
-        "InklingAttention", "q_proj", "k_proj", "v_proj", "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
+        "InklingAttention", *QKV, "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
         num_key_value_heads=HEADS, attention_dropout=0.25, scaling=1 / D, is_sliding=sliding, sliding_window=4,
         rel_extent=3, layer_idx=0, config=config, k_sconv=Convolution(), v_sconv=Convolution(), q_norm=nn.LayerNorm(D),
         k_norm=nn.LayerNorm(D), rel_logits_proj=InklingRelativeLogits(),
@@ -227,7 +168,7 @@ class _Norm(nn.LayerNorm):
 
 def inkling_2(*, window: int | None) -> Any:
     bias = module("Inkling2RelativePositionBias", "linear", norm=_Norm(D), proj=numbers(D, 3), num_heads=HEADS)
-    parts = {name: _Called(E, E) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    parts = {name: _Called(E, E) for name in (*QKV, "o_proj")}
     return module(
         "Inkling2SlidingAttention", num_heads=HEADS, scaling=0.5, sliding_window=window, attention_dropout=0.25,
         layer_idx=0, relative_position_bias=bias, sink_proj=nn.Linear(E, HEADS), **parts,
@@ -247,21 +188,10 @@ class MPNetEncoder(nn.Module):
         return out
 
 
-def mpnet() -> Any:
-    return nn.ModuleDict({"encoder": MPNetEncoder().double()})
-
-
 def sam(kind: str) -> Any:
     return module(
         kind, "proj", qkv=nn.Linear(E, 3 * E), num_attention_heads=HEADS, num_heads=HEADS, dropout=0.25,
         use_rel_pos=True, use_relative_position_embeddings=True, rel_pos_h=numbers(5, D), rel_pos_w=numbers(3, D),
-    )  # fmt: skip
-
-
-def swin_itself() -> Any:
-    return module(
-        "DonutSwinSelfAttention", "query", "key", "value", num_attention_heads=HEADS, window_size=(3, 3),
-        dropout=nn.Dropout(0.25), relative_position_bias_table=numbers(25, HEADS),
     )  # fmt: skip
 
 
@@ -281,67 +211,9 @@ def in_all_columns(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)[..., None] * torch.ones(E, dtype=dtype)
 
 
-def gemma() -> Any:
-    positions = module("Positions", "pos_proj")
-    positions._get_timing_signal_1d_pos = in_all_columns
-    return module(
-        "Gemma3nAudioAttention", "q_proj", "k_proj", "v_proj", num_heads=HEADS, max_past_horizon=3,
-        max_future_horizon=1, per_dim_scale=numbers(D), q_scale=0.5, attention_logits_soft_cap=5.0,
-        relative_position_embedding=positions,
-    )  # fmt: skip
-
-
-def gemma_4() -> Any:
-    return module(
-        "Gemma4AudioAttention", "q_proj", "k_proj", "v_proj", "post", "relative_k_proj", num_heads=HEADS,
-        max_past_horizon=3, max_future_horizon=2, per_dim_scale=numbers(D), q_scale=0.5, k_scale=2.0,
-        attention_logits_soft_cap=5.0,
-    )  # fmt: skip
-
-
-def prophet() -> Any:
-    return module(
-        "ProphetNetNgramSelfAttention", "query_proj", "key_proj", "value_proj", "out_proj", num_attn_heads=HEADS,
-        attention_dropout=0.25, dropout=0.0, ngram=2, num_buckets=8, relative_max_distance=5,
-        relative_pos_embeddings=nn.Linear(E, 8 * HEADS), layer_idx=0,
-    )  # fmt: skip
-
-
-def speecht5() -> Any:
-    names = ("q_proj", "k_proj", "v_proj", "out_proj")
-    attention = module("SpeechT5Attention", *names, num_heads=HEADS, dropout=0.25, is_decoder=False)
-    rows = module("SpeechT5RelativePositionalEncoding", max_length=3, pe_k=nn.Embedding(6, D))
-    return module("SpeechT5EncoderLayer", attention=attention, positions=rows)
-
-
-def granite() -> Any:
-    return module(
-        "GraniteSpeechConformerAttention", "to_q", "to_out", to_kv=nn.Linear(E, 2 * E), num_heads=HEADS, max_pos_emb=5,
-        context_size=4, pre_norm=nn.LayerNorm(E), rel_pos_emb=nn.Embedding(11, D), dropout=nn.Dropout(0.25),
-    )  # fmt: skip
-
-
-def granite_5() -> Any:
-    return module(
-        "GraniteSpeech5EncoderAttention", "q_proj", "k_proj", "v_proj", "o_proj", attention_dropout=0.25,
-        context_size=4, rel_pos_emb=nn.Embedding(11, D),
-        config=SimpleNamespace(num_attention_heads=HEADS, max_position_embeddings=5),
-    )  # fmt: skip
-
-
-def pix2struct() -> Any:
-    return module(
-        "Pix2StructTextAttention", "query", "key", "value", "output", n_heads=HEADS, dropout=0.25, layer_idx=0,
-        is_causal=True, relative_attention_num_buckets=8, relative_attention_max_distance=5,
-        has_relative_attention_bias=True, relative_attention_bias=nn.Embedding(8, HEADS),
-    )  # fmt: skip
-
-
 def beit() -> Any:
-    attention = module(
-        "BeitAttention", "q_proj", "k_proj", "v_proj", "o_proj", num_attention_heads=HEADS, attention_dropout=0.0
-    )
     table = module("BeitRelativePositionBias", window_size=(2, 2), relative_position_bias_table=numbers(12, HEADS))
+    attention = module("BeitAttention", *QKV, "o_proj", num_attention_heads=HEADS, attention_dropout=0.0)
     return module("BeitLayer", attention=attention, bias=table, shared=table)
 
 
@@ -365,10 +237,7 @@ def call_xlnet(ours: Any) -> Tensor:
     return torch.cat([contents, queries])
 
 
-def alibi() -> Tensor:
-    return torch.arange(LENGTH, dtype=torch.float64).expand(2 * HEADS, 1, LENGTH) * -0.1
-
-
+ALIBI = torch.arange(LENGTH, dtype=torch.float64).expand(2 * HEADS, 1, LENGTH) * -0.1
 STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "wav2vec2": (
         lambda: conformer("Wav2Vec2ConformerSelfAttention"),
@@ -377,7 +246,9 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "rows of each item": (
         lambda: conformer("Wav2Vec2BertSelfAttention"), lambda ours: ours(x(), additive(), x(2, 2 * LENGTH - 1, E))[0]
     ),
-    "relative_key": (relative_key, lambda ours: ours(x(), additive())[0]),
+    "relative_key": (
+        lambda: conformer("Wav2Vec2BertSelfAttention", "relative_key"), lambda ours: ours(x(), additive())[0]
+    ),
     "fastspeech2": (
         lambda: conformer("FastSpeech2ConformerAttention"),
         lambda ours: ours(x(), boolean()[:, 0, :1].long(), x(1, 2 * LENGTH - 1, E))[0],
@@ -385,15 +256,25 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "parakeet": (parakeet, lambda ours: ours(x(), x(1, 2 * LENGTH - 1, E).expand(2, -1, -1), boolean())[0]),
     "wavlm": (wavlm, lambda ours: ours(x(), boolean()[:, 0, 0].long())[0]),
     "wavlm's second layer": (wavlm, lambda ours: ours(x(), None, ours(x())[2])[0]),
-    "umt5": (umt5, lambda ours: ours(x(), attention_mask=additive())[0]),
+    "umt5": (lambda: t5("UMT5Attention"), lambda ours: ours(x(), attention_mask=additive())[0]),
     "deberta": (lambda: deberta(1), lambda ours: ours(x(), boolean(), rel_embeddings=x(14, E))[0]),
     "deberta-v2": (lambda: deberta(2), lambda ours: ours(x(), boolean(), rel_embeddings=x(8, E))[0]),
     "deberta-v3": (
         lambda: deberta(3), lambda ours: ours(x(), None, query_states=2 * x(), rel_embeddings=x(14, E))[0]
     ),
-    "mpt": (mpt, lambda ours: ours(x(), alibi()[:HEADS], attention_mask=~boolean())[0]),
-    "bloom": (bloom, lambda ours: ours(x(), x(), alibi(), additive())[0]),
-    "xlnet": (xlnet, call_xlnet),
+    "mpt": (lambda: module(
+        "MptAttention", "out_proj", Wqkv=nn.Linear(E, 3 * E), n_heads=HEADS, attn_dropout_p=0.25, clip_qkv=2.0,
+        softmax_scale=0.5, layer_idx=0,
+    ), lambda ours: ours(x(), ALIBI[:HEADS], attention_mask=~boolean())[0]),
+    "bloom": (lambda: module(
+        "BloomAttention", "dense", query_key_value=nn.Linear(E, 3 * E), num_heads=HEADS, inv_norm_factor=0.5,
+        hidden_dropout=0.0, attention_dropout=nn.Dropout(0.25), layer_idx=0,
+    ), lambda ours: ours(x(), x(), ALIBI, additive())[0]),
+    "xlnet": (lambda: module(
+        "XLNetRelativeAttention", n_head=HEADS, scale=0.5, seg_embed=numbers(2, HEADS, D), dropout=nn.Dropout(0.25),
+        layer_norm=nn.LayerNorm(E), **{name: numbers(E, HEADS, D) for name in "qkvor"},
+        **{f"r_{name}_bias": numbers(HEADS, D) for name in "rsw"},
+    ), call_xlnet),
     "inkling": (lambda: inkling(sliding=False), lambda ours: ours(x(), additive())[0]),
     "inkling in a window": (lambda: inkling(sliding=True), lambda ours: ours(x(), None)[0]),
     "inkling 2": (
@@ -405,14 +286,19 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
         lambda ours: ours(x(), attention_mask=None, relative_distance=None, position_ids=torch.arange(LENGTH))[0],
     ),
     "beit": (beit, call_beit),
-    "mpnet": (mpnet, lambda ours: ours.encoder(x(), additive())),
+    "mpnet": (
+        lambda: nn.ModuleDict({"encoder": MPNetEncoder().double()}), lambda ours: ours.encoder(x(), additive())
+    ),
     "sam": (lambda: sam("SamVisionAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
     "vitdet": (lambda: sam("VitDetAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
     "seamless": (
         lambda: conformer("SeamlessM4TConformerSelfAttention"),
         lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
     ),
-    "a table of its own": (swin_itself, lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))[0]),
+    "a table of its own": (lambda: module(
+        "DonutSwinSelfAttention", "query", "key", "value", num_attention_heads=HEADS, window_size=(3, 3),
+        dropout=nn.Dropout(0.25), relative_position_bias_table=numbers(25, HEADS),
+    ), lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))[0]),
     "windows": (
         lambda: windows("WindowAttention", relative_position_bias_table=numbers(25, HEADS)),
         lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH)),
@@ -420,12 +306,37 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "shifted windows": (
         lambda: windows("ShiftedWindowAttentionV2", **cosines()), lambda ours: ours(x(2, 5, 7, E))
     ),
-    "gemma": (gemma, lambda ours: ours(x(), ~boolean()[:, 0, 0]).flatten(-2)),
-    "gemma 4": (gemma_4, lambda ours: ours(x(), x(1, 5, E), boolean()[:, :, :1])[0]),
-    "prophet": (prophet, lambda ours: ours(x(2, 3 * LENGTH, E))[0]),
-    "speecht5": (speecht5, lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
-    "granite": (granite, lambda ours: ours(x(), None)),
-    "granite 5": (granite_5, lambda ours: ours(x(), None, boolean()[:, 0, 0])[0]),
-    "pix2struct": (pix2struct, lambda ours: ours(x(), additive())[0]),
+    "gemma": (lambda: module(
+        "Gemma3nAudioAttention", *QKV, num_heads=HEADS, max_past_horizon=3,
+        max_future_horizon=1, per_dim_scale=numbers(D), q_scale=0.5, attention_logits_soft_cap=5.0,
+        relative_position_embedding=module("Positions", "pos_proj", _get_timing_signal_1d_pos=in_all_columns),
+    ), lambda ours: ours(x(), ~boolean()[:, 0, 0]).flatten(-2)),
+    "gemma 4": (lambda: module(
+        "Gemma4AudioAttention", *QKV, "post", "relative_k_proj", num_heads=HEADS, max_past_horizon=3,
+        max_future_horizon=2, per_dim_scale=numbers(D), q_scale=0.5, k_scale=2.0, attention_logits_soft_cap=5.0,
+    ), lambda ours: ours(x(), x(1, 5, E), boolean()[:, :, :1])[0]),
+    "prophet": (lambda: module(
+        "ProphetNetNgramSelfAttention", "query_proj", "key_proj", "value_proj", "out_proj", num_attn_heads=HEADS,
+        attention_dropout=0.25, dropout=0.0, ngram=2, num_buckets=8, relative_max_distance=5,
+        relative_pos_embeddings=nn.Linear(E, 8 * HEADS), layer_idx=0,
+    ), lambda ours: ours(x(2, 3 * LENGTH, E))[0]),
+    "speecht5": (lambda: module(
+        "SpeechT5EncoderLayer",
+        attention=module("SpeechT5Attention", *QKV, "out_proj", num_heads=HEADS, dropout=0.25, is_decoder=False),
+        positions=module("SpeechT5RelativePositionalEncoding", max_length=3, pe_k=nn.Embedding(6, D)),
+    ), lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
+    "granite": (lambda: module(
+        "GraniteSpeechConformerAttention", "to_q", "to_out", to_kv=nn.Linear(E, 2 * E), num_heads=HEADS, max_pos_emb=5,
+        context_size=4, pre_norm=nn.LayerNorm(E), rel_pos_emb=nn.Embedding(11, D), dropout=nn.Dropout(0.25),
+    ), lambda ours: ours(x(), None)),
+    "granite 5": (lambda: module(
+        "GraniteSpeech5EncoderAttention", *QKV, "o_proj", attention_dropout=0.25, context_size=4,
+        rel_pos_emb=nn.Embedding(11, D), config=SimpleNamespace(num_attention_heads=HEADS, max_position_embeddings=5),
+    ), lambda ours: ours(x(), None, boolean()[:, 0, 0])[0]),
+    "pix2struct": (lambda: module(
+        "Pix2StructTextAttention", "query", "key", "value", "output", n_heads=HEADS, dropout=0.25, layer_idx=0,
+        is_causal=True, relative_attention_num_buckets=8, relative_attention_max_distance=5,
+        has_relative_attention_bias=True, relative_attention_bias=nn.Embedding(8, HEADS),
+    ), lambda ours: ours(x(), additive())[0]),
     "seggpt": (lambda: sam("SegGptAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,22 @@ import torch
 from oracles import relative_error
 
 Tensor = torch.Tensor
+ROOT = Path(__file__).parents[2]
 
 
 def peer(path: str) -> Any:
-    """Return a class or function of a peer: ``"transformers.models.vits.modeling_vits.VitsAttention"``."""
+    """Return a class or function of a peer: ``"peft.LoraConfig"``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def hf(path: str) -> Any:
+    """Return a class or function of transformers, ``"T5Config"``, or of one of its models, ``"vits.VitsAttention"``."""
+    family, _, name = path.rpartition(".")
+    part = f"{'configuration' if name.endswith('Config') else 'modeling'}_{family}"
+    if name == "MaskFormerSwinModel":  # which is no name of its model's
+        part += "_swin"
+    return peer(f"transformers.models.{family}.{part}.{name}" if family else f"transformers.{name}")
 
 
 def alone(path: str, *unused: str) -> Any:
@@ -81,6 +92,20 @@ def _is_kept(node: ast.stmt, names: set[str]) -> bool:
     return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
 
 
+def page(name: str, language: str = "python") -> list[str]:
+    """Return the programs of a page of the documentation."""
+    text = (ROOT / "docs" / name).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(*blocks: str) -> dict[str, Any]:
+    """Run the programs of a page, and return what they leave."""
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
 def randomised(module: Any, seed: int = 0) -> Any:
     """Give a module random float64 weights, biases and tables included."""
     generator = torch.Generator().manual_seed(seed)
@@ -89,6 +114,17 @@ def randomised(module: Any, seed: int = 0) -> Any:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
     return module
+
+
+def made(path: str, configured: str, *more: Any, seed: int = 0, **options: Any) -> Any:
+    """Make a module of transformers of a config, with random weights; its width is 24, in 3 heads."""
+    options = {"hidden_size": 24, "num_attention_heads": 3, "attn_implementation": "eager", **options}
+    return randomised(hf(path)(hf(configured)(**options), *more), seed)
+
+
+def additive(mask: Tensor, least: float = -1e30) -> Tensor:
+    """Return a mask that is added to logits."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, least)
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:
@@ -100,15 +136,24 @@ def split(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
 
 
-def join(x: Tensor) -> Tensor:
+def join(x: Any) -> Tensor:
     """``(batch, heads, length, D)`` to ``(batch, length, heads · D)``."""
     return x.transpose(-2, -3).flatten(-2)
 
 
 def check(got: Any, want: Any, gate: float = 1e-12) -> None:
-    """Equal up to rounding; peers that make constants in float32 get a gate of 1e-6."""
+    """Equal up to rounding, or each of several; peers that make constants in float32 get a gate of 1e-6."""
+    if not isinstance(got, Tensor):
+        for one, other in zip(got, want, strict=True):
+            check(one, other, gate)
+        return
     error = relative_error(got.detach().numpy(), want.detach().numpy())
     assert error < gate, f"relative error {error}"
+
+
+def padded(length: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of two sequences of width 24, and which keys are there."""
+    return randn(2, length, 24), padding([length, max(1, length - 3)], length)
 
 
 def padding(lengths: list[int], longest: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,3 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "peers" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    """Those that need gradients are under `torch.enable_grad`."""
+    with torch.no_grad():
+        yield

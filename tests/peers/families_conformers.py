@@ -148,8 +148,7 @@ def _nemo_conformer() -> Any:
     return definitions(
         "nemo", "collections/asr/modules/conformer_encoder.py", "ConformerEncoder", NeuralModule=torch.nn.Module,
         ConformerLayer=layer, ListConfig=list, DictConfig=dict, typecheck=lambda: lambda forward: forward,
-        CacheAwareStreamingConfig=SimpleNamespace,
-        compute_stochastic_depth_drop_probs=lambda count, *_: [0.0] * count,
+        CacheAwareStreamingConfig=SimpleNamespace, compute_stochastic_depth_drop_probs=lambda count, *_: [0.0] * count,
         **given, **_mixins("StreamingEncoder", "Exportable", "AccessMixin"),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peers.common import padding, peer, randn, randomised
+from peers.common import hf, padding, randn, randomised
 from peers.family import SIZES, STILL, Family, Given, built, in_float32, tokens
 
 POSITIONAL: Given = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
@@ -31,21 +31,17 @@ def masked_features(length: int) -> Given:
 
 def conformer(name: str, kind: str, **options: Any) -> Family:
     module = name.lower().replace("wav2vec2", "wav2vec2_")
-    path = f"models.{module}.modeling_{module}.{name}Encoder"
-    return Family(
-        built(
-            path, f"{name}Config", position_embeddings_type=kind, max_source_positions=20, **SIZES, **STILL, **options
-        ),
-        sounds,
-    )
+    return Family(built(
+        f"{module}.{name}Encoder", f"{name}Config", position_embeddings_type=kind, max_source_positions=20, **SIZES,
+        **STILL, **options,
+    ), sounds)  # fmt: skip
 
 
 def granite(name: str) -> Family:
     module = {"GraniteSpeech": "granite_speech", "GraniteSpeechPlus": "granite_speech_plus"}[name]
     return Family(
         built(
-            f"models.{module}.modeling_{module}.{name}CTCEncoder",
-            f"models.{module}.configuration_{module}.{name}EncoderConfig", input_dim=24, hidden_dim=24, num_layers=2,
+            f"{module}.{name}CTCEncoder", f"{module}.{name}EncoderConfig", input_dim=24, hidden_dim=24, num_layers=2,
             num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0, output_dim=11,
         ),
         lambda length: {"hidden_states": randn(2, length, 24)},
@@ -54,8 +50,7 @@ def granite(name: str) -> Family:
 
 def granite_5() -> Any:
     encoder = built(
-        "models.granite_speech5.modeling_granite_speech5.GraniteSpeech5Encoder",
-        "models.granite_speech5.configuration_granite_speech5.GraniteSpeech5EncoderConfig", "sdpa", vocab_size=11,
+        "granite_speech5.GraniteSpeech5Encoder", "granite_speech5.GraniteSpeech5EncoderConfig", "sdpa", vocab_size=11,
         max_position_embeddings=10, context_size=8, subsample_layers=[0], **SIZES,
     )()  # fmt: skip
     encoder.input_linear = torch.nn.LayerNorm(24).double()  # whose dtype the model reads: a layer in 8 bits has none
@@ -64,7 +59,7 @@ def granite_5() -> Any:
 
 def vits() -> Any:
     encoder = built(
-        "models.vits.modeling_vits.VitsTextEncoder", "VitsConfig", hidden_size=24, num_attention_heads=3,
+        "vits.VitsTextEncoder", "VitsConfig", hidden_size=24, num_attention_heads=3,
         num_hidden_layers=2, ffn_dim=32, vocab_size=50, flow_size=16, **STILL,
     )()  # fmt: skip
     return _Called(encoder, lambda input_ids, attention_mask: {
@@ -74,11 +69,11 @@ def vits() -> Any:
 
 
 def fastspeech2() -> Any:
-    config = peer("transformers.FastSpeech2ConformerConfig")(
+    config = hf("FastSpeech2ConformerConfig")(
         hidden_size=24, encoder_num_attention_heads=3, encoder_layers=2, encoder_linear_units=16, vocab_size=50,
         encoder_dropout_rate=0.0, encoder_positional_dropout_rate=0.0, encoder_attention_dropout_rate=0.0,
     )  # fmt: skip
-    make = peer("transformers.models.fastspeech2_conformer.modeling_fastspeech2_conformer.FastSpeech2ConformerEncoder")
+    make = hf("fastspeech2_conformer.FastSpeech2ConformerEncoder")
     encoder = randomised(make(config, config.encoder_config, use_encoder_input_layer=True))
     return _Called(encoder, lambda input_ids, attention_mask: {
         "input_tensor": input_ids, "attention_mask": attention_mask[:, None], "return_dict": True,
@@ -101,7 +96,7 @@ def seamless(name: str, **options: Any) -> Family:
     still = dict.fromkeys(("speech_encoder_dropout", "speech_encoder_layerdrop"), 0.0)
     return Family(
         built(
-            f"models.{module}.modeling_{module}.{name}ConformerEncoder", f"{name}Config", "sdpa", hidden_size=24,
+            f"{module}.{name}ConformerEncoder", f"{name}Config", "sdpa", hidden_size=24,
             speech_encoder_attention_heads=3, speech_encoder_layers=2, speech_encoder_intermediate_size=16, **still,
             **options,
         ),
@@ -110,13 +105,13 @@ def seamless(name: str, **options: Any) -> Family:
 
 
 def speecht5() -> Any:
-    config = peer("transformers.SpeechT5Config")(
+    config = hf("SpeechT5Config")(
         hidden_size=24, encoder_layers=2, encoder_attention_heads=3, encoder_ffn_dim=16, encoder_layerdrop=0.0,
         encoder_max_relative_position=6, positional_dropout=0.0, hidden_dropout=0.0, attention_dropout=0.0,
         activation_dropout=0.0,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    return randomised(peer("transformers.models.speecht5.modeling_speecht5.SpeechT5Encoder")(config))
+    return randomised(hf("speecht5.SpeechT5Encoder")(config))
 
 
 SPEECH: dict[str, Family] = {
@@ -126,20 +121,13 @@ SPEECH: dict[str, Family] = {
     ),
     "Wav2Vec2-BERT relative": conformer("Wav2Vec2Bert", "relative"),
     "Wav2Vec2-Conformer": conformer("Wav2Vec2Conformer", "relative", **POSITIONAL),
-    "WavLM": Family(
-        built(
-            "models.wavlm.modeling_wavlm.WavLMEncoder", "WavLMConfig", num_buckets=16, max_bucket_distance=20,
-            **POSITIONAL, **SIZES, **STILL,
-        ),
-        sounds, takes_out=True
-    ),
-    "SEW-D": Family(
-        built(
-            "models.sew_d.modeling_sew_d.SEWDTransformerEncoder", "SEWDConfig", pos_att_type=["c2p", "p2c"],
-            position_buckets=6, max_position_embeddings=16, **SIZES, **STILL,
-        ),
-        sounds, gate=1e-6,
-    ),
+    "WavLM": Family(built(
+        "wavlm.WavLMEncoder", "WavLMConfig", num_buckets=16, max_bucket_distance=20, **POSITIONAL, **SIZES, **STILL,
+    ), sounds, takes_out=True),
+    "SEW-D": Family(built(
+        "sew_d.SEWDTransformerEncoder", "SEWDConfig", pos_att_type=["c2p", "p2c"], position_buckets=6,
+        max_position_embeddings=16, **SIZES, **STILL,
+    ), sounds, gate=1e-6),
     "FastSpeech2-Conformer": Family(fastspeech2, tokens),
     "SeamlessM4T": seamless("SeamlessM4T", position_embeddings_type="relative", max_source_positions=200),
     "SeamlessM4T-v2": seamless(
@@ -156,46 +144,30 @@ SPEECH: dict[str, Family] = {
     "Granite Speech 5": Family(
         granite_5, lambda length: {**features(length), "input_features": randn(2, 4 * length, 24)}, gate=1e-6
     ),
-    "Nemotron": Family(
-        built(
-            "models.nemotron_asr_streaming.modeling_nemotron_asr_streaming.NemotronAsrStreamingEncoder",
-            "NemotronAsrStreamingEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2, conv_kernel_size=3,
-            subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, sliding_window=9,
-            default_num_lookahead_tokens=3, **SIZES, **STILL,
-        ),
-        features,
-    ),
-    "Gemma 3n": Family(
-        built(
-            "models.gemma3n.modeling_gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig", hidden_size=24,
-            input_feat_size=16, conf_num_attention_heads=3, conf_num_hidden_layers=2, conf_attention_chunk_size=4,
-            conf_attention_context_left=5, conf_attention_context_right=0, conf_reduction_factor=1,
-            conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
-        ),
-        mels, gate=1e-5,
-    ),
-    "Gemma 4": Family(
-        in_float32(built(
-            "models.gemma4.modeling_gemma4.Gemma4AudioModel", "Gemma4AudioConfig", hidden_size=24,
-            num_attention_heads=3, num_hidden_layers=2, subsampling_conv_channels=[16, 4], conv_kernel_size=3,
-            attention_chunk_size=4, attention_context_left=5, output_proj_dims=24,
-        )),
-        features, gate=1e-5,
-    ),
-    "Phi-4": Family(
-        built(
-            "models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig",
-            "sdpa", hidden_size=24, intermediate_size=16, num_blocks=2, num_attention_heads=3, input_size=16,
-            chunk_size=50, left_chunk=1, ext_pw_out_channel=24, depthwise_separable_out_channel=24,
-            nemo_conv_channels=24, time_reduction=4, bias_max_distance=6, dropout_rate=0.0,
-        ),
-        masked_features, 3,
-    ),
-    "Parakeet": Family(
-        built(
-            "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2,
-            conv_kernel_size=3, subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, **SIZES, **STILL,
-        ),
-        features,
-    ),
+    "Nemotron": Family(built(
+        "nemotron_asr_streaming.NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderConfig", "sdpa",
+        num_mel_bins=16, subsampling_factor=2, conv_kernel_size=3, subsampling_conv_channels=4, dropout=0.0,
+        dropout_positions=0.0, sliding_window=9, default_num_lookahead_tokens=3, **SIZES, **STILL,
+    ), features),
+    "Gemma 3n": Family(built(
+        "gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig", hidden_size=24, input_feat_size=16,
+        conf_num_attention_heads=3, conf_num_hidden_layers=2, conf_attention_chunk_size=4,
+        conf_attention_context_left=5, conf_attention_context_right=0, conf_reduction_factor=1, conf_conv_kernel_size=3,
+        sscp_conv_channel_size=[4, 4],
+    ), mels, gate=1e-5),
+    "Gemma 4": Family(in_float32(built(
+        "gemma4.Gemma4AudioModel", "Gemma4AudioConfig", hidden_size=24, num_attention_heads=3, num_hidden_layers=2,
+        subsampling_conv_channels=[16, 4], conv_kernel_size=3, attention_chunk_size=4, attention_context_left=5,
+        output_proj_dims=24,
+    )), features, gate=1e-5),
+    "Phi-4": Family(built(
+        "phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig", "sdpa", hidden_size=24,
+        intermediate_size=16, num_blocks=2, num_attention_heads=3, input_size=16, chunk_size=50, left_chunk=1,
+        ext_pw_out_channel=24, depthwise_separable_out_channel=24, nemo_conv_channels=24, time_reduction=4,
+        bias_max_distance=6, dropout_rate=0.0,
+    ), masked_features, 3),
+    "Parakeet": Family(built(
+        "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2, conv_kernel_size=3,
+        subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, **SIZES, **STILL,
+    ), features),
 }  # fmt: skip

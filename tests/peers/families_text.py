@@ -21,9 +21,8 @@ INKLING: Given = {
 
 OF_INKLING = ("intermediate_size", "mlp_layer_types", "local_layer_ids")
 INKLING_2: Given = {
-    **{name: x for name, x in INKLING.items() if name not in OF_INKLING},
-    "n_layers_per_attn_res_block": 1, "moe_intermediate_size": 16, "unpadded_vocab_size": 50,
-    "layer_types": ["hybrid_sliding", "hybrid"],
+    **{name: x for name, x in INKLING.items() if name not in OF_INKLING}, "n_layers_per_attn_res_block": 1,
+    "moe_intermediate_size": 16, "unpadded_vocab_size": 50, "layer_types": ["hybrid_sliding", "hybrid"],
 }  # fmt: skip
 
 
@@ -55,8 +54,7 @@ class Kept(torch.nn.Linear):
 def inkling_2(name: str, **options: Any) -> Family:
     module = {"Inkling2": "inkling2", "Inkling2Loop": "inkling2_loop"}[name]
     make = built(
-        f"models.{module}.modeling_{module}.{name}ForCausalLM",
-        f"models.{module}.configuration_{module}.{name}TextConfig", **{**INKLING_2, **options},
+        f"{module}.{name}ForCausalLM", f"{module}.{name}TextConfig", **{**INKLING_2, **options},
     )  # fmt: skip
 
     def kept() -> Any:
@@ -126,14 +124,11 @@ TEXT: dict[str, Family] = {
     "MT5": text_to_text("MT5"),
     "UMT5": text_to_text("UMT5"),
     "Pop2Piano": replace(text_to_text("Pop2Piano"), generates=False),  # it needs audio
-    "Pix2Struct": Family(
-        built(
-            "Pix2StructTextModel", "Pix2StructTextConfig", "sdpa", hidden_size=24, d_kv=8, num_heads=3, num_layers=2,
-            d_ff=32, vocab_size=50, dropout_rate=0.0, relative_attention_num_buckets=8,
-            relative_attention_max_distance=12, initializer_range=0.02,
-        ),
-        of_a_picture, count=4, lengths=(1, 7, 30),
-    ),
+    "Pix2Struct": Family(built(
+        "Pix2StructTextModel", "Pix2StructTextConfig", "sdpa", hidden_size=24, d_kv=8, num_heads=3, num_layers=2,
+        d_ff=32, vocab_size=50, dropout_rate=0.0, relative_attention_num_buckets=8, relative_attention_max_distance=12,
+        initializer_range=0.02,
+    ), of_a_picture, count=4, lengths=(1, 7, 30)),
     "SwitchTransformers": text_to_text(
         "SwitchTransformers", "eager", num_sparse_encoder_layers=0, num_sparse_decoder_layers=0, router_jitter_noise=0.0
     ),
@@ -160,51 +155,33 @@ TEXT: dict[str, Family] = {
     "Funnel factorized": funnel(attention_type="factorized"),
     # Of three tokens, a pooled text of one token has keys of padding alone.
     "Funnel of one kind": replace(funnel(separate_cls=False, pool_q_only=False), lengths=(3, 6, 7, 30), gate=1e-4),
-    "MPNet": Family(
-        built(
-            "MPNetModel", "MPNetConfig", vocab_size=50, max_position_embeddings=900, hidden_dropout_prob=0.0, **WEIGHTS,
-            **SIZES,
-        ),
-        tokens, 3,
-    ),
-    "LayoutLMv3": Family(
-        built(
-            "LayoutLMv3Model", "LayoutLMv3Config", vocab_size=50, coordinate_size=4, shape_size=4, input_size=32,
-            patch_size=8, max_2d_position_embeddings=100, rel_pos_bins=8, max_rel_pos=12, rel_2d_pos_bins=8,
-            max_rel_2d_pos=40, hidden_dropout_prob=0.0, **WEIGHTS, **SIZES,
-        ),
-        documents, 3, takes_out=True),
-    "UDOP": Family(
-        built(
-            "UdopForConditionalGeneration", "UdopConfig", "sdpa", d_model=24, d_kv=8, num_heads=3, num_layers=2,
-            num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
-            max_2d_position_embeddings=100,
-        ),
-        boxed_pairs, 8, lengths=(2, 7, 30), generates=True,
-    ),
-    "ProphetNet": Family(
-        in_float32(built(
-            "ProphetNetForConditionalGeneration", "ProphetNetConfig", hidden_size=24, num_encoder_layers=2,
-            num_decoder_layers=2, num_encoder_attention_heads=3, num_decoder_attention_heads=3, encoder_ffn_dim=16,
-            decoder_ffn_dim=16, vocab_size=50, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-            num_buckets=8, relative_max_distance=12, max_position_embeddings=64,
-        )),
-        pairs, lengths=(1, 7, 30), generates=True, gate=1e-4,
-    ),
-    "Falcon": Family(
-        in_float32(built(
-            "FalconForCausalLM", "FalconConfig", "sdpa", alibi=True, vocab_size=50, hidden_size=24,
-            num_hidden_layers=2, num_attention_heads=3, multi_query=False, hidden_dropout=0.0, attention_dropout=0.0,
-        )),
-        padded_on_the_left, generates=True, gate=1e-5, pads=False,
-    ),
-    "Inkling": Family(
-        built(
-            "models.inkling.modeling_inkling.InklingForCausalLM",
-            "models.inkling.configuration_inkling.InklingTextConfig", "sdpa", **INKLING,
-        ),
-        padded_on_the_left, generates=True, gate=1e-6, pads=False,
-    ),
+    "MPNet": Family(built(
+        "MPNetModel", "MPNetConfig", vocab_size=50, max_position_embeddings=900, hidden_dropout_prob=0.0, **WEIGHTS,
+        **SIZES,
+    ), tokens, 3),
+    "LayoutLMv3": Family(built(
+        "LayoutLMv3Model", "LayoutLMv3Config", vocab_size=50, coordinate_size=4, shape_size=4, input_size=32,
+        patch_size=8, max_2d_position_embeddings=100, rel_pos_bins=8, max_rel_pos=12, rel_2d_pos_bins=8,
+        max_rel_2d_pos=40, hidden_dropout_prob=0.0, **WEIGHTS, **SIZES,
+    ), documents, 3, takes_out=True),
+    "UDOP": Family(built(
+        "UdopForConditionalGeneration", "UdopConfig", "sdpa", d_model=24, d_kv=8, num_heads=3, num_layers=2,
+        num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
+        max_2d_position_embeddings=100,
+    ), boxed_pairs, 8, lengths=(2, 7, 30), generates=True),
+    "ProphetNet": Family(in_float32(built(
+        "ProphetNetForConditionalGeneration", "ProphetNetConfig", hidden_size=24, num_encoder_layers=2,
+        num_decoder_layers=2, num_encoder_attention_heads=3, num_decoder_attention_heads=3, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, vocab_size=50, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, num_buckets=8,
+        relative_max_distance=12, max_position_embeddings=64,
+    )), pairs, lengths=(1, 7, 30), generates=True, gate=1e-4),
+    "Falcon": Family(in_float32(built(
+        "FalconForCausalLM", "FalconConfig", "sdpa", alibi=True, vocab_size=50, hidden_size=24, num_hidden_layers=2,
+        num_attention_heads=3, multi_query=False, hidden_dropout=0.0, attention_dropout=0.0,
+    )), padded_on_the_left, generates=True, gate=1e-5, pads=False),
+    "Inkling": Family(built(
+        "inkling.InklingForCausalLM", "inkling.InklingTextConfig", "sdpa", **INKLING,
+    ), padded_on_the_left, generates=True, gate=1e-6, pads=False),
     "Inkling 2": inkling_2("Inkling2"),
     # The last two layers are passed twice.
     "Inkling 2 Loop": inkling_2(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from peers.common import peer, randn, randomised
+from peers.common import hf, peer, randn, randomised
 from peers.family import SIZES, WEIGHTS, Family, Given, built
 
 SWIN: Given = {
@@ -17,8 +17,7 @@ BEIT: Given = {
 
 SAM: Given = {
     "image_size": 64, "patch_size": 8, "window_size": 3, "global_attn_indexes": [1], "output_channels": 8,
-    "mlp_dim": 16,
-    **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+    "mlp_dim": 16, **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
 }  # fmt: skip
 
 
@@ -41,12 +40,12 @@ def spectrograms(length: int) -> Given:
 
 
 def clap() -> Any:
-    config = peer("transformers.ClapAudioConfig")(
+    config = hf("ClapAudioConfig")(
         spec_size=32, num_mel_bins=8, window_size=4, patch_size=4, patch_stride=[4, 4], patch_embeds_hidden_size=12,
         depths=[2, 2], num_attention_heads=[3, 3], drop_path_rate=0.0, hidden_dropout_prob=0.0, hidden_size=24,
         **WEIGHTS,
     )  # fmt: skip
-    return randomised(peer("transformers.models.clap.modeling_clap.ClapAudioEncoder")(config))
+    return randomised(hf("clap.ClapAudioEncoder")(config))
 
 
 def as_argument(length: int) -> Given:
@@ -80,50 +79,34 @@ VISION: dict[str, Family] = {
         built("BeitModel", "BeitConfig", "sdpa", use_relative_position_bias=True, **WEIGHTS, **BEIT),
         pictures, 4, (4, 6),
     ),
-    "BEiT shared": Family(
-        built(
-            "BeitModel", "BeitConfig", "sdpa", use_shared_relative_position_bias=True, use_relative_position_bias=True,
-            **WEIGHTS, **BEIT,
-        ),
-        pictures, 5, (4, 6),
-    ),
+    "BEiT shared": Family(built(
+        "BeitModel", "BeitConfig", "sdpa", use_shared_relative_position_bias=True, use_relative_position_bias=True,
+        **WEIGHTS, **BEIT,
+    ), pictures, 5, (4, 6)),
     "SAM": Family(built("SamVisionModel", "SamVisionConfig", **SAM), whole_pictures, 2, (16, 16), gate=1e-6),
     "SAM sdpa": Family(built("SamVisionModel", "SamVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
     "SAM-HQ": Family(built("SamHQVisionModel", "SamHQVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
-    "SegGPT": Family(
-        built(
-            "SegGptModel", "SegGptConfig", image_size=(32, 16), patch_size=4, pretrain_image_size=16, mlp_dim=16,
-            drop_path_rate=0.0, merge_index=0, intermediate_hidden_state_indices=[1],
-            **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
-        ),
-        prompted_pictures, 2, (4, 4), gate=1e-6,
-    ),
-    "ViTDet": Family(
-        built(
-            "VitDetModel", "VitDetConfig", use_relative_position_embeddings=True, window_block_indices=[0],
-            window_size=3,
-            image_size=32, patch_size=4, dropout_prob=0.0, drop_path_rate=0.0, mlp_ratio=2,
-            **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
-        ),
-        pictures, 2, (8, 11),
-    ),
+    "SegGPT": Family(built(
+        "SegGptModel", "SegGptConfig", image_size=(32, 16), patch_size=4, pretrain_image_size=16, mlp_dim=16,
+        drop_path_rate=0.0, merge_index=0, intermediate_hidden_state_indices=[1],
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+    ), prompted_pictures, 2, (4, 4), gate=1e-6),
+    "ViTDet": Family(built(
+        "VitDetModel", "VitDetConfig", use_relative_position_embeddings=True, window_block_indices=[0], window_size=3,
+        image_size=32, patch_size=4, dropout_prob=0.0, drop_path_rate=0.0, mlp_ratio=2,
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+    ), pictures, 2, (8, 11)),
     "Donut's Swin": Family(built("DonutSwinModel", "DonutSwinConfig", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),
-    "MaskFormer's Swin": Family(
-        built(
-            "models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", "MaskFormerSwinConfig", **WEIGHTS, **SWIN
-        ),
-        pictures, 3, (4, 8),
-    ),
+    "MaskFormer's Swin": Family(built(
+        "maskformer.MaskFormerSwinModel", "MaskFormerSwinConfig", **WEIGHTS, **SWIN,
+    ), pictures, 3, (4, 8)),
     "CLAP's Swin": Family(clap, spectrograms, 4, (1, 1)),
     "Swin2SR": Family(
         built("Swin2SRModel", "Swin2SRConfig", **WEIGHTS, **{**SWIN, "patch_size": 1}), pictures, 3, (4, 8)
     ),
-    "Data2VecVision": Family(
-        built(
-            "Data2VecVisionModel", "Data2VecVisionConfig", "sdpa", use_relative_position_bias=True, **WEIGHTS, **BEIT
-        ),
-        pictures, 4, (4, 6),
-    ),
+    "Data2VecVision": Family(built(
+        "Data2VecVisionModel", "Data2VecVisionConfig", "sdpa", use_relative_position_bias=True, **WEIGHTS, **BEIT,
+    ), pictures, 4, (4, 6)),
     "timm's Swin": Family(timm_swin("swin_transformer", "SwinTransformer"), whole_as_argument, 3, (4, 4)),
     "timm's Swin, version 2": Family(
         timm_swin("swin_transformer_v2", "SwinTransformerV2"), whole_as_argument, 3, (4, 4), gate=1e-6, takes_out=True),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peers.common import padding, peer, randomised
+from peers.common import hf, padding, randomised
 
 Tensor = torch.Tensor
 
@@ -52,9 +52,9 @@ def pairs(length: int) -> Given:
 
 def built(path: str, configured: str, implementation: str = "eager", **options: Any) -> Callable[[], Any]:
     def make() -> Any:
-        config = peer(f"transformers.{configured}")(**options)
+        config = hf(f"{configured}")(**options)
         config._attn_implementation = implementation
-        return randomised(peer(f"transformers.{path}")(config))
+        return randomised(hf(f"{path}")(config))
 
     return make
 

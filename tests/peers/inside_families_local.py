@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, peer
+from peers.common import check, hf
 from peers.families import FAMILIES
 from peers.families_conformers import CONFORMERS
 from peers.family import SIZES, STILL, Family, built
-from peers.test_families_numbers import drop_ins, given, present, tensors
+from peers.test_families_numbers import drop_ins, given, outputs, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,12 +33,9 @@ def local(family: Family, window: tuple[int, int] = WINDOW) -> Any:
     return replace_attention(family.make(), window=window)
 
 
-def outputs(model: Any, family: Family, length: int) -> list[Tensor]:
-    """Return the outputs without padding."""
-    inputs = given(family, length, model)
-    out = model(**copy.deepcopy(inputs))
-    mask = getattr(out, "attention_mask", inputs["attention_mask"])
-    return [out.logits] if "decoder_input_ids" in inputs else [present(x, mask) for x in tensors(out)]
+def outside(window: tuple[int, int], q: Tensor, k: Tensor) -> Tensor:
+    relative = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    return (relative < -window[0]) | (relative > window[1])
 
 
 @pytest.fixture
@@ -47,8 +44,7 @@ def banded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dense(self: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self.local and self.attends_to_itself():
-            relative = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
-            band = (relative >= -WINDOW[0]) & (relative <= WINDOW[1])
+            band = ~outside(WINDOW, q, k)
             mask = options.pop("mask", None)
             if mask is None or mask.dtype == torch.bool:
                 mask = band if mask is None else band & mask
@@ -61,17 +57,17 @@ def banded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-@torch.no_grad()
 def test_a_wide_window_is_the_original(name: str) -> None:
     family = FAMILIES[name]
     theirs, ours = family.make(), local(family, (70, 70))
     assert any(part.window == (70, 70) for part in drop_ins(ours))
     for length in family.lengths:
-        for got, want in zip(*(outputs(model, family, length) for model in (ours, theirs)), strict=True):
-            check(got, want, family.gate)
+        got, want = (outputs(model, family, length) for model in (ours, theirs))
+        check(got, want, family.gate)
 
 
 @pytest.mark.parametrize("name", LOCAL)
+@torch.enable_grad()
 def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
     """Outputs, and the gradients of all parameters, in training."""
     family = FAMILIES[name]
@@ -83,8 +79,7 @@ def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
         torch.stack([x.square().sum() for x in out]).sum().backward()
         found.append((out, {key: parameter.grad for key, parameter in model.named_parameters()}))
     (got, gradients), (want, expected) = found
-    for x, y in zip(got, want, strict=True):
-        check(x, y, family.gate)
+    check(got, want, family.gate)
     largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
     for key, gradient in expected.items():
         if gradient is not None and gradient.norm() > 1e-9 * largest:
@@ -100,26 +95,22 @@ def with_a_band(theirs: Any) -> Any:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
     ) -> Any:
-        relative = torch.arange(key.shape[-2]) - torch.arange(query.shape[-2])[:, None]
-        hidden = (relative < -WINDOW[0]) | (relative > WINDOW[1])
-        mask = attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
-        return peer("transformers.AttentionInterface")()["sdpa"](module, query, key, value, mask, **options)
+        mask = attention_mask.masked_fill(outside(WINDOW, query, key), torch.finfo(query.dtype).min)
+        return hf("AttentionInterface")()["sdpa"](module, query, key, value, mask, **options)
 
-    peer("transformers.AttentionInterface").register("banded", attention)
+    hf("AttentionInterface").register("banded", attention)
     theirs.config._attn_implementation = "banded"
     return theirs
 
 
-@torch.no_grad()
 def test_parakeet_itself_with_a_mask() -> None:
     family = FAMILIES["Parakeet"]
     theirs = with_a_band(family.make())
-    for got, want in zip(*(outputs(model, family, 30) for model in (local(family), theirs)), strict=True):
-        check(got, want, family.gate)
+    got, want = (outputs(model, family, 30) for model in (local(family), theirs))
+    check(got, want, family.gate)
 
 
 @pytest.mark.parametrize("name", ["Wav2Vec2-Conformer", "Wav2Vec2-BERT relative", "SeamlessM4T"])
-@torch.no_grad()
 def test_a_conformer_itself_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions mix frames without any key, which attend to all keys, into frames that count."""
     family = FAMILIES[name]
@@ -130,16 +121,14 @@ def test_a_conformer_itself_with_a_mask(name: str, monkeypatch: pytest.MonkeyPat
     attend = module.eager_attention_forward
 
     def banded(part: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
-        relative = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
-        hidden = (relative < 0) | (relative > 6)
-        return attend(part, q, k, v, mask.masked_fill(hidden, torch.finfo(q.dtype).min), **options)
+        return attend(part, q, k, v, mask.masked_fill(outside((0, 6), q, k), torch.finfo(q.dtype).min), **options)
 
     monkeypatch.setattr(module, "eager_attention_forward", banded)
     for part in theirs.modules():
         if hasattr(part, "config"):
             part.config._attn_implementation = "eager"
-    for got, want in zip(*(tensors(model(**copy.deepcopy(inputs))) for model in (ours, theirs)), strict=True):
-        check(got, want, family.gate)
+    got, want = (tensors(model(**copy.deepcopy(inputs))) for model in (ours, theirs))
+    check(got, want, family.gate)
 
 
 class Largest(TorchDispatchMode):
@@ -156,7 +145,6 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [*LOCAL, "Gemma 4"])
-@torch.no_grad()
 def test_memory_of_a_window_is_linear_in_the_length(name: str) -> None:
     """Masks of transformers, which have a number for each pair, included."""
     family = FAMILIES[name]
@@ -173,7 +161,6 @@ def test_memory_of_a_window_is_linear_in_the_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["T5 sdpa", "Parakeet"])
-@torch.no_grad()
 def test_a_copy_and_a_pickle(name: str) -> None:
     family = FAMILIES[name]
     ours = local(family)
@@ -187,11 +174,9 @@ def test_a_copy_and_a_pickle(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "window"), [
-    ("T5 sdpa", (70, 40)),
-    ("Parakeet", WINDOW),
+    ("T5 sdpa", (70, 40)), ("Parakeet", WINDOW),
     *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
 ])  # fmt: skip
-@torch.no_grad()
 def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int, int], tmp_path: Path) -> None:
     """Any batch and any length, as torch gives it; an example may be shorter than a block."""
     family = FAMILIES[name]
@@ -216,7 +201,6 @@ def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int,
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_an_hour_of_sound(tmp_path: Path) -> None:
     """360,000 frames of 10 ms, 45,000 after the subsampling, in onnxruntime; the original serves the first minute."""
     theirs = built(
@@ -239,7 +223,6 @@ def test_an_hour_of_sound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFORMERS)
-@torch.no_grad()
 def test_an_hour_of_frames(name: str) -> None:
     """45,000 frames, as after a subsampling by 8, of which the original has the first minute.
 

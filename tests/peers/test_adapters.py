@@ -19,6 +19,7 @@ def model() -> Any:
     return randomised(nn.Sequential(nn.Linear(32, 32), RelativeMultiheadAttention(SPEC)))
 
 
+@torch.enable_grad()
 def test_lora_counts_before_it_is_merged_and_after() -> None:
     plain, x = model(), randn(2, 9, 32)
     config = peer("peft.LoraConfig")(r=4, target_modules=PROJECTIONS)
@@ -40,6 +41,7 @@ def test_lora_counts_before_it_is_merged_and_after() -> None:
     check(attention_block(merged[0](x), merged[1].state_dict(), SPEC), y)
 
 
+@torch.enable_grad()
 def test_lora_trains_tables_that_are_let() -> None:
     adapted: Any = peer("peft.get_peft_model")(model(), peer("peft.LoraConfig")(target_modules=["q_proj"]))
     (attention,) = (part for part in adapted.modules() if isinstance(part, RelativeMultiheadAttention))

@@ -24,7 +24,6 @@ def both(theirs: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("zero_triu", [False, True])
 @pytest.mark.parametrize("legacy", [False, True])
-@torch.no_grad()
 def test_espnet(legacy: bool, zero_triu: bool, length: int) -> None:
     """Any rows, the last queries alone, a mask of all pairs, and no positions in the future."""
     kind = peer(f"{ESPNET}.{'Legacy' * legacy}RelPositionMultiHeadedAttention")
@@ -43,7 +42,6 @@ def test_espnet(legacy: bool, zero_triu: bool, length: int) -> None:
     check(ours(x, x, x, rows, mask[:, -1:]), theirs(x, x, x, rows, mask[:, -1:] & band))
 
 
-@torch.no_grad()
 def test_espnets_legacy_positions_depend_on_its_table_and_on_the_length_of_a_batch() -> None:
     """The row of a key at its own query is that of ``max_len`` minus the length: padding changes what is said."""
     theirs, ours = both(espnet(legacy=True))
@@ -92,7 +90,6 @@ CONTEXTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CONTEXTS, ids=str)
-@torch.no_grad()
 def test_nemos_contexts(options: dict[str, Any]) -> None:
     """Windows and chunks of its own, at padding too; a window of the call hides what it hides besides."""
     theirs, ours = both(nemo(**options))
@@ -110,7 +107,6 @@ def test_nemos_contexts(options: dict[str, Any]) -> None:
     check(ours(**frames(30)), theirs(**frames(30)), 1e-9)
 
 
-@torch.no_grad()
 def test_nemos_cache() -> None:
     """Chunk by chunk, with keys and values of what came before."""
     theirs, ours = both(nemo(att_context_size=[6, 2], att_context_style="chunked_limited"))
@@ -121,11 +117,9 @@ def test_nemos_cache() -> None:
         attention.cache_drop_size = 0
         out, cache = attention(x, x, x, None, rows, randn(2, 6, 24, seed=2))
         found.append((out, cache))
-    for got, want in zip(*reversed(found), strict=True):
-        check(got, want)
+    check(*reversed(found))
 
 
-@torch.no_grad()
 def test_nemo_makes_its_masks_for_attention_that_it_changes_back() -> None:
     theirs, ours = both(nemo())
     for mine, original in zip(ours.encoder.layers, theirs.encoder.layers, strict=True):
@@ -134,7 +128,6 @@ def test_nemo_makes_its_masks_for_attention_that_it_changes_back() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"attn_mode": "causal"}, {"qkv_bias": True, "qk_norm": True}], ids=str)
-@torch.no_grad()
 def test_nemos_transformer(options: dict[str, Any]) -> None:
     """The whole encoder, one attention with a mask of blocks or none, and the module here with its weights."""
     theirs, ours = both(nemo_transformer(**options))
@@ -156,7 +149,6 @@ def test_nemos_transformer(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"vbias": True}, {"mask_pos_future": True}, {}], ids=str)
-@torch.no_grad()
 def test_speechbrain(options: dict[str, Any]) -> None:
     """Both kinds of masks, other keys than queries, no weights, and ``mask_pos_future``, which hides nothing."""
     attention = alone("speechbrain.nnet.attention.RelPosMHAXL", "torchaudio")
@@ -180,7 +172,6 @@ def test_speechbrain(options: dict[str, Any]) -> None:
         check(ours(memory, memory, memory, rows)[0], theirs(memory, memory, memory, rows)[0], 1e-5)
 
 
-@torch.no_grad()
 def test_a_window_leaves_speechbrains_cross_attention() -> None:
     theirs, ours = both(speechbrain())
     replace_attention(ours, window=(1, 1))
@@ -192,7 +183,6 @@ def test_a_window_leaves_speechbrains_cross_attention() -> None:
 
 
 @pytest.mark.parametrize("direction", ["both", "past"])
-@torch.no_grad()
 def test_speechbrains_sines(direction: str) -> None:
     """Of distances, and of positions, as encoders with ``use_legacy_symmetric=False`` pass them."""
     theirs, ours = both(speechbrain().float())

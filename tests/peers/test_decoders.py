@@ -1,4 +1,4 @@
-"""Decoders of transformers as they are, in one call: the tokens of the model without a cache."""
+"""Decoders of transformers and T5 exported in one call: the tokens of the model without a cache."""
 
 import copy
 from pathlib import Path
@@ -9,11 +9,12 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from peers.common import randn
 from peers.families import FAMILIES
 from peers.family import built
 
 from onnx_sessions import opened
-from relskew_core.export import decoder_to_onnx, generate
+from relskew_core.export import decoder_to_onnx, encoder_decoder_to_onnx, generate
 from relskew_core.huggingface import register_attention, replace_attention
 
 
@@ -34,8 +35,15 @@ OPTIONS: dict[str, dict[str, Any]] = {"Llama": {"dtype": "float32"}, "MPT": {"in
 STEPS = 40
 
 
+def greedy(model: Any, name: str, tokens: torch.Tensor, **given: Any) -> Any:
+    """Return tokens, and those that a model adds to them without a cache."""
+    for _ in range(STEPS):
+        logits = model(**{name: tokens}, use_cache=False, **given).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    return tokens.numpy()
+
+
 @pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
 def test_generate_gives_the_greedy_tokens_of_the_model(name: str, tmp_path: Path) -> None:
     model: Any = MODELS[name]().float()
     for x in model.parameters():  # so that the tokens differ
@@ -52,13 +60,10 @@ def test_generate_gives_the_greedy_tokens_of_the_model(name: str, tmp_path: Path
     path = decoder_to_onnx(model, tmp_path / "decoder.onnx", **given)
     model.float()
     prompt = torch.tensor([[1, 2, 3], [7, 8, 9]])
-    tokens = prompt
-    for _ in range(STEPS):
-        logits = model(input_ids=tokens, use_cache=False, **attended).logits
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
-    assert len(tokens.unique()) > 6
+    tokens = greedy(model, "input_ids", prompt, **attended)
+    assert len(np.unique(tokens)) > 6
     made = generate(path, prompt.numpy(), STEPS, memory=memory.numpy() if attended else None)
-    assert np.array_equal(made, tokens[:, 3:].numpy())
+    assert np.array_equal(made, tokens[:, 3:])
     stored = [tensor.name for tensor in onnx.load(path).graph.initializer]
     known = {key.replace("_orig_mod.", "") for key in model.state_dict()}
     assert known & set(stored)  # by the names in the state dict
@@ -85,7 +90,6 @@ def test_models_without_a_dynamic_cache_are_refused(make: Any, said: str, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@torch.no_grad()
 def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
     """Its bias by key is more than a hundred there, of which half precision has every eighth."""
     options: dict[str, Any] = {"d_model": 16, "n_heads": 8, "n_layers": 1, "vocab_size": 50, "max_seq_len": 512}
@@ -96,3 +100,39 @@ def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
     past = dict.fromkeys((f"past_key_values.0.{name}" for name in ("key", "value")), np.zeros((1, 8, 0, 2), np.float16))
     logits, *_ = opened(path).run(None, {"input_ids": tokens.numpy(), **past})
     assert np.linalg.norm(logits - wanted) < 2e-3 * np.linalg.norm(wanted)
+
+
+MADLAD = built(
+    "T5ForConditionalGeneration", "T5Config", "sdpa", d_model=20, d_kv=8, num_heads=3, num_layers=1, d_ff=32,
+    num_decoder_layers=1, vocab_size=50, dropout_rate=0.0, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=12,
+)  # fmt: skip
+"""Heads that together are wider than the model."""
+
+OF_T5 = {name: FAMILIES[name].make for name in ("T5", "MT5", "UMT5", "Pop2Piano")} | {"MADLAD": MADLAD}
+OFTEN = ("UMT5", "MADLAD")
+"""A bias in each layer, and heads of another width; the others differ in what their encoders read."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in OF_T5]
+)
+def test_three_graphs_give_the_greedy_tokens_of_the_model(name: str, tmp_path: Path) -> None:
+    model: Any = OF_T5[name]().float()
+    folder = encoder_decoder_to_onnx(replace_attention(model), tmp_path / "made")
+    mask = torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0]])
+    source: Any = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(3))
+    if name == "Pop2Piano":
+        source = randn(2, 7, 24).float()
+    given = {"inputs_embeds" if name == "Pop2Piano" else "input_ids": source, "attention_mask": mask}
+    memory = model.get_encoder()(**given)
+    start = torch.zeros((2, 1), dtype=torch.int64)
+    tokens = greedy(model, "decoder_input_ids", start, encoder_outputs=memory, attention_mask=mask)
+    assert np.array_equal(generate(folder, source.numpy(), STEPS, mask=mask.numpy()), tokens[:, 1:])
+    names = {file.name: [value.name for value in onnx.load(file).graph.input] for file in folder.glob("*.onnx")}
+    assert names["encoder_model.onnx"][1:] == ["attention_mask"]
+    assert names["decoder_model.onnx"] == ["encoder_attention_mask", "input_ids", "encoder_hidden_states"]
+    assert names["decoder_with_past_model.onnx"][:6] == [
+        "encoder_attention_mask", "input_ids",
+        *(f"past_key_values.0.{of}.{kind}" for of in ("decoder", "encoder") for kind in ("key", "value")),
+    ]  # fmt: skip

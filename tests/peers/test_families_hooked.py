@@ -1,9 +1,7 @@
 """Drop-ins under accelerate's hooks, which dispatch a model, or keep its weights elsewhere between calls."""
 
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ from peers.common import check, peer
 from peers.families import FAMILIES
 from peers.inside_families_local import local
 from peers.test_families_lives import calls_of, check_alike
-from peers.test_families_numbers import both, drop_ins, given
-from peers.test_families_wrapped import every, outputs
+from peers.test_families_numbers import both, drop_ins, given, outputs
+from peers.test_families_wrapped import every
 
 from relskew_core.huggingface import replace_attention
 
@@ -37,19 +35,16 @@ def compare(name: str, change: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", every())
-@torch.no_grad()
 def test_dispatched_models(name: str) -> None:
     compare(name, dispatched)
 
 
 @pytest.mark.parametrize("name", ["Swin sdpa", "Inkling"])  # whose tables are in modules inside the attention
-@torch.no_grad()
 def test_offloaded_models(name: str) -> None:
     compare(name, offloaded)
 
 
 @pytest.mark.parametrize("change", [dispatched, offloaded])
-@torch.no_grad()
 def test_windows_under_hooks(change: Callable[[Any], Any]) -> None:
     """With a second hook, and after all of them are removed."""
     hooks, family = peer("accelerate.hooks.ModelHook"), FAMILIES["Wav2Vec2-Conformer"]
@@ -59,13 +54,11 @@ def test_windows_under_hooks(change: Callable[[Any], Any]) -> None:
         peer("accelerate.hooks.add_hook_to_module")(part, hooks(), append=True)
     ours = replace_attention(model, window=(3, 2))
     for _ in range(2):
-        for x, y in zip(outputs(ours, family), want, strict=True):
-            check(x, y, family.gate)
+        check(outputs(ours, family), want, family.gate)
         peer("accelerate.hooks.remove_hook_from_module")(ours, recurse=True)
 
 
 @pytest.mark.parametrize("name", ["T5 sdpa", pytest.param("Parakeet", marks=pytest.mark.slow)])
-@torch.no_grad()
 def test_windows_of_compiled_models(name: str) -> None:
     """A model that has run compiled, by itself or inside another one, is compiled again."""
     family = FAMILIES[name]
@@ -78,11 +71,9 @@ def test_windows_of_compiled_models(name: str) -> None:
             compiled = torch.compile(compiled, backend="eager")
         whole = outputs(compiled, family)
         replace_attention(compiled)
-        for x, y in zip(outputs(compiled, family), whole, strict=True):
-            check(x, y, family.gate)
+        check(outputs(compiled, family), whole, family.gate)
         replace_attention(compiled, window=(3, 2))
-        for x, y in zip(outputs(compiled, family), want, strict=True):
-            check(x, y, family.gate)
+        check(outputs(compiled, family), want, family.gate)
 
 
 TORCHVISION = ("torchvision.models.feature_extraction.create_feature_extractor", ["features.1", "features.3"])
@@ -91,7 +82,6 @@ TIMM = ("timm.models._features_fx.create_feature_extractor", ["layers.0", "layer
 
 @pytest.mark.parametrize("version", ["", ", version 2"])
 @pytest.mark.parametrize(("package", "extractor", "nodes"), [("torchvision", *TORCHVISION), ("timm", *TIMM)])
-@torch.no_grad()
 def test_features_by_torch_fx(package: str, extractor: str, nodes: list[str], version: str) -> None:
     family = FAMILIES[f"{package}'s Swin{version}"]
     found = []
@@ -101,13 +91,4 @@ def test_features_by_torch_fx(package: str, extractor: str, nodes: list[str], ve
         check(torch.fx.symbolic_trace(model)(*given(family, 4, model).values()), outputs(model, family)[0])
     want, got = found
     assert len(want) == 2
-    for x, y in zip(got, want, strict=True):
-        check(x, y, family.gate)
-
-
-def test_the_page_of_other_tools_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "other-tools.md").read_text()
-    (block,) = (x for x in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "accelerate" in x)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    assert len(drop_ins(names["model"])) == 2
+    check(got, want, family.gate)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
-from peers.test_families_numbers import both, given, present, tensors
+from peers.test_families_numbers import both, outputs
 from torch import Tensor
 
 import lives
@@ -24,20 +24,15 @@ BY_BUCKET = [
 
 def calls_of(name: str) -> Callable[[Any], list[Tensor]]:
     family = FAMILIES[name]
-    inputs = given(family, family.lengths[-1], family.make())
-    mask = None if family.pads else inputs["attention_mask"]
-    return lambda model: [present(x, mask) for x in tensors(model(**copy.deepcopy(inputs)))]
+    return lambda model: outputs(model, family, family.lengths[-1], whole=True)
 
 
 def check_alike(name: str, got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want) > 0
-    for x, y in zip(got, want, strict=True):
-        check(x, y, max(FAMILIES[name].gate, 1e-9))
+    check(got, want, max(FAMILIES[name].gate, 1e-9))
 
 
 @pytest.mark.parametrize("step", [step.__name__ for step in lives.LASTING])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in BY_BUCKET else pytest.mark.slow) for x in FAMILIES])
-@torch.no_grad()
 def test_a_step_changes_both_alike(name: str, step: str) -> None:
     theirs, ours = both(FAMILIES[name])
     call, buffers = calls_of(name), {key: x.clone() for key, x in theirs.named_buffers()}
@@ -61,7 +56,6 @@ def test_a_step_changes_both_alike(name: str, step: str) -> None:
 @pytest.mark.parametrize("replaced_first", [False, True])
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("name", BY_BUCKET)
-@torch.no_grad()
 def test_offloading(name: str, where: str, replaced_first: bool, tmp_path: Path) -> None:
     theirs, call = FAMILIES[name].make(), calls_of(name)
     folder = () if where == "cpu" else (tmp_path,)
@@ -80,7 +74,6 @@ def test_offloading(name: str, where: str, replaced_first: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", BY_BUCKET)
-@torch.no_grad()
 def test_empty_weights(name: str, tmp_path: Path) -> None:
     """Made and replaced without memory, and filled from a checkpoint."""
     theirs, call = FAMILIES[name].make(), calls_of(name)

@@ -47,23 +47,35 @@ def tensors(out: Any) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@torch.no_grad()
+def present(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Leave out padding: some fill its logits, so that nothing flows back, where adding to them lets it flow."""
+    return x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x
+
+
+def outputs(model: Any, family: Family, length: int | None = None, *, whole: bool = False) -> list[Tensor]:
+    """Return what a model computes, without padding, or the whole where both are equal there as well."""
+    inputs = given(family, length or family.lengths[-2], model)
+    out = model(**inputs)
+    mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's mask is subsampled
+    found = [present(x, None if whole and family.pads else mask) for x in tensors(out)]
+    assert found
+    return found
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@every_family
 def test_outputs(family: Family) -> None:
     theirs, ours = both(family)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert len(drop_ins(ours)) == family.count
     for length in family.lengths:
-        inputs = given(family, length, ours)
-        mask = None if family.pads else inputs["attention_mask"]
-        want, got = (tensors(model(**copy.deepcopy(inputs))) for model in (theirs, ours))
-        assert len(got) == len(want) > 0
-        for x, y in zip(got, want, strict=True):
-            check(present(x, mask), present(y, mask), family.gate)
+        got, want = (outputs(model, family, length, whole=True) for model in (ours, theirs))
+        check(got, want, family.gate)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@torch.no_grad()
+@every_family
 def test_weights_are_refused(family: Family) -> None:
     """In every family, including those that do not pass the request on to their attention."""
     ours = replace_attention(family.make())
@@ -72,8 +84,7 @@ def test_weights_are_refused(family: Family) -> None:
         ours(**inputs, output_attentions=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@torch.no_grad()
+@every_family
 def test_quantised(family: Family) -> None:
     """Linear layers in 8 bits, whose weights are no parameters."""
     model = family.make().float()
@@ -103,16 +114,13 @@ def quantised(model: Any) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@every_family
+@torch.enable_grad()
 def test_gradients(family: Family) -> None:
     """Of all parameters, in training."""
-    length = family.lengths[-2]
     gradients = []
     for model in both(family):
-        inputs = given(family, length, model)
-        out = model.train()(**inputs)
-        mask = getattr(out, "attention_mask", inputs.get("attention_mask"))
-        torch.stack([present(x, mask).square().sum() for x in tensors(out)]).sum().backward()
+        torch.stack([x.square().sum() for x in outputs(model.train(), family)]).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     theirs, ours = gradients
     largest = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)
@@ -127,13 +135,11 @@ def test_gradients(family: Family) -> None:
             check(ours[name], want, gate)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@torch.no_grad()
+@every_family
 def test_dropout(family: Family) -> None:
     """A share of nearly nothing is nothing, a share of a half is felt, and each call drops others."""
     ours = replace_attention(family.make()).train()
-    inputs = given(family, 7, ours)
-    outs = [tensors(ours(**copy.deepcopy(inputs)))[0]]
+    outs = [outputs(ours, family, 7, whole=True)[0]]
     for share in (1e-12, 0.5, 0.5):
         for attention in drop_ins(ours):
             drops = getattr(attention, attention.drops, None)
@@ -141,20 +147,14 @@ def test_dropout(family: Family) -> None:
                 setattr(drops, "p" if isinstance(drops, torch.nn.Dropout) else "drop_prob", share)
             else:
                 setattr(attention, attention.drops, share)
-        outs.append(tensors(ours(**copy.deepcopy(inputs)))[0])
+        outs.append(outputs(ours, family, 7, whole=True)[0])
     still, nearly, *drawn = outs
     check(nearly, still, 1e-4)
     for x, y in [(drawn[0], still), (drawn[1], still), (drawn[0], drawn[1])]:
         assert (x - y).norm() > 1e-3 * still.norm()
 
 
-def present(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Leave out padding: some fill its logits, so that nothing flows back, where adding to them lets it flow."""
-    return x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x
-
-
 @pytest.mark.parametrize("name", ["timm's Swin", "timm's Swin, version 2"])
-@torch.no_grad()
 def test_timm_changes_the_windows_of_what_took_its_place(name: str) -> None:
     models = both(FAMILIES[name])
     for model in models:
@@ -164,7 +164,6 @@ def test_timm_changes_the_windows_of_what_took_its_place(name: str) -> None:
     check(got, want, 1e-6)
 
 
-@torch.no_grad()
 def test_a_segment_that_funnel_has_not_is_named() -> None:
     _, ours = both(FAMILIES["Funnel"])
     inputs = given(FAMILIES["Funnel"], 6, ours)

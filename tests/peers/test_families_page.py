@@ -1,4 +1,4 @@
-"""The page of the drop-ins: its programs run, as do the docstrings', and its table of families is the code's."""
+"""The pages of the drop-ins: their programs run, as do the docstrings', and the table of families is the code's."""
 
 import doctest
 import inspect
@@ -8,38 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import peer
+from peers.common import ROOT, hf, page, run
 from peers.families import FAMILIES
+from peers.test_families_numbers import drop_ins
 
 from relskew_core.export import encoder_decoder_to_onnx, register_exporters
 from relskew_core.huggingface import register_attention, replace_attention, replace_rotary
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 50}
 
 
+@torch.enable_grad()
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tiny random models replace those that the page downloads."""
 
     def llama(name: str, **options: Any) -> Any:
-        return peer("transformers.LlamaForCausalLM")._from_config(peer("transformers.LlamaConfig")(**TINY), **options)
+        return hf("LlamaForCausalLM")._from_config(hf("LlamaConfig")(**TINY), **options)
 
-    monkeypatch.setattr(
-        peer("transformers.T5ForConditionalGeneration"), "from_pretrained", lambda name: FAMILIES["T5"].make()
-    )
-    monkeypatch.setattr(peer("transformers.LlamaForCausalLM"), "from_pretrained", llama)
+    monkeypatch.setattr(hf("T5ForConditionalGeneration"), "from_pretrained", lambda name: FAMILIES["T5"].make())
+    monkeypatch.setattr(hf("LlamaForCausalLM"), "from_pretrained", llama)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    kinds = []
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    kinds, blocks = [], page("huggingface.md")
     for block in blocks:
         if "replace_rotary" in block:
             names["model"](torch.arange(6)[None]).logits.sum().backward()
         exec(block, names)
-        kinds.append(
-            {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
-        )
+        whole = names["model"]
+        kinds.append({type(part).__name__ for part in whole.modules()} | {whole.config._attn_implementation})
     assert blocks[0] in (ROOT / "README.md").read_text()  # its only program that needs transformers
     assert len(kinds) == 6
     assert "T5RelativeAttention" in kinds[0]
@@ -57,22 +54,39 @@ def test_the_answers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     for name in ("T5EncoderModel", "T5ForConditionalGeneration"):
         whole = FAMILIES["T5"].make().float()
         made = whole if name == "T5ForConditionalGeneration" else whole.encoder
-        monkeypatch.setattr(peer(f"transformers.{name}"), "from_pretrained", lambda name, made=made, **options: made)
+        monkeypatch.setattr(hf(name), "from_pretrained", lambda name, made=made, **options: made)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE | re.DOTALL)
-    blocks = [block for block in blocks if "from transformers" in block]
-    for block in blocks:
-        exec(block, names)
+    blocks = [block for block in page("faq.md") if "from transformers" in block]
+    names = run(*blocks)
     assert len(blocks) == 2
     assert "T5RelativeAttention" in {type(part).__name__ for part in names["model"].modules()}
     assert (tmp_path / "t5" / "decoder_model.onnx").exists()
+
+
+@torch.enable_grad()
+def test_the_page_of_other_tools_runs() -> None:
+    names = run(*(block for block in page("other-tools.md") if "accelerate" in block))
+    assert len(drop_ins(names["model"])) == 2
+
+
+def test_the_page_of_speech_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a small random Parakeet."""
+    sizes = {"num_mel_bins": 16, "subsampling_conv_channels": 4, **TINY}
+    encoder, config = hf("ParakeetEncoder"), hf("ParakeetEncoderConfig")(**sizes)
+    torch.manual_seed(0)
+    made = encoder._from_config(config, attn_implementation="sdpa")
+    monkeypatch.setattr(encoder, "from_pretrained", lambda name: made)
+    monkeypatch.chdir(tmp_path)
+    names = run(*page("speech.md"))
+    assert names["encoded"].shape == (1, 450, 32)
+    assert {layer.self_attn.window for layer in names["encoder"].layers} == {(128, 128)}
 
 
 SLOW_EXPORTS = [pytest.param(each, marks=pytest.mark.slow) for each in (encoder_decoder_to_onnx, register_exporters)]
 
 
 @pytest.mark.parametrize("function", [replace_attention, register_attention, replace_rotary, *SLOW_EXPORTS])
+@torch.enable_grad()
 def test_the_examples_of_a_docstring_run(function: Any) -> None:
     names = vars(inspect.getmodule(function)).copy()
     (examples,) = doctest.DocTestFinder().find(function, function.__name__, globs=names)
@@ -94,7 +108,7 @@ def test_the_page_has_every_family(family: str) -> None:
 def test_the_questions_name_models_with_known_encoders(name: str, encoder: str) -> None:
     """Without memory: their encoders alone are replaced."""
     with torch.device("meta"):
-        theirs = peer(f"transformers.{name}")(peer(f"transformers.{name}").config_class())
+        theirs = hf(name)(hf(name).config_class())
     before = {path: type(module).__name__ for path, module in theirs.named_modules()}
     ours = replace_attention(theirs)
     changed = {before[path] for path, module in ours.named_modules() if type(module).__name__ != before[path]}

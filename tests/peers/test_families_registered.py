@@ -2,14 +2,16 @@
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peers.common import check, peer, randomised
+from peers.common import check, hf, peer, randn, randomised
 from peers.family import padded_on_the_left, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,9 +31,9 @@ SMALL = {
 
 
 def model(name: str = "Llama", **options: Any) -> Any:
-    config = peer(f"transformers.{name}Config")(**SMALL | options)
+    config = hf(f"{name}Config")(**SMALL | options)
     config._attn_implementation = "eager"
-    return randomised(peer(f"transformers.{name.removesuffix('Text')}ForCausalLM")(config))
+    return randomised(hf(f"{name.removesuffix('Text')}ForCausalLM")(config))
 
 
 def hybrid() -> Any:
@@ -83,7 +85,7 @@ def by_hand(of_distance: Callable[[Tensor], Tensor]) -> str:
         logits = logits if mask is None else logits + mask
         return (logits.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
-    peer("transformers.AttentionInterface").register("by_hand", attention)
+    hf("AttentionInterface").register("by_hand", attention)
     masks = peer("transformers.masking_utils")
     masks.AttentionMaskInterface.register("by_hand", masks.eager_mask)
     return "by_hand"
@@ -134,7 +136,6 @@ PRESENT = {
 
 @pytest.mark.parametrize("mask", ["", "2d", "bool", "float64"])
 @pytest.mark.parametrize("cache", ["", "Dynamic", "Static"])
-@torch.no_grad()
 def test_a_text_in_pieces_has_its_logits_with_every_cache_and_mask(cache: str, mask: str) -> None:
     """What a query sees is the same in one pass over the text, whatever carries its position from call to call."""
     ids = tokens(LENGTH)["input_ids"]
@@ -152,7 +153,7 @@ def test_a_text_in_pieces_has_its_logits_with_every_cache_and_mask(cache: str, m
                         for part in ours.model.layers[: 2 * copied]
                     ]
                     room = {"max_cache_len": ROOM} if cache == "Static" else {}
-                    kept = peer(f"transformers.{cache}Cache")(config=ours.config, **room) if cache else None
+                    kept = hf(f"{cache}Cache")(config=ours.config, **room) if cache else None
                     got = in_pieces(ours, ids, present, mask, kept)
                     for hook in hooks:
                         hook.remove()
@@ -162,12 +163,11 @@ def test_a_text_in_pieces_has_its_logits_with_every_cache_and_mask(cache: str, m
                 assert (in_pieces(bare, ids, present, "2d", None) - once).norm() > 1e-2 * once.norm()
 
 
-@torch.no_grad()
 def test_masks_that_do_not_show_where_queries_are() -> None:
     """In a cache with room, queries that see later keys may be anywhere: but masks of transformers say where."""
     ids, name = tokens(LENGTH)["input_ids"], register_attention("test_unclear", rel_bias=NUMBERS)
     theirs = model()
-    ours, cache = set_to(theirs, name), peer("transformers.StaticCache")
+    ours, cache = set_to(theirs, name), hf("StaticCache")
     present = torch.ones(2, LENGTH, dtype=torch.int64)
     together = four_axes(present, 0, LENGTH, ROOM, torch.bool).clone()
     together[..., 2:7, 2:7] = True  # as the tokens of an image
@@ -182,7 +182,6 @@ def test_masks_that_do_not_show_where_queries_are() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
-@torch.no_grad()
 def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None:
     """As the model's own code computes it, whose angles are all zero, with the bias added by hand."""
     theirs = model(name, **options)
@@ -207,7 +206,6 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
     assert torch.equal(growing, fixed)
 
 
-@torch.no_grad()
 def test_no_positions_at_all() -> None:
     theirs, ids = model(), tokens(LENGTH)["input_ids"]
     want = set_to(theirs, by_hand(lambda distance: 0 * alibi(distance)))
@@ -219,22 +217,109 @@ def test_no_positions_at_all() -> None:
     check(ours(ids[:, 9:], cache=past).logits, once[:, 9:])
 
 
-@torch.no_grad()
 def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
-    config = peer("transformers.FalconConfig")(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=50
-    )
-    theirs, whole = randomised(peer("transformers.FalconForCausalLM")(config)), tokens(12)
+    config = hf("FalconConfig")(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=50)
+    theirs, whole = randomised(hf("FalconForCausalLM")(config)), tokens(12)
     before = theirs(**whole).logits
     with pytest.raises(ValueError, match=r"^`model` must use the attention interface of transformers.*, got Falcon"):
         replace_rotary(theirs)
     assert torch.equal(theirs(**whole).logits, before)
 
 
+def test_a_compiled_call_checks_where_queries_are() -> None:
+    attend = hf("AttentionInterface")()[register_attention("test_where", rel_bias=NUMBERS)]
+    (q, k, v), module = (randn(1, 4, length, 8) for length in (3, 9, 9)), SimpleNamespace(is_causal=True)
+    compiled = torch.compile(lambda mask: attend(module, q, k, v, mask)[0], backend="aot_eager", fullgraph=True)
+    seen = four_axes(torch.ones(1, 9, dtype=torch.int64), 2, 5, 9, torch.bool)
+    check(compiled(seen), attend(module, q, k, v, seen)[0])
+    with pytest.raises(RuntimeError, match="`attention_mask` must show which 3 of 9 keys are those of the queries"):
+        compiled(seen | (torch.arange(9) < 5))
+
+
+def test_keys_of_another_text_have_no_bias() -> None:
+    """Modules that attend to both say which: by their class, by their attributes, or they are refused."""
+    far = torch.full((4, 9), 1e3, dtype=torch.float64).cumsum(-1)
+    attend = hf("AttentionInterface")()[register_attention("test_another", rel_bias=far, span=Span.full(5))]
+    q, k, v = (randn(1, 4, 5, 8, seed=seed) for seed in range(3))
+
+    class StandIn(torch.nn.Module):
+        def forward(self, hidden_states: Any, encoder_hidden_states: Any = None) -> Any: ...
+
+    class StandInCross(StandIn): ...
+
+    def differs(kind: type[Any], **attributes: Any) -> bool:
+        module = kind()
+        vars(module).update(attributes)
+        got, _ = attend(module, q, k, v, None)
+        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=bool(attributes.get("is_causal")))
+        return not torch.allclose(got.transpose(1, 2), plain)
+
+    assert not differs(StandInCross)
+    assert not differs(StandIn, is_cross_attention=True)
+    assert not differs(StandIn, is_decoder=True, is_causal=False)
+    assert differs(StandIn, is_decoder=False, is_causal=False)
+    assert differs(StandIn, is_decoder=True, is_causal=True)
+    assert differs(StandIn, is_causal=True)
+    assert differs(torch.nn.Module, is_causal=False)
+    with pytest.raises(ValueError, match="`model` must have attention that says whether it attends to another seq"):
+        differs(StandIn, is_causal=False)
+    with pytest.raises(ValueError, match="`attention_mask` must be a mask, got None: Module has no `is_causal`"):
+        differs(torch.nn.Module)
+    q = q[..., :3, :]
+    with pytest.raises(ValueError, match="`attention_mask` must be a mask where 3 queries attend to 5 keys and"):
+        differs(torch.nn.Module, is_causal=False)
+
+
+@pytest.mark.parametrize("kind", ["complex", "other"])
+def test_rotary_embeddings_of_other_kinds(kind: str) -> None:
+    theirs, x = model(), randn(3, 4)
+    rotary = theirs.model.rotary_emb
+    rotary.forward = lambda *given: torch.complex(x, x) if kind == "complex" else x
+    for _ in range(2):
+        assert replace_rotary(theirs, name="test_kinds") is theirs
+    assert len(rotary._forward_hooks) == 1
+    if kind == "complex":
+        assert (rotary() == 1).all()
+        return
+    with pytest.raises(ValueError, match=r"^`model` must have rotary embeddings that return a cosine and a sine"):
+        rotary()
+
+
+class StandInRotaryEmbedding(torch.nn.Module):
+    def __init__(self, angles: Any) -> None:
+        super().__init__()
+        self.angles = angles
+
+    def forward(self) -> Any:
+        return self.angles
+
+
+class StandInModel(torch.nn.Sequential):
+    """A model that uses transformers' interface for its attention, or does not and ignores the name."""
+
+    def __init__(self, *parts: torch.nn.Module, uses: bool = True) -> None:
+        super().__init__(*parts)
+        self.uses, self.config = uses, SimpleNamespace(_attn_implementation="eager")
+
+    def set_attn_implementation(self, name: str) -> None:
+        for part in self.modules():
+            if isinstance(part, StandInModel) and part.uses:
+                part.config._attn_implementation = name
+
+
+def test_rotary_positions_stay_if_a_part_has_not_the_interface() -> None:
+    rotary = StandInRotaryEmbedding((torch.ones(2), torch.ones(2)))
+    inner = StandInModel(rotary, uses=False)
+    with pytest.raises(ValueError, match=r"^`model` must use the attention interface of transformers.*got StandInM"):
+        replace_rotary(StandInModel(inner))
+    assert not rotary._forward_hooks
+    replace_rotary(StandInModel(StandInModel(rotary), uses=False))
+    assert rotary._forward_hooks
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("build", [model, hybrid])
-@torch.no_grad()
 def test_generate_gives_the_tokens_of_a_dense_bias(
     options: dict[str, Any], padded: bool, build: Callable[[], Any]
 ) -> None:
@@ -250,6 +335,7 @@ def test_generate_gives_the_tokens_of_a_dense_bias(
     check(torch.stack(got.logits), torch.stack(want.logits), 1e-6)  # generate rounds logits to float32
 
 
+@torch.enable_grad()
 def test_a_learned_bias_gets_gradients() -> None:
     numbers = NUMBERS.clone().requires_grad_()
     hand = by_hand(lambda distance: numbers[:, distance.clamp(-5, 0) + 5])
@@ -276,15 +362,14 @@ ENCODER_DECODERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
-@torch.no_grad()
 def test_attention_to_another_text_has_no_bias(name: str) -> None:
     stem = name.removesuffix("ForConditionalGeneration").removesuffix("LMHeadModel")
     sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
              (("layers", 2), ("attention_heads", 4), ("ffn_dim", 16))}  # fmt: skip
     own = {"d_model": 32, "vocab_size": 50, **sides} if "Conditional" in name else {"vocab_size": 50}
-    config = peer(f"transformers.{stem}Config")(**own | ENCODER_DECODERS[name])
+    config = hf(f"{stem}Config")(**own | ENCODER_DECODERS[name])
     config._attn_implementation = "eager"
-    theirs = randomised(peer(f"transformers.{name}")(config))
+    theirs = randomised(hf(name)(config))
     for path, part in theirs.named_modules():
         part.other = any(cross in path for cross in ("encoder_attn", "crossattention"))
     assert sum(part.other for part in theirs.modules()) > 2
@@ -308,7 +393,6 @@ def test_attention_to_another_text_has_no_bias(name: str) -> None:
         check(torch.cat(steps, 1), once)
 
 
-@torch.no_grad()
 def test_logits_of_the_last_tokens() -> None:
     """The upper layers of Gemma 4 drop the queries whose logits are not asked for, and masks need not be given."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -321,11 +405,10 @@ def test_logits_of_the_last_tokens() -> None:
     ours = set_to(theirs, register_attention("test_last", rel_bias=NUMBERS))
     for kept in (0, 1, 3):
         check(ours(ids, logits_to_keep=kept).logits, want[:, -kept:])
-        cache = peer("transformers.StaticCache")(config=ours.config, max_cache_len=ROOM)
+        cache = hf("StaticCache")(config=ours.config, max_cache_len=ROOM)
         check(ours(ids, logits_to_keep=kept, cache=cache).logits, want[:, -kept:])
 
 
-@torch.no_grad()
 def test_a_compiled_decoder() -> None:
     """One graph for all steps, whether it makes its masks or gets copies of them."""
     theirs, ids = model(num_hidden_layers=1), tokens(LENGTH)["input_ids"]
@@ -335,7 +418,7 @@ def test_a_compiled_decoder() -> None:
     for with_mask in (False, True):
         counter = peer("torch._dynamo.testing.CompileCounterWithBackend")("aot_eager")
         compiled: Any = torch.compile(ours, fullgraph=True, backend=counter)
-        cache = peer("transformers.StaticCache")(config=ours.config, max_cache_len=ROOM)
+        cache = hf("StaticCache")(config=ours.config, max_cache_len=ROOM)
         logits = [ours(ids[:, :4], cache=cache).logits]
         for start in range(4, LENGTH):
             mask = {"attention_mask": four_axes(present, start, start + 1, ROOM, torch.bool)} if with_mask else {}
@@ -344,7 +427,6 @@ def test_a_compiled_decoder() -> None:
         check(torch.cat(logits, 1), want)
 
 
-@torch.no_grad()
 def test_an_exported_cache_of_a_fixed_length() -> None:
     theirs, ids = model(), tokens(LENGTH)["input_ids"][:1]
     ours = set_to(theirs, register_attention("test_exported", rel_bias=NUMBERS))
@@ -355,7 +437,6 @@ def test_an_exported_cache_of_a_fixed_length() -> None:
     check(torch.cat(logits, 1), set_to(theirs, by_hand(learned))(ids, use_cache=False).logits)
 
 
-@torch.no_grad()
 def test_nothing_of_a_traced_call_stays() -> None:
     theirs, ids = model(), tokens(LENGTH)["input_ids"]
     want = set_to(theirs, by_hand(alibi))(ids, use_cache=False).logits
@@ -412,10 +493,10 @@ SIZES = {
 
 def decoder(family: str, name: str) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return a small decoder of a family, and its logits of a text."""
-    config = peer("transformers.CONFIG_MAPPING")[family]()
+    config = hf("CONFIG_MAPPING")[family]()
     tiny(config)
     config.is_decoder = True
-    made = peer(f"transformers.{name}")
+    made = hf(name)
     with torch.device("meta"):
         assert sum(x.numel() for x in made(config).parameters()) < 5e6
     theirs = made(config).eval()
@@ -442,7 +523,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-@torch.no_grad()
 def test_decoders_without_causal_masks_are_refused(family: str) -> None:
     theirs, logits = decoder(family, REFUSED[family])
     assert change_of_the_past(logits) < 1e-4
@@ -452,11 +532,10 @@ def test_decoders_without_causal_masks_are_refused(family: str) -> None:
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_no_decoder_sees_the_future() -> None:
     """Every decoder of transformers that can be made small, unless it is refused."""
-    names = peer("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    names = names | peer("transformers.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+    names = hf("auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    names = names | hf("auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
     tried = 0
     for family, name in names.items():
         try:
@@ -488,17 +567,18 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 def with_sinks(name: str) -> Any:
-    config = peer(f"transformers.{name.partition('For')[0]}Config")(
+    config = hf(f"{name.partition('For')[0]}Config")(
         **SMALL | SINKS[name], pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64
     )
     config._attn_implementation = "eager"
-    theirs = peer(f"transformers.{name}")(config).eval()  # float32: transformers multiplies no experts of float64
+    theirs = hf(name)(config).eval()  # float32: transformers multiplies no experts of float64
     for seed, x in enumerate(theirs.parameters()):
         torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(seed))
     return theirs
 
 
 @pytest.mark.parametrize("name", SINKS)
+@torch.enable_grad()
 def test_attention_sinks(name: str) -> None:
     """Models with sinks, which only eager attention of transformers supports on CPUs, without a bias."""
     theirs = with_sinks(name)
@@ -521,7 +601,6 @@ def test_attention_sinks(name: str) -> None:
         assert torch.equal(ours.generate(**given, **steps), theirs.generate(**given, **steps))
 
 
-@torch.no_grad()
 def test_sinks_are_not_rounded() -> None:
     """Flint keeps its sinks in float32 in a model of half precision."""
     theirs = with_sinks("FlintForCausalLM").bfloat16()
@@ -529,7 +608,7 @@ def test_sinks_are_not_rounded() -> None:
     module.sinks = torch.nn.Parameter(torch.full((4,), 1.0 + 2**-9))
     heads = [torch.zeros(1, n, 3, 8, dtype=torch.bfloat16) for n in (4, 2, 2)]
     heads[2] += 1
-    ours = peer("transformers.AttentionInterface")()[register_attention("test_rounded", rel_bias=None)]
+    ours = hf("AttentionInterface")()[register_attention("test_rounded", rel_bias=None)]
     got, _ = ours(module, *heads, None, s_aux=module.sinks, scaling=1.0)
     keys = torch.arange(1, 4)
     want = keys / (keys + module.sinks[0].exp())
@@ -550,7 +629,6 @@ def test_exported_sinks(name: str, tmp_path: Path) -> None:
     assert np.array_equal(made, want[:, 4:].numpy())
 
 
-@torch.no_grad()
 def test_keys_of_several_positions_are_refused() -> None:
     """DeepSeek V4 compresses keys, and its masks must be numbers; others choose keys by indices instead of masks."""
     theirs, logits = decoder("deepseek_v4", "DeepseekV4ForCausalLM")
@@ -559,6 +637,7 @@ def test_keys_of_several_positions_are_refused() -> None:
         logits(tokens(9)["input_ids"])
 
 
+@torch.enable_grad()
 def test_a_bias_of_each_layer() -> None:
     biases = [torch.randn(4, 9, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     name = register_attention("test_layers", rel_bias=lambda module: biases[module.layer_idx], span=Span(4, 4, "zero"))
@@ -575,7 +654,7 @@ def test_dropout_in_training() -> None:
     assert (one - two).norm() > 1e-2 * one.norm()
 
 
-def test_wrong_biases_and_requests_are_refused() -> None:
+def test_wrong_biases_and_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="`rel_bias` must be"):
         register_attention(rel_bias="rotary")
     with pytest.raises(TypeError, match=r"`rel_bias` must be 'alibi', a torch\.Tensor, callable or None, got"):
@@ -583,7 +662,16 @@ def test_wrong_biases_and_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="`span` must be None with ALiBi"):
         register_attention(span=Span.causal(3))
     ours = set_to(model(), register_attention("test_refusals"))
-    with pytest.raises(ValueError, match="`output_attentions` must be False"):
-        ours(**tokens(3), output_attentions=True)
-    with pytest.raises(ValueError, match="`indices` must be None, got"):
-        ours(**tokens(3), indices=torch.zeros(4))
+    for name, value, message in [("output_attentions", True, "False"), ("indices", torch.zeros(4), "None, got"),
+                                 ("position_bias", torch.zeros(4), "None, got")]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"`{name}` must be {message}"):
+            ours(**tokens(3), **{name: value})
+    with pytest.raises(ValueError, match="`name` must not be one of transformers' own, got 'sdpa'"):
+        register_attention("sdpa")
+    with pytest.raises(ValueError, match=r"^`model` must be one of transformers with modules of rotary embeddings"):
+        replace_rotary(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got"):
+        replace_rotary("llama")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="needs transformers: pip install transformers"):
+        register_attention("test_refusals")

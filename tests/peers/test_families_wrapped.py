@@ -8,9 +8,7 @@ import pytest
 import torch
 from peers.common import check, peer
 from peers.families import FAMILIES
-from peers.family import Family
-from peers.test_families_numbers import both, given, present, tensors
-from torch import Tensor
+from peers.test_families_numbers import both, outputs
 from torch.utils.checkpoint import checkpoint
 
 WRAPPED = [
@@ -27,13 +25,6 @@ QUERIES = [
 ]  # fmt: skip
 
 
-def outputs(model: Any, family: Family) -> list[Tensor]:
-    inputs = given(family, family.lengths[-2], model)
-    out = model(**inputs)
-    mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's mask is subsampled
-    return [present(x, mask) for x in tensors(out)]
-
-
 def every(*but: str, also: tuple[str, ...] = ()) -> list[Any]:
     """Return one family of each form, and all of them for ``make test-peers-all``."""
     often = (*WRAPPED, *also)
@@ -44,6 +35,7 @@ def every(*but: str, also: tuple[str, ...] = ()) -> list[Any]:
 @pytest.mark.parametrize(
     "name", every(*(x for x in FAMILIES if FAMILIES[x].takes_out or "XLNet" in x or x == "SpeechBrain"))
 )
+@torch.enable_grad()
 def test_lora(name: str) -> None:
     """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
     family = FAMILIES[name]
@@ -73,6 +65,7 @@ def test_lora(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", every())
+@torch.enable_grad()
 def test_checkpointing(name: str) -> None:
     family = FAMILIES[name]
     _, ours = both(family)
@@ -98,7 +91,6 @@ def test_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", every("XLNet two streams", "SpeechBrain"))  # in float32, like the originals
-@torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
     theirs, ours = (model.to(dtype) for model in both(family))
@@ -117,7 +109,6 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 # The original of DeBERTa overflows.
 @pytest.mark.parametrize("name", every("DeBERTa", also=("WavLM", "BEiT", "Swinv2", "Parakeet", "MPT")))
-@torch.no_grad()
 def test_autocast(name: str) -> None:
     """Masks have the dtype of the weights, which differs from that of the computation."""
     family = FAMILIES[name]

@@ -65,6 +65,7 @@ def expected(given: dict[str, np.ndarray], positions: str) -> dict[str, np.ndarr
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@torch.enable_grad()
 def test_the_layer_and_its_page(backend: str, tmp_path: Path) -> None:
     for needed in ("keras", backend):
         if importlib.util.find_spec(needed) is None:

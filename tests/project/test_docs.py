@@ -31,7 +31,7 @@ OF_PEERS = {
     "huggingface.md": "tests/peers/test_families_page.py",
     "keras.md": "tests/peers/test_keras.py",
     "piper.md": "tests/peers/trained_weights.py",
-    "speech.md": "tests/peers/test_speech_page.py",
+    "speech.md": "tests/peers/test_families_page.py",
     "t5.md": "tests/peers/test_tutorials.py",
 }
 """Pages that need what only ``make test-peers`` or ``make test-weights`` installs, and what runs them there."""
