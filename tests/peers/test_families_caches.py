@@ -93,7 +93,7 @@ def test_what_changes_a_dynamic_cache_changes_it_in_place_as_well(name: str) -> 
     ours, ids = replace_attention(copy.deepcopy(theirs)), tokens(60)["input_ids"]
     caches = [hf("DynamicCache")() for _ in "to"]
     modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
-    steps = list(itertools.product(CHANGES, modes))
+    steps = [*itertools.product(CHANGES, modes), *((change, mode) for mode in modes for change in CHANGES)]
     for place, (change, mode) in enumerate([("nothing", torch.no_grad), *steps]):
         caches = [CHANGES[change](cache) or cache for cache in caches]
         for token in range(2):

@@ -226,6 +226,15 @@ def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
     assert torch.equal(theirs(**whole).logits, before)
 
 
+def test_alibi_on_both_sides() -> None:
+    attend = hf("AttentionInterface")()[register_attention("test_both_sides")]
+    (q, k, v), places = (randn(1, 4, 5, 8, seed=seed) for seed in range(3)), torch.arange(5)
+    got, weights = attend(SimpleNamespace(is_causal=False), q, k, v, None, scaling=0.5, dropout=0.0, position_ids=None)
+    bias = alibi(places - places[:, None])
+    check(got.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=0.5))
+    assert weights is None
+
+
 def test_a_compiled_call_checks_where_queries_are() -> None:
     attend = hf("AttentionInterface")()[register_attention("test_where", rel_bias=NUMBERS)]
     (q, k, v), module = (randn(1, 4, length, 8) for length in (3, 9, 9)), SimpleNamespace(is_causal=True)
