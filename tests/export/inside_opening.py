@@ -190,7 +190,12 @@ def test_arrays_of_every_type_pass_through_a_runtime(runtime: str, monkeypatch: 
     feeds = {name: x[::-1, 1:4] for name, x in feeds.items()}  # with gaps
     core, told = importlib.import_module("openvino").Core, list[Any]()
     compiled = core.compile_model
-    monkeypatch.setattr(core, "compile_model", lambda *given: (told.append(given[2:]), compiled(*given))[1])
+
+    def compile_model(*given: Any) -> Any:
+        told.append(given[2:])
+        return compiled(*given)
+
+    monkeypatch.setattr(core, "compile_model", compile_model)
     runner = runtimes.OPENERS[runtime](made, "cpu")
     assert told == ([("CPU", {"INFERENCE_PRECISION_HINT": "f32"})] if runtime == "openvino" else [])
     assert runner.runtime.partition(" ")[0].lower() == runtime

@@ -88,6 +88,7 @@ def test_a_report_in_full() -> None:
 
 
 def test_a_difference_that_is_asked_to_be_smaller() -> None:
+    given: dict[str, Any]
     for given, told in (({"atol": 1e-12}, ", more than atol "), ({"tolerance": 1e-12}, "")):
         report = validate(*exported(CAUSAL), lengths=[3], batches=[1], **given)
         assert wrong(report) == {"y"}
