@@ -58,7 +58,6 @@ _peaks = pytest.StashKey[dict[str, int]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
-    """Empty the caches of compilers when they have grown."""
     result = yield
     process = psutil.Process()
     if process.memory_info().rss > _after_emptying[0] + GROWTH:
@@ -97,7 +96,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Show the memory of all workers."""
     for worker, peak in config.stash.get(_peaks, {}).items():
         allowed = f", more than the {MOST / 1e9:g} GB that a worker may take" if peak > MOST else ""
         terminalreporter.line(f"{worker} took {peak / 1e9:.2f} GB at most{allowed}", red=peak > MOST)

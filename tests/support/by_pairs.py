@@ -17,7 +17,6 @@ def attention(
     causal: bool = False, window: Any = (None, None), block_size: int | None = None, blocks_before: int | None = None,
     sinks: Any = None, softcap: float | None = None, **relative: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the output and the log-sum-exp of arrays with axes of items, heads, rows and columns."""
     shape = (*q.shape[:3], k.shape[2])
     mask = np.broadcast_to(np.asarray(0.0 if mask is None else mask), shape)
     left, right = (inf if side is None else side for side in window or (None, None))
@@ -62,7 +61,6 @@ def of_pair(
     rel_k: Any = None, rel_v: Any = None, rel_bias: Any = None, rel_q: Any = None, key_table: Any = None,
     scale: Any = None, rel_scale: Any = None,
 ) -> tuple[float, Any]:  # fmt: skip
-    """Return the logit of a pair, and the value that its weight multiplies."""
     scale = len(rows["q"]) ** -0.5 if scale is None else np.atleast_1d(scale)[head if np.ndim(scale) else 0]
     rel_scale = scale if rel_scale is None else np.atleast_1d(rel_scale)[head if np.ndim(rel_scale) else 0]
 

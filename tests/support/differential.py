@@ -1,17 +1,19 @@
 """Random calls of the compiled kernels beside the formula in float64: for machines that have NumPy alone.
 
 ``python tests/support/differential.py 200 --seed 1`` tries two hundred; ``.ci/emulated`` does so on other processors.
-Outputs are held to a dense formula that shares no code with the library, gradients to the portable code in float64.
+Outputs and gradients are held to the portable code in float64, and the outputs of short calls to ``by_pairs`` too.
 """
 
 import argparse
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+import by_pairs
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.availability import availability
@@ -22,8 +24,6 @@ TOLERANCES = {"float32": (1e-4, 1e-4), "float64": (1e-11, 1e-11), "float16": (1e
 
 
 class Call(NamedTuple):
-    """A call of ``relative_attention``: its arrays, its labels and what else it is given."""
-
     arrays: dict[str, Numbers]
     labels: dict[str, tuple[Numbers, Numbers]]
     options: dict[str, Any]
@@ -33,7 +33,6 @@ class Call(NamedTuple):
         return f"{shapes}, {', '.join([*self.labels, str(self.options)])}"
 
     def given(self, dtype: str | None = None) -> dict[str, Any]:
-        """Return the arguments, the floating arrays in another dtype if one is named."""
         arrays = {name: x if x.dtype == bool else x.astype(dtype or x.dtype) for name, x in self.arrays.items()}
         return {**arrays, **self.labels, **self.options}
 
@@ -82,60 +81,20 @@ def drawn(rng: np.random.Generator) -> Call:
     return Call(arrays, labels, options)
 
 
+PORTABLE = partial(relative_attention, return_lse=True, impl="portable")
+SHORT = 3000
+"""Up to how many pairs of queries and keys, of all heads, ``by_pairs`` is called: emulated, that takes seconds."""
+
+
 def formula(call: Call) -> tuple[Numbers, Numbers]:
-    """Attend in float64, with everything of the size of queries times keys written out; return the log-sum-exp too."""
-    x, options = call.given("float64"), call.options
-    q, n, m = x["q"], x["q"].shape[-2], x["k"].shape[-2]
-    k, v = (np.repeat(x[name], q.shape[1] // x[name].shape[1], axis=1) for name in ("k", "v"))
-    at, keys_at = call.labels.get("positions", (np.arange(n) + options.get("offset", 0), np.arange(m)))
-    r = keys_at - at[:, None]
-    seen = (r <= 0) | (not options["causal"])
-    left, right = options.get("window", (n + m + 1000, n + m + 1000))
-    seen &= (-left <= r) & (r <= right)
-    of_queries, of_keys = call.labels.get("segments", (np.zeros(n), np.zeros(m)))
-    seen &= of_queries[:, None] == of_keys
-    span = options["span"]
-    rows = np.clip(r, -span.left, span.right) + span.left
-    counts = (rows - span.left == r) | (span.beyond == "clip")
-
-    def of_pairs(numbers: Numbers, rows: Numbers) -> Numbers:
-        """(..., n, R) -> (..., n, m)"""
-        places = np.broadcast_to(rows, (*numbers.shape[:-2], *rows.shape))
-        return np.take_along_axis(numbers, places, -1)
-
-    scale = q.shape[-1] ** -0.5
-    rel_scale = options.get("rel_scale", scale)
-    logits = scale * (q @ k.swapaxes(-1, -2))
-    if "rel_k" in x:
-        logits += rel_scale * counts * of_pairs(x.get("rel_q", q) @ x["rel_k"].swapaxes(-1, -2), rows)
-    if "key_table" in x:
-        turned = of_pairs(k @ x["key_table"].swapaxes(-1, -2), rows.T)
-        logits += rel_scale * counts * turned.swapaxes(-1, -2)
-    if "rel_bias" in x:
-        logits += counts * x["rel_bias"][..., rows]
-    if "softcap" in options:
-        logits = options["softcap"] * np.tanh(logits / options["softcap"])
-    mask = x.get("mask", np.ones((n, m), bool))
-    logits = np.where(seen & (mask if mask.dtype == bool else mask > -np.inf), logits, -np.inf)
-    logits = logits if mask.dtype == bool else logits + np.where(mask > -np.inf, mask, 0)
-    sink = x["sinks"][:, None, None] if "sinks" in x else -np.inf
-    highest = np.maximum(logits.max(-1, keepdims=True), sink)
-    highest = np.where(highest > -np.inf, highest, 0)
-    weights = np.exp(logits - highest)
-    total = weights.sum(-1, keepdims=True) + np.exp(sink - highest)
-    weights = weights / np.where(total > 0, total, 1)
-    out = weights @ v
-    if "rel_v" in x:
-        by_row = np.zeros((*weights.shape[:-1], span.rows))
-        for row in np.ndindex(*weights.shape[:-1]):
-            by_row[row] = np.bincount(rows[row[-1]], weights[row] * counts[row[-1]], span.rows)
-        out += by_row @ x["rel_v"]
-    with np.errstate(divide="ignore"):
-        return out, (np.log(total) + highest)[..., 0]
+    """Attend in float64; return the log-sum-exp too."""
+    q, m = call.arrays["q"], call.arrays["k"].shape[-2]
+    attend = by_pairs.attention if q[..., 0].size * m <= SHORT else PORTABLE
+    out, lse = attend(**call.given("float64"))
+    return out, lse
 
 
 def differs(name: str, found: Numbers, expected: Numbers, tolerance: float) -> str | None:
-    """Say how far an array is from what it must be, as a share of its largest number."""
     found = found.astype(float)
     finite = np.isfinite(expected)
     if found.shape != expected.shape or (np.isfinite(found) != finite).any():
@@ -164,7 +123,6 @@ def wrong(call: Call, rng: np.random.Generator) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Try calls, tell of those that are wrong, and return 1 if there were any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", type=int)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -20,9 +20,8 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "full, shared table": (BlockSpec(8, 2, FULL, shared_table=True), {}),
     "full, no bias, head_dim": (BlockSpec(8, 2, FULL, bias=False, head_dim=3), {}),
     "full, values": (BlockSpec(8, 2, FULL, rel_values=True), {}),
-    "full, values, one key head": (BlockSpec(8, 4, FULL, num_kv_heads=1, rel_values=True, head_dim=3,
-                                             shared_table=True),
-                                   {}),
+    "full, values, one key head": (
+        BlockSpec(8, 4, FULL, num_kv_heads=1, rel_values=True, head_dim=3, shared_table=True), {}),
     "full, short": (BlockSpec(8, 2, Span.full(20)), {"max_length": 9}),
     "clip": (BlockSpec(8, 2, Span(2, 1, "clip")), {}),
     "clip, values": (BlockSpec(8, 2, Span.clipped(3), rel_values=True), {}),
@@ -81,22 +80,19 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "bias alone, clip, causal": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True), {}),
     "bias alone, cache": (BlockSpec(8, 2, CAUSAL, causal=True, rel_keys=False, rel_bias=True), {"past": True}),
     "bias, full, grouped": (BlockSpec(8, 4, FULL, num_kv_heads=2, rel_bias=True), {}),
-    "bias, clip, cross, values": (BlockSpec(8, 2, Span(2, 1, "clip"), cross=True, rel_values=True, rel_bias=True,
-                                            shared_table=True),
-                                  {}),
+    "bias, clip, cross, values": (
+        BlockSpec(8, 2, Span(2, 1, "clip"), cross=True, rel_values=True, rel_bias=True, shared_table=True), {}),
     "bias, zero, window": (BlockSpec(8, 2, Span(2, 1, "zero"), window=(3, 2), rel_bias=True), {}),
     "bias, blocks": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, rel_bias=True), {}),
-    "bias alone, blocks": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_keys=False,
-                                     rel_bias=True),
-                           {}),
+    "bias alone, blocks": (
+        BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_keys=False, rel_bias=True), {}),
     "stream": (BlockSpec(8, 2, Span(8, 2), block_size=3, blocks_before=2), {}),
     "stream, longer table, core": (BlockSpec(8, 2, Span.full(9), block_size=3, blocks_before=1, shared_table=True),
                                    {"projections": False}),
     "stream, none before, values": (BlockSpec(8, 2, Span(2, 2), block_size=3, blocks_before=0, rel_values=True), {}),
     "stream, causal": (BlockSpec(8, 4, Span(8, 0), causal=True, block_size=3, blocks_before=2, num_kv_heads=2), {}),
-    "stream, clip, window": (BlockSpec(8, 2, Span.clipped(2), block_size=4, blocks_before=1, window=(5, 1),
-                                       rel_bias=True),
-                             {}),
+    "stream, clip, window": (
+        BlockSpec(8, 2, Span.clipped(2), block_size=4, blocks_before=1, window=(5, 1), rel_bias=True), {}),
     "stream, zero, window ahead": (BlockSpec(8, 2, Span(2, 1, "zero"), block_size=4, blocks_before=3, window=(None, 2)),
                                    {}),
     "stream, short table": (BlockSpec(8, 2, Span(3, 6), block_size=4, blocks_before=1), {}),
@@ -150,14 +146,13 @@ IN_PLACE: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
         "blocks, cache", "sinks, cache, mask", "segments, cache", "segments, cache, mask, sinks",
     )
 }  # fmt: skip
-IN_PLACE["in place: shared table, values, bias"] = (
-    BlockSpec(8, 2, CAUSAL, causal=True, shared_table=True, rel_values=True, rel_bias=True),
-    {"past": True, "in_place": True},
-)
-IN_PLACE["in place: values alone, mask"] = (
-    BlockSpec(8, 2, CAUSAL, causal=True, rel_keys=False, rel_values=True),
-    {"past": True, "in_place": True, "mask": True},
-)
+IN_PLACE |= {
+    "in place: shared table, values, bias": (
+        BlockSpec(8, 2, CAUSAL, causal=True, shared_table=True, rel_values=True, rel_bias=True),
+        {"past": True, "in_place": True}),
+    "in place: values alone, mask": (BlockSpec(8, 2, CAUSAL, causal=True, rel_keys=False, rel_values=True),
+                                     {"past": True, "in_place": True, "mask": True}),
+}  # fmt: skip
 PROFILES = ("ort", "portable", "trt")
 
 
@@ -166,31 +161,26 @@ def random_weights(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Draw weights whose biases are not zero, so that each of them shows."""
     rng = np.random.default_rng(seed)
-    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0, "rel_bias": 1.0, "sinks": 1.0}
     return {
-        key: (sizes[key.split(".")[-1]] * rng.standard_normal(shape)).astype(dtype)
+        key: ((0.4 if "." in key else 1.0) * rng.standard_normal(shape)).astype(dtype)
         for key, shape in spec.weight_shapes(projections=projections).items()
     }
 
 
 def made(form: str) -> tuple[BlockSpec, dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-    """Return a form's spec, its options of the export, and weights for it."""
     spec, options = (FORMS | IN_PLACE)[form]
     return spec, options, random_weights(spec, projections=options.get("projections", True))
 
 
 def exported(block: str | BlockSpec, **options: Any) -> tuple[onnx.ModelProto, BlockSpec, dict[str, Any]]:
-    """Return the graph of a form or of a block, its spec, and its weights."""
-    own: dict[str, Any] = {}
     if isinstance(block, str):
         block, own, weights = made(block)
-    else:
-        weights = random_weights(block, projections=options.get("projections", True))
-    return to_onnx(block, weights, **{**own, **options}), block, weights
+        return to_onnx(block, weights, **{**own, **options}), block, weights
+    weights = random_weights(block, projections=options.get("projections", True))
+    return to_onnx(block, weights, **options), block, weights
 
 
 def valid(model: Any, spec: BlockSpec, weights: Any, **asked: Any) -> Report:
-    """Validate a graph that is right, and return the report."""
     report = validate(model, spec, weights, **asked)
     assert report.ok, report.table()
     return report

@@ -14,8 +14,6 @@ def pushed(function: Attend, q: Any, rel_k: Any) -> Any:
 
 
 def pushed_twice(function: Attend, q: Any, rel_k: Any) -> Any:
-    """Tangents of tangents, and the gradient of a tangent."""
-
     def tangent(q: Any) -> Any:
         return jax.jvp(lambda q: jnp.sin(function(q, rel_k)[0]).sum(), (q,), (jnp.cos(q),))[1]
 
@@ -27,8 +25,6 @@ def linearized(function: Attend, q: Any, rel_k: Any) -> Any:
 
 
 def twice(function: Attend, q: Any, rel_k: Any) -> Any:
-    """The gradient of gradients."""
-
     def slope(q: Any, rel_k: Any) -> Any:
         gradients = jax.grad(lambda *x: jnp.sin(function(*x)[0]).sum() + function(*x)[1].sum(), argnums=(0, 1))
         return sum(jnp.sin(x).sum() for x in gradients(q, rel_k))
@@ -37,8 +33,6 @@ def twice(function: Attend, q: Any, rel_k: Any) -> Any:
 
 
 def hessian(function: Attend, q: Any, rel_k: Any) -> Any:
-    """Forward mode in backward mode, by a number for each of two heads."""
-
     def slope(shift: Any) -> Any:
         out, lse = function(q, rel_k + shift * jnp.sin(rel_k))
         return jnp.sin(out).sum() + lse.sum()

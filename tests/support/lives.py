@@ -26,11 +26,9 @@ class Life:
     ends: list[Callable[[], Any]] = field(default_factory=list)  # of what lasts until the next step
 
     def __call__(self) -> Any:
-        """Call the module."""
         return self.call(self.module)
 
     def go(self, step: str) -> None:
-        """Take a step."""
         while self.ends:
             self.ends.pop()()
         STEPS[step](self)
@@ -47,20 +45,16 @@ def _provide(life: Life) -> None:
         life.module.get_submodule(owner)._buffers[last] = x.clone()
 
 
-def _state(life: Life) -> dict[str, Any]:
-    return copy.deepcopy(life.module.state_dict())
-
-
 def on_meta(life: Life) -> None:
     """Make it without memory, and let a state take the place of its parameters."""
-    state = _state(life)
+    state = copy.deepcopy(life.module.state_dict())
     life.module.to("meta")
     _load(life, state, assign=True)
 
 
 def emptied(life: Life) -> None:
     """Give it memory that contains anything, and load a state."""
-    state = _state(life)
+    state = copy.deepcopy(life.module.state_dict())
     life.module.to("meta").to_empty(device="cpu")
     for x in (*life.module.parameters(), *life.module.buffers()):
         x.data.fill_(float("nan") if x.is_floating_point() else 2**20)
@@ -68,17 +62,14 @@ def emptied(life: Life) -> None:
 
 
 def copied(life: Life) -> None:
-    """Copy it."""
     life.module = copy.deepcopy(life.module)
 
 
 def pickled(life: Life) -> None:
-    """Send it to another process."""
     life.module = pickle.loads(pickle.dumps(life.module))
 
 
 def saved(life: Life) -> None:
-    """Save and load it whole."""
     file = io.BytesIO()
     torch.save(life.module, file)
     file.seek(0)
@@ -95,27 +86,19 @@ def averaged(life: Life, **how: Any) -> None:
 
 
 def averaged_exponentially(life: Life) -> None:
-    """Average it as EMA does."""
     averaged(life, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
 
-def _cast(life: Life, dtype: torch.dtype) -> None:
+def rounded(life: Life, dtype: torch.dtype = torch.bfloat16) -> None:
     before = next(x.dtype for x in life.module.parameters() if x.is_floating_point())
     life.module.to(dtype).to(before)
 
 
-def rounded(life: Life) -> None:
-    """Cast it to half precision and back."""
-    _cast(life, torch.bfloat16)
-
-
 def widened(life: Life) -> None:
-    """Cast it to double precision and back."""
-    _cast(life, torch.float64)
+    rounded(life, torch.float64)
 
 
 def hooked(life: Life) -> None:
-    """Let hooks see every module."""
     for part in life.module.modules():
         handles = [part.register_forward_pre_hook(_nothing), part.register_forward_hook(_nothing)]
         life.ends += [handle.remove for handle in handles]
@@ -136,23 +119,16 @@ def offloaded(life: Life) -> None:
     """Keep the parameters of every module elsewhere between its calls, and nothing in their place."""
     for part in life.module.modules():
         held = {name: x for name, x in part._parameters.items() if x is not None}
+        away = {name: nn.Parameter(x.to("meta"), False) for name, x in held.items()}
+        bring, take = partial(_exchange, held), partial(_exchange, away)
         if held:
-            life.ends += _Offloaded(held).enter(part)
+            take(part)
+            hooks = part.register_forward_pre_hook(bring), part.register_forward_hook(take)
+            life.ends += [partial(bring, part), *(hook.remove for hook in hooks)]
 
 
-@dataclass
-class _Offloaded:
-    held: dict[str, Any]
-
-    def enter(self, part: nn.Module) -> list[Callable[[], Any]]:
-        def bring(*_: Any) -> None:
-            part._parameters.update(self.held)
-
-        def take(*_: Any) -> None:
-            part._parameters.update({name: nn.Parameter(x.to("meta"), False) for name, x in self.held.items()})
-
-        take()
-        return [bring, part.register_forward_pre_hook(bring).remove, part.register_forward_hook(take).remove]
+def _exchange(parameters: dict[str, Any], part: nn.Module, *_: Any) -> None:
+    part._parameters.update(parameters)
 
 
 def _weights(life: Life) -> dict[str, Tensor]:
@@ -165,33 +141,27 @@ def _called(life: Life) -> Callable[[dict[str, Tensor]], Any]:
 
 
 def faked(life: Life) -> None:
-    """Call it without numbers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         life()
 
 
 def traced(life: Life) -> None:
-    """Trace its operators, with fake tensors."""
     make_fx(_called(life), tracing_mode="fake", _allow_non_fake_inputs=True)(_weights(life))
 
 
 def functional(life: Life) -> None:
-    """Call it where torch makes mutations functional."""
     torch.func.functionalize(_called(life))(_weights(life))
 
 
 def mapped(life: Life) -> None:
-    """Call it inside of ``vmap``."""
     torch.vmap(lambda x: (life(), x)[1], randomness="same")(torch.zeros(1))
 
 
 def exported(life: Life) -> None:
-    """Export it."""
     torch.export.export(_Whole(life), (torch.zeros(1),))
 
 
 def compiled(life: Life) -> None:
-    """Compile it, without generating code."""
     torch.compile(_Whole(life), backend="eager")(torch.zeros(1))
 
 

@@ -6,7 +6,6 @@ from relskew_core._kernel.problem import problem
 
 
 def served(supported: frozenset[str]) -> list[dense.Case]:
-    """Return the cases in which nothing is unknown."""
     found = []
     for case in dense.CASES:
         call = problem(Arguments(**case.arrays(), **case.call()))

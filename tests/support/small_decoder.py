@@ -68,7 +68,6 @@ def in_place(length: int | None = None, **options: Any) -> onnx.ModelProto:
 
 
 def logits(tokens: Any) -> np.ndarray[Any, Any]:
-    """Return the logits of all positions ``(batch, length, vocabulary)``."""
     x = EMBEDDING[np.asarray(tokens)]
     for _ in range(LAYERS):
         x = np.sin(x + np.cumsum(2 * x * x, axis=1))
@@ -76,7 +75,6 @@ def logits(tokens: Any) -> np.ndarray[Any, Any]:
 
 
 def greedy(prompt: Any, n: int) -> np.ndarray[Any, Any]:
-    """Return the likeliest tokens."""
     tokens = np.asarray(prompt)
     for _ in range(n):
         tokens = np.concatenate([tokens, logits(tokens)[:, -1:].argmax(-1)], axis=1)

@@ -31,7 +31,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def root_of(node: ast.expr) -> str | None:
-    """Return the name that a chain of attributes and items begins with."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -83,12 +82,10 @@ def kept_by(module: str, tree: ast.Module) -> Iterator[str]:
 
 @functools.cache
 def places() -> set[str]:
-    """Return all of them."""
     return {place for module, tree in sources() for place in kept_by(module, tree)}
 
 
 def value_of(place: str) -> Any:
-    """Return what a place of a module holds."""
     module, _, name = place.rpartition(".")
     module = module.removesuffix(".__init__")
     return getattr(importlib.import_module(module if module.startswith("relskew") else f"relskew_core.{module}"), name)

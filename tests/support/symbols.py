@@ -20,8 +20,7 @@ from relskew_core._array import known
 from relskew_core._kernel import problem
 from relskew_core.backends._path import PORTABLE, Path
 
-CONSTANT = 20
-"""Sizes of arrays up to this one are no symbols: heads, widths, rows of tables."""
+CONSTANT = 20  # sizes of arrays up to this one are no symbols: heads, widths, rows of tables
 
 
 class SymInt(int):  # the code recognises torch's symbols by this name
@@ -42,11 +41,9 @@ class SymInt(int):  # the code recognises torch's symbols by this name
     __hash__ = int.__hash__
 
 
-_here: dict[int, Any] = {}
-"""The symbols of the program, by the size at hand, by which an array's sizes are found."""
+_here: dict[int, Any] = {}  # the symbols of the program, by the size at hand, by which an array's sizes are found
 
-_decides = [False]
-"""Whether what is at hand may decide: in an operator, which every size goes through."""
+_decides = [False]  # whether what is at hand may decide: in an operator, which every size goes through
 
 
 def size(*values: int) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 from torch import Tensor
@@ -80,11 +83,8 @@ def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def own(name: str, x: Any, group: Any, layout: Any) -> Any:
-    """Return this process's share of an argument."""
-    if name in (*SEQUENCES, "mask"):
-        return shard_sequence(x, group, layout=layout)
-    if name == "sinks" and x.ndim > 1:
-        return shard_sequence(x, group, axis=-1, layout=layout)
+    if name in (*SEQUENCES, "mask") or (name == "sinks" and x.ndim > 1):
+        return shard_sequence(x, group, axis=-1 if name == "sinks" else -2, layout=layout)
     if name == "segments":
         parts = [shard_sequence(part, group, axis=-1, layout=layout) for part in (x if isinstance(x, tuple) else (x,))]
         return tuple(parts) if isinstance(x, tuple) else parts[0]
@@ -93,10 +93,8 @@ def own(name: str, x: Any, group: Any, layout: Any) -> Any:
 
 def whole(name: str, gradient: Tensor, group: Any, layout: Any) -> Tensor:
     """Return the whole of a gradient of which every process has a share."""
-    if name in (*SEQUENCES, "mask"):
-        return unshard_sequence(gradient, group, layout=layout)
-    if name == "sinks" and gradient.ndim > 1:
-        return unshard_sequence(gradient, group, axis=-1, layout=layout)
+    if name in (*SEQUENCES, "mask") or (name == "sinks" and gradient.ndim > 1):
+        return unshard_sequence(gradient, group, axis=-1 if name == "sinks" else -2, layout=layout)
     distributed.all_reduce(gradient)
     return gradient
 
@@ -139,33 +137,29 @@ def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method
         assert error < 1e-11, f"the gradient of {name}: {error}"
 
 
-class Traffic:
-    """How many bytes this process sends."""
+@contextmanager
+def traffic(ranks: int) -> Iterator[list[int]]:
+    """Note how many bytes this process sends."""
+    sent: list[int] = []
+    send, exchange, gather = distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather
 
-    def __init__(self, ranks: int) -> None:
-        self.sent, self.others, self.ranks = 0, ranks - 1, ranks
-        self.real = distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather
+    def sends(operations: list[Any]) -> Any:
+        sent.append(sum(one.tensor.nbytes for one in operations if one.op is distributed.isend))
+        return send(operations)
 
-    def __enter__(self) -> Traffic:
-        send, exchange, gather = self.real
+    def exchanges(found: Tensor, x: Tensor, **how: Any) -> Any:
+        sent.append(x.nbytes * (ranks - 1) // ranks)
+        return exchange(found, x, **how)
 
-        def sends(operations: list[Any]) -> Any:
-            self.sent += sum(one.tensor.nbytes for one in operations if one.op is distributed.isend)
-            return send(operations)
+    def gathers(found: Tensor, x: Tensor, **how: Any) -> Any:
+        sent.append(x.nbytes * (ranks - 1))
+        return gather(found, x, **how)
 
-        def exchanges(found: Tensor, x: Tensor, **how: Any) -> Any:
-            self.sent += x.nbytes * self.others // self.ranks
-            return exchange(found, x, **how)
-
-        def gathers(found: Tensor, x: Tensor, **how: Any) -> Any:
-            self.sent += x.nbytes * self.others
-            return gather(found, x, **how)
-
-        distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather = sends, exchanges, gathers
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        distributed.batch_isend_irecv, distributed.all_to_all_single, _sequence._all_gather = self.real
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "batch_isend_irecv", sends)
+        patch.setattr(distributed, "all_to_all_single", exchanges)
+        patch.setattr(_sequence, "_all_gather", gathers)
+        yield sent
 
 
 def sends_what_theory_says(group: Any, p: int) -> None:
@@ -178,11 +172,11 @@ def sends_what_theory_says(group: Any, p: int) -> None:
     for (method, window), theory in expected.items():
         x, y, z = (torch.randn(1, H, n, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
         how: dict[str, Any] = {"causal": True, "window": window, "group": group, "method": method, "check": False}
-        with Traffic(p) as there:
+        with traffic(p) as there:
             out: Any = context_parallel_attention(x, y, z, **how)
-        with Traffic(p) as back:
+        with traffic(p) as back:
             out.sum().backward()
-        sent = there.sent / x.nbytes, back.sent / x.nbytes
+        sent = sum(there) / x.nbytes, sum(back) / x.nbytes
         assert sent == theory, f"{method}, window={window}: {sent}, not {theory}"
 
 

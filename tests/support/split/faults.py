@@ -22,35 +22,31 @@ def errors_are_everyones(p: int) -> None:
     def call(*args: Any, **options: Any) -> Any:
         return context_parallel_attention(*args, group=group, causal=True, **options)
 
+    def refused(match: str, *args: Any, kind: Any = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            call(*args, **options)
+
     short = "`rel_k` reaches the relative positions -1 … 0"
-    with pytest.raises(ValueError, match=short):
-        call(x, x, x, table[-2:] if last else table)
-    with pytest.raises(ValueError, match=short):  # positions of the whole sequence, not of a rank's share
-        call(x, x, x, table[-2:], Span.causal(2))
-    with pytest.raises(ValueError, match=f"reaches the relative positions -3 … 0, but queries see {1 - 4 * p} … 0"):
-        call(x, x, x, table[-4:])
+    refused(short, x, x, x, table[-2:] if last else table)
+    refused(short, x, x, x, table[-2:], Span.causal(2))  # positions of the whole sequence, not of a rank's share
+    far = f"reaches the relative positions -3 … 0, but queries see {1 - 4 * p} … 0"
+    refused(far, x, x, x, table[-4:])
     here, there = ("zigzag", "striped") if last else ("striped", "zigzag")
-    with pytest.raises(ValueError, match=f"`layout` must be alike on all ranks, got '{here}' on rank . and '{there}'"):
-        call(x, x, x, layout=here)
-    with pytest.raises(ValueError, match="`q` must be alike on all ranks"):
-        call(x[:1] if last else x, x[:1] if last else x, x[:1] if last else x)
-    with pytest.raises(ValueError, match=r"`q` must be alike on all ranks, got shape \(2, [34], 8\) on rank"):
-        call(*[x[:, :3] if last else x] * 3, table[: 4 * p - 1])
+    alike = "must be alike on all ranks"
+    refused(f"`layout` {alike}, got '{here}' on rank . and '{there}'", x, x, x, layout=here)
+    refused(f"`q` {alike}", *[x[:1] if last else x] * 3)
+    refused(rf"`q` {alike}, got shape \(2, [34], 8\) on rank", *[x[:, :3] if last else x] * 3, table[: 4 * p - 1])
     message = "`mask` must broadcast" if last else rf"rank {p - 1} of the group failed: `mask` must broadcast"
-    with pytest.raises(ValueError, match=message):
-        call(x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
-    refused: dict[str, Any]
-    for refused, name in (({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
+    refused(message, x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
+    both = (ValueError, TypeError)
+    options: dict[str, Any]
+    for options, name in (({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
                           ({"block_size": 2}, "block_size"), ({"method": "tree"}, "method"),
                           ({"layout": "random"}, "layout"), ({"offset": torch.tensor(1)}, "offset"),
                           ({"dropout": 0.5}, "seed")):  # fmt: skip
-        with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
-            call(x, x, x, **refused)
-    with pytest.raises(ValueError, match="`q` must have an even number of positions"):
-        call(x[:, :3], x[:, :3], x[:, :3], layout="zigzag")
-    one = torch.randn(1, 4, 8)
-    with pytest.raises(ValueError, match=f"`q` must have a multiple of {p} heads"):
-        call(one, one, one, method="heads")
+        refused(f"`{name}`", x, x, x, kind=both, **options)
+    refused("`q` must have an even number of positions", *[x[:, :3]] * 3, layout="zigzag")
+    refused(f"`q` must have a multiple of {p} heads", *[torch.randn(1, 4, 8)] * 3, method="heads")
     with pytest.raises(TypeError, match="`group` must be a ProcessGroup or a DeviceMesh, got int 3"):
         context_parallel_attention(x, x, x, group=3)
     with pytest.raises(ValueError, match="`x` must have a multiple of"):
@@ -58,11 +54,10 @@ def errors_are_everyones(p: int) -> None:
     with pytest.raises(TypeError, match="`x` must be a Tensor"):
         unshard_sequence([1, 2], group)  # type: ignore[arg-type]
     sharded: dict[str, Any] = {"tables": "sharded", "layout": "striped"}
-    for refused, name in (({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"), (sharded, "span"),
+    for options, name in (({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"), (sharded, "span"),
                           (sharded | {"span": Span.causal(1, "clip")}, "span"),
                           (sharded | {"span": Span.causal(4 * p)}, "rel_k")):  # fmt: skip
-        with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
-            call(x, x, x, rel_k=table, **refused)
+        refused(f"`{name}`", x, x, x, kind=both, rel_k=table, **options)
     with pytest.raises(ValueError, match="`table` must have the 3 rows"):
         shard_table(table, group, Span.full(2))
     call(x, x, x, table)  # and all ranks are still in step

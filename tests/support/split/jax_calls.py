@@ -71,7 +71,6 @@ def differentiated(function: Any, d_out: Any, d_lse: Any) -> Any:
 
 
 def agrees(layout: Any, case: dict[str, Any], mesh: Any) -> None:
-    """Compare output, log-sum-exp and every gradient with the whole on one device."""
     torch.manual_seed(0)
     given, options = made(4 * DEVICES, case)
     arrays = {name: jnp.asarray(x.detach().numpy()) for name, x in given.items()}
