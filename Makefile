@@ -180,7 +180,8 @@ fuzz: .venv/dev.stamp
 
 soak: SECONDS = 3600
 soak: .venv/dev.stamp
-	PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz.soak $(SECONDS) $(addprefix --seed ,$(SEED))
+	OMP_WAIT_POLICY=passive PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz.soak $(SECONDS) \
+		$(addprefix --seed ,$(SEED))
 
 mutants: .venv-mutants/stamp .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.:$(CURDIR)/.venv-mutants $(BIN)/python -m mutants --workers $(WORKERS) \

@@ -1,9 +1,9 @@
 """``make soak``: random calls on many threads for an hour, with refusals, interrupts and forks, which leave nothing.
 
 In each round, threads of Python make calls, gradients and wrong calls that the targets draw, and hold them to the
-targets' own formulas. Meanwhile the process forks, as servers do, and interrupts long calls, as a person does. What it
-holds between rounds, once its caches are full, may not grow: memory by one percent, and threads and open files not at
-all.
+targets' own formulas. Meanwhile the process forks, as servers do, and interrupts long calls, as a person does. Caches
+and pools of threads fill in the first third of the rounds. From the second third to the last, what the process holds
+between rounds may not grow: memory by one percent, and threads and open files not at all.
 """
 
 import argparse
@@ -15,10 +15,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,38 +37,29 @@ THREADS, FORKS = 8, 2
 LIBRARIES = ("numpy", "torch", "jax")
 EXAMPLES = {"calls": 60, "gradients": 30, "arguments": 60}
 """How many a round draws of each target."""
-WARM = 0.2
-"""The share of the time in which caches may fill."""
 GROWTH = 0.01
 Attempt = tuple[Target, Any]
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a process holds: bytes of memory, threads, open files, and processes that it has started."""
-
-    memory: int
-    threads: int
-    files: int
-    children: int
-
-
-def held(threads: int = 0) -> Held:
-    """Measure, once there are this many threads again: they end a moment after a call."""
+def held() -> Counter[str]:
+    """Count bytes of memory, open files, processes that this one has started, and threads by name."""
     empty_caches()
     process = psutil.Process()
-    for _ in range(100):
-        if process.num_threads() <= threads:
-            break
-        time.sleep(0.02)
-    return Held(process.memory_info().rss, process.num_threads(), process.num_fds(), len(process.children()))
+    memory = process.memory_info()  # without pages of files, which come and go
+    found = Counter(memory=memory.rss - memory.shared, files=process.num_fds(), children=len(process.children()))
+    for thread in process.threads():
+        with suppress(OSError):  # it has ended
+            found["threads " + Path(f"/proc/self/task/{thread.id}/comm").read_text().strip()] += 1
+    return found
 
 
-def grown(before: Held, after: Held) -> list[str]:
-    """Return what there is more of, in words."""
-    room = replace(before, memory=int(before.memory * (1 + GROWTH)))
-    pairs = zip(asdict(room).items(), asdict(after).values(), strict=True)
-    return [f"{name} grew from {getattr(before, name)} to {now}" for (name, most), now in pairs if now > most]
+def grown(rounds: Sequence[Counter[str]]) -> list[str]:
+    """Return what there is more of in the last third than in the second, by medians, in words."""
+    third = len(rounds) // 3
+    parts = rounds[third : 2 * third], rounds[-third:]
+    names = sorted({name for one in rounds for name in one})
+    medians = {name: [median(one[name] for one in part) for part in parts] for name in names}
+    return [f"{name} grew from {a:.0f} to {b:.0f}" for name, (a, b) in medians.items() if b > a * (1 + GROWTH)]
 
 
 def drawn(seed: int) -> list[Attempt]:
@@ -144,21 +138,17 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     settle()
     print(f"seed {asked.seed}", flush=True)
-    start, rounds = time.monotonic(), 0
-    warm: Held | None = None
-    while warm is None or time.monotonic() - start < asked.seconds:
+    start = time.monotonic()
+    rounds: list[Counter[str]] = []
+    while len(rounds) < 3 or time.monotonic() - start < asked.seconds:
         # a fork while another thread imports, as in first calls, keeps that module locked
-        if wrong := play(asked.seed + rounds, FORKS if rounds else 0):
-            print("\n".join(wrong), f"\nagain: make soak SEED={asked.seed + rounds}")
+        if wrong := play(asked.seed + len(rounds), FORKS if rounds else 0):
+            print("\n".join(wrong), f"\nagain: make soak SEED={asked.seed + len(rounds)}")
             return 1
-        rounds += 1
-        after = held(warm.threads if warm else 0)
-        taken = time.monotonic() - start
-        print(f"{taken:7.0f} s {rounds:6} rounds {after.memory / 1e6:8.1f} MB {after.threads:4} threads", flush=True)
-        if warm is None and taken > WARM * asked.seconds:
-            warm = after
-    left = grown(warm, after)
-    print("\n".join(left) or f"nothing is left: {warm}, then {after}")
+        rounds.append(held())
+        print(f"{time.monotonic() - start:7.0f} s, round {len(rounds)}: {dict(rounds[-1])}", flush=True)
+    left = grown(rounds)
+    print("\n".join(left) or "nothing is left")
     return int(bool(left))
 
 

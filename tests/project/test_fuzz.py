@@ -3,6 +3,7 @@
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -294,9 +295,8 @@ def test_a_soak_reports_wrong_calls_and_what_is_left(monkeypatch: pytest.MonkeyP
     assert soak.play(1, forks=0) == []
     plant(monkeypatch, "calls", lambda found, _: (found[0], found[1] + 1))
     assert re.search(r"^calls: (?s:.*)lse", "\n".join(soak.play(1, forks=0)))
-    before = soak.Held(memory=1000, threads=5, files=7, children=0)
-    assert soak.grown(before, replace(before, memory=1010, threads=4)) == []
-    assert soak.grown(before, soak.Held(memory=1011, threads=6, files=8, children=1)) == [
-        "memory grew from 1000 to 1011", "threads grew from 5 to 6", "files grew from 7 to 8",
-        "children grew from 0 to 1",
+    quiet = [Counter(memory=1000 + n % 3, files=7, threads=2 + (n == 5)) for n in range(9)]
+    assert soak.grown([Counter(memory=1), *quiet, Counter(memory=1010, files=7)]) == []
+    assert soak.grown([Counter(memory=1000 + 4 * n, files=7 + n) for n in range(9)]) == [
+        "files grew from 11 to 14", "memory grew from 1016 to 1028",
     ]  # fmt: skip
