@@ -42,7 +42,7 @@ Attempt = tuple[Target, Any]
 
 
 def held() -> Counter[str]:
-    """Count bytes of memory, open files, processes that this one has started, and threads by name."""
+    """Count bytes of memory, open files, processes that this one has started, and the threads of each name."""
     empty_caches()
     process = psutil.Process()
     memory = process.memory_info()  # without pages of files, which come and go
