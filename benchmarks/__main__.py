@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,38 +46,34 @@ def chosen(cases: Iterable[Case], only: Iterable[str], instead: Iterable[str]) -
     for key, _, text in (each.partition("=") for each in only):
         wanted.setdefault(key, set()).add(text)
     changes = {key: _value(text) for key, _, text in (each.partition("=") for each in instead)}
-    every = list(cases)
-    known = set[str]().union(*every)
+    known = set[str]().union(*(every := list(cases)))
     if unknown := (set(wanted) | set(changes)) - known:
         raise SystemExit(f"no case has {', '.join(sorted(unknown))}: {', '.join(sorted(known))}")
-    kept = [case for case in every if all(str(case.get(key)) in texts for key, texts in wanted.items())]
-    changed = [case | {key: x for key, x in changes.items() if key in case} for case in kept]
+    kept = (case for case in every if all(str(case.get(key)) in texts for key, texts in wanted.items()))
+    changed = (case | {key: x for key, x in changes.items() if key in case} for case in kept)
     yield from {str(case): case for case in changed}.values()
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def line(row: Row) -> str:
-    numbers = [f"{name} {getattr(row, name):.3g}" for name in ("fastest", "cpu", "ratio", "bytes", "error")
-               if getattr(row, name) is not None]  # fmt: skip
-    facts = [f"{name} {x}" for name, x in row.facts.items()]
+    numbers = {name: getattr(row, name) for name in ("fastest", "cpu", "ratio", "bytes", "error")}
+    found = [f"{name} {x:.3g}" for name, x in numbers.items() if x is not None]
+    found += [f"{name} {x}" for name, x in row.facts.items()]
     where = " ".join(f"{name}={x}" for name, x in row.case.items())
-    return f"{where}: {row.contender}: {row.skipped or ', '.join([*numbers, *facts])}"
+    return f"{where}: {row.contender}: {row.skipped or ', '.join(found)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and document; return 1 if a result is wrong."""
-    about = "\n".join(f"  {name:14} {text}" for name, (_, text) in NAMES.items())
-    about = f"Time and memory, side by side:\n\n{about}"
+    about = "\n".join(["Time and memory, side by side:\n", *(f"  {name:14} {x}" for name, (_, x) in NAMES.items())])
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks", description=about, formatter_class=raw)
-    add = parser.add_argument
-    many: Any = {"action": "append", "default": list[str](), "metavar": "KEY=X"}
+    add, many = parser.add_argument, dict[str, Any](action="append", default=list[str](), metavar="KEY=X")
     add("name", choices=NAMES, metavar="NAME")
     add("--only", help="cases with such entries only; of one key any", **many)
     add("--set", help="another entry in every case", **many)

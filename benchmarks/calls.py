@@ -88,40 +88,34 @@ class Calls(Benchmark):
         return case["section"] if case["section"] in ("peaky", "blocks", "window") else super().group(case)
 
     def texts(self, record: Record) -> dict[str, str]:
-        parts = {"where": record.where, "targets": verdicts(outcomes(record))}
-        for section in SECTIONS:
-            rows = [row for row in record.rows if row.case["section"] == section]
-            halves = {section: rows}
-            if section == "memory":
-                names = {section: False, "memory with backward": True}
-                halves = {name: [row for row in rows if row.case["backward"] == b] for name, b in names.items()}
-            parts |= {name: _table(section, half) for name, half in halves.items() if half}
-        return parts
+        parts = dict[str, list[Row]]()
+        for row in record.rows:
+            half = " with backward" * (row.case["section"] == "memory" and row.case["backward"])
+            parts.setdefault(row.case["section"] + half, []).append(row)
+        tables = {name: _table(rows[0].case["section"], rows) for name, rows in parts.items()}
+        return {"where": record.where, "targets": verdicts(outcomes(record)), **tables}
 
 
 def _table(section: str, rows: Sequence[Row]) -> str:
-    order = SECTIONS[section]
     found = [row for row in rows if row.skipped is None]
-    found.sort(key=lambda row: (order.index(row.contender), row.case["length"]))
+    found.sort(key=lambda row: (SECTIONS[section].index(row.contender), row.case["length"]))
     plain = {str(row.case): row.fastest for row in found if row.contender == "plain"}
+    first = {row.contender: row.fastest or 1.0 for row in reversed(found)}  # of small logits
 
     def cells() -> Iterator[tuple[str, str, str]]:
         for row in found:
             label, length = CONTENDERS[row.contender].label, f"L = {row.case['length']}"
-            base, seconds = plain.get(str(row.case)), row.fastest or 0.0
+            base, seconds, memory = plain.get(str(row.case)), row.fastest or 0.0, as_memory(row.bytes or 0)
             if section == "peaky":
                 yield label, f"std {row.case['std']:g}", as_time(seconds)
             elif section == "memory":
-                yield label, length, as_memory(row.bytes or 0)
+                yield label, length, memory
             elif section == "long":
-                yield from ((label, "time", as_time(seconds)), (label, "extra memory", as_memory(row.bytes or 0)))
+                yield from ((label, "time", as_time(seconds)), (label, "extra memory", memory))
             else:
                 yield label, length, as_time(seconds) + (f" ({seconds / base:.1f}×)" if base else "")
-        if section == "peaky":
-            of = {(row.contender, row.case["std"]): row.fastest or 0.0 for row in found}
-            for name in dict.fromkeys(row.contender for row in found):
-                ratio = of[name, max(of)[1]] / of[name, min(of)[1]]
-                yield CONTENDERS[name].label, "ratio", f"{ratio:.2f}×"
+        last = {row.contender: row.fastest or 0.0 for row in found if section == "peaky"}
+        yield from ((CONTENDERS[name].label, "ratio", f"{x / first[name]:.2f}×") for name, x in last.items())
 
     missing = left_out(rows, lambda row: f"{CONTENDERS[row.contender].label}, L = {row.case['length']}")
     return "\n\n".join([pivot(cells()), *missing])
@@ -143,9 +137,6 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
             return text, target, "not measured", None
         return text, target, form(value / base), value / base <= bound if bound > 0 else value / base >= -bound
 
-    def mib(count: float) -> str:
-        return f"{count / 2**20:.0f} MiB"
-
     for n in (2048, 4096):
         yield line(f"forward, torch, L = {n}, of plain SDPA", at("forward", torch, n), at("forward", "plain", n), 1.8)
     training = at("training", torch), at("training", "plain")
@@ -154,11 +145,11 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
     for library, name in (("torch", torch), ("NumPy", numpy)):
         for n, backward, limit in ((4096, False, 24), (4096, True, 80), (8192, False, 64)):
             text = f"extra memory, {'with backward' if backward else 'forward'}, {library}, L = {n}"
-            yield line(text, at("memory", name, n, "bytes", backward=backward), 1.0, limit * 2**20, mib)
+            yield line(text, at("memory", name, n, "bytes", backward=backward), 2**20, limit, "{:.0f} MiB".format)
         peaky = at("peaky", name, std=30.0), at("peaky", name, std=1.0)
         yield line(f"peaky logits (std 30), {library}, of std 1", *peaky, 1.5)
-        long = at("long", name, 65536, "bytes")
-        yield line(f"one head, L = 65536, {library}, extra memory", long, 1.0, 2**30, mib)
+        long = at("long", name, 65536, "bytes"), 2**20, 1024, "{:.0f} MiB".format
+        yield line(f"one head, L = 65536, {library}, extra memory", *long)
         for section, text in (("blocks", "local blocks"), ("window", "window")):
             text = f"{text}, {library}, L = 16384, of L = 4096 (linear: 4×)"
             yield line(text, at(section, name, 16384), at(section, name, 4096), 5)

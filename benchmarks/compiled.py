@@ -57,17 +57,17 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 def tables_and_options(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tables of a call, and its other arguments except for queries, keys and values."""
-    options = dict(CALLS[call][1])
-    last, reach = length - 1, options.pop("reach", None)
-    span = Span(last, 0 if "causal" in options else last) if reach is None else Span.clipped(reach)
+    options, full = dict(CALLS[call][1]), Span.causal if "causal" in CALLS[call][1] else Span.full
+    reach = options.pop("reach", None)
+    options["span"] = span = full(length) if reach is None else Span.clipped(reach)
     tables = {name: torch.randn(span.rows, WIDTH, dtype=dtype) for name in options.pop("tables", ("rel_k",))}
-    if options.get("mask"):
+    if "mask" in options:
         options["mask"] = torch.randn(1, 1, 1, length) < 1.3  # about nine of ten keys
     if documents := options.get("segments"):
         options["segments"] = torch.arange(length) * documents // length
-    if options.get("positions"):
+    if "positions" in options:
         options["positions"] = (torch.randint(0, 4, (length,)).cumsum(0),) * 2
-    return tables, {"span": span, **options}
+    return tables, options
 
 
 class Compiled(Benchmark):
@@ -99,19 +99,13 @@ class Compiled(Benchmark):
         options["impl"] = "auto" if contender == "compiled" else "portable"
         arrays = {"q": q, "k": k, "v": v} | tables
         if case["library"] == "torch":
-            names = tuple(arrays)
-
-            def attend(*given: Tensor) -> Tensor:
-                named: dict[str, Any] = dict(zip(names, given, strict=True))
-                return relative_attention(**named, **options)
-
-            return passes(attend, tuple(arrays.values()), training)
-        given = {name: _as_numpy(x) for name, x in (arrays | options).items()}
-        d_out = torch.randn_like(q).numpy()
+            named = lambda *given: relative_attention(**dict(zip(arrays, given, strict=True)), **options)  # noqa: E731
+            return passes(named, tuple(arrays.values()), training)
+        given, d_out = {name: _as_numpy(x) for name, x in (arrays | options).items()}, torch.randn_like(q).numpy()
+        if not training:
+            return partial(relative_attention, **given)
 
         def call() -> Any:
-            if not training:
-                return relative_attention(**given)
             out, lse = relative_attention(**given, return_lse=True)
             return [x for x in relative_attention_vjp(d_out, **given, out=out, lse=lse) if x is not None]
 
@@ -130,7 +124,7 @@ class Compiled(Benchmark):
 
 
 def _as_numpy(x: Any) -> Any:
-    if isinstance(x, tuple) and isinstance(x[0], Tensor):
+    if type(x) is tuple:
         return tuple(map(_as_numpy, x))
     return x.numpy() if isinstance(x, Tensor) else x
 
@@ -226,12 +220,10 @@ class Peak(Benchmark):
 
     def skip(self, case: Case, contender: str) -> str | None:
         compiled = _compiled.kernels is not None and contender in _compiled.kernels.LEVELS
-        reason = None if compiled else "not compiled for this processor"
-        return reason if COMPILER else "there is no compiler"
+        return (None if compiled else "not compiled for this processor") if COMPILER else "there is no compiler"
 
     def prepare(self, case: Case, contender: str) -> Call:
-        given = drawn(case["length"], case["length"], case["dtype"])
-        one = passes(attend, given, case["training"])
+        one = passes(attend, drawn(case["length"], case["length"], case["dtype"]), case["training"])
 
         def call() -> Any:
             _compiled.kernels.use(contender)
@@ -254,14 +246,12 @@ class Peak(Benchmark):
 
 
 BARE, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"
+SIZES = ("items", "heads", "width", "side", "tokens")
 MODELS = {
-    "SAM, 64 × 64": {"items": 1, "heads": 12, "width": 64, "side": 64, "tokens": 0},
-    "SAM's windows, 14 × 14": {"items": 25, "heads": 12, "width": 64, "side": 14, "tokens": 0},
-    "Swin's windows, 7 × 7, 64 of them": {"items": 64, "heads": 3, "width": 32, "side": 7, "tokens": 0},
-    "Swin's windows, 7 × 7, 16 of them": {"items": 16, "heads": 6, "width": 32, "side": 7, "tokens": 0},
-    "BEiT, 14 × 14 and a class token": {"items": 4, "heads": 12, "width": 64, "side": 14, "tokens": 1},
-    "a bias of 64 × 64": {"items": 1, "heads": 12, "width": 64, "side": 64, "tokens": 0},
-}
+    "SAM, 64 × 64": (1, 12, 64, 64, 0), "SAM's windows, 14 × 14": (25, 12, 64, 14, 0),
+    "Swin's windows, 7 × 7, 64 of them": (64, 3, 32, 7, 0), "Swin's windows, 7 × 7, 16 of them": (16, 6, 32, 7, 0),
+    "BEiT, 14 × 14 and a class token": (4, 12, 64, 14, 1), "a bias of 64 × 64": (1, 12, 64, 64, 0),
+}  # fmt: skip
 
 
 class OverGrids(Benchmark):
@@ -276,11 +266,11 @@ class OverGrids(Benchmark):
 
     def cases(self) -> Iterator[Case]:
         for (model, sizes), training in itertools.product(MODELS.items(), (False, True)):
-            yield {"model": model, **sizes, "training": training}
+            yield {"model": model, **dict(zip(SIZES, sizes, strict=True)), "training": training}
 
     def prepare(self, case: Case, contender: str) -> Call:
         torch.manual_seed(0)
-        items, heads, width, side, tokens = (case[x] for x in ("items", "heads", "width", "side", "tokens"))
+        items, heads, width, side, tokens = (case[x] for x in SIZES)
         rows, lead = 2 * side - 1, (items, heads, tokens + side * side, width)
         sam, biases = case["model"].startswith("SAM"), [(heads, rows, rows), (heads, 3)]
         shapes = [lead] * 3 + ([(rows, width)] * 2 if sam else biases[: 1 + tokens])

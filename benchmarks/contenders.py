@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.runner import distance
 from benchmarks.textbook import attended, columns, future, gathered, picked, shifted, skewed
 from relskew_core import Span, backends, paged_attention, relative_attention, relative_attention_vjp
 
@@ -59,8 +60,7 @@ class Shape:
     def options(self) -> dict[str, Any]:
         if self.block_size is not None:
             return {"block_size": self.block_size}
-        window = None if self.window is None else (self.window - 1, 0)
-        return {"causal": self.causal, "window": window, **({"offset": self.first} if self.first else {})}
+        return {"causal": self.causal, "window": self.window and (self.window - 1, 0), "offset": self.first or None}
 
 
 class Inputs(NamedTuple):
@@ -109,9 +109,8 @@ class Expected(NamedTuple):
 
     def error(self, result: Any, *, gradient: bool) -> float:
         """Return the relative L2 error of an output, or of a gradient of the queries."""
-        x = result.detach() if isinstance(result, Tensor) else torch.from_numpy(np.asarray(result))
-        expected = self.d_q if gradient else self.out
-        return float((x[0][:, self.rows].double() - expected).norm() / expected.norm())
+        x = torch.as_tensor(result.detach() if isinstance(result, Tensor) else np.asarray(result))
+        return distance(x[0][:, self.rows], self.d_q if gradient else self.out)
 
 
 @functools.lru_cache(maxsize=3)
@@ -171,6 +170,15 @@ def sdpa_local(x: Inputs) -> Any:
     return _biased(x, picked(x.q, x.table, _columns(x.shape)) / x.shape.dim**0.5, hidden)
 
 
+def sdpa_skewed(x: Inputs) -> Any:
+    return _biased(x, _relative(x) / x.shape.dim**0.5, _hidden(x))
+
+
+def sdpa_gathered(x: Inputs) -> Any:
+    """H × L × L numbers, as in T5."""
+    return _biased(x, x.table[:, _columns(x.shape)][None], _hidden(x))
+
+
 def huang_local(x: Inputs) -> Any:
     """Local blocks with both skews (Huang et al. 2018, section 3.5), block by block in one batch."""
     n = x.shape.block_size or 0
@@ -189,24 +197,18 @@ def x_transformers(x: Inputs) -> Any:
     bias, attend = _x_transformers(x.shape.length, x.shape.heads)
     with torch.no_grad():
         bias.relative_attention_bias.weight[: x.shape.length] = x.table.mT.flip(0)
-        out, _ = attend(x.q, x.k, x.v, attn_bias=bias(x.shape.length, x.shape.length))
-    return out
+        return attend(x.q, x.k, x.v, attn_bias=bias(x.shape.length, x.shape.length))[0]
 
 
-def flex(x: Inputs) -> Any:
-    """Compiled FlexAttention: a score modification that reads the captured product of queries and table."""
-    return flex_by(x, _compiled_flex(x.shape))
-
-
-def flex_by(x: Inputs, attention: Any) -> Any:
-    """The same by a function: compiled, or eager if nothing compiles."""
+def flex(x: Inputs, attention: Any = None) -> Any:
+    """FlexAttention, compiled if no other is given: a score modification reads the product of queries and table."""
     product, left, last = x.q @ x.table.mT * x.shape.dim**-0.5, x.shape.span.left, x.shape.span.rows - 1
 
     def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score + product[b, h, i, (j - i + left).clamp(0, last)]
 
     mask = _causal_blocks(x.shape.length, str(x.q.device)) if x.shape.causal else None
-    return attention(x.q, x.k, x.v, score_mod=add, block_mask=mask)
+    return (attention or _compiled_flex(x.shape))(x.q, x.k, x.v, score_mod=add, block_mask=mask)
 
 
 def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
@@ -267,11 +269,9 @@ def gradients(out: Any, x: Inputs, **options: Any) -> tuple[Any, ...]:
 
 
 def _numpy_gradients(function: Callable[[Inputs], Any], x: Inputs) -> tuple[Any, ...]:
-    table = "rel_bias" if x.shape.bias else "rel_k"
-    impl = "portable" if function is portable else "auto"
-    options = {**x.shape.options(), table: x.table, "span": x.shape.span, "impl": impl}
-    found = relative_attention_vjp(x.d_out, x.q, x.k, x.v, out=function(x), **options)
-    return found.q, found.k, found.v, getattr(found, table)
+    options = {"rel_bias" if x.shape.bias else "rel_k": x.table, "impl": "portable" if function is portable else "auto"}
+    options |= {"out": function(x), "span": x.shape.span, **x.shape.options()}
+    return tuple(y for y in relative_attention_vjp(x.d_out, x.q, x.k, x.v, **options) if y is not None)
 
 
 def _relative(x: Inputs) -> Any:
@@ -293,9 +293,9 @@ def _columns(shape: Shape) -> torch.Tensor:
 
 @functools.cache
 def _x_transformers(length: int, heads: int) -> tuple[Any, Any]:
-    module = importlib.import_module("x_transformers.x_transformers")
-    bias = module.RelativePositionBias(1.0, causal=True, num_buckets=2 * length, max_distance=4 * length, heads=heads)
-    return bias, module.Attend(causal=True, flash=True, heads=heads)
+    module: Any = importlib.import_module("x_transformers.x_transformers")
+    options = {"num_buckets": 2 * length, "max_distance": 4 * length, "causal": True, "heads": heads}
+    return module.RelativePositionBias(1.0, **options), module.Attend(causal=True, flash=True, heads=heads)
 
 
 @functools.lru_cache(maxsize=1)
@@ -327,22 +327,16 @@ CONTENDERS = {
     "sdpa-cudnn": Contender("SDPA, cuDNN", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])(plain), "plain"),
     "huang": Contender("pad–reshape–slice (Huang)", huang, floats=_logits(4)),
     "huang-local": Contender("local blocks (Huang)", huang_local),
-    "sdpa-bias": Contender(  # the relative logits are materialised
-        "SDPA with a skewed bias", lambda x: _biased(x, _relative(x) / x.shape.dim**0.5, _hidden(x)), floats=_logits(3)
-    ),
+    "sdpa-bias": Contender("SDPA with a skewed bias", sdpa_skewed, floats=_logits(3)),
     "sdpa-local": Contender("SDPA with a local bias", sdpa_local, floats=_logits(3)),
     "shaw": Contender("gather (Shaw)", shaw, floats=lambda shape: shape.length**2 * (shape.dim + 3 * shape.heads)),
     "flex": Contender("compiled FlexAttention", flex, floats=_logits(2), missing=COMPILER),
-    "toeplitz-bias": Contender(  # H × L × L numbers, as in T5
-        "SDPA with a gathered bias", lambda x: _biased(x, x.table[:, _columns(x.shape)][None], _hidden(x)),
-        floats=_logits(2),
-    ),
+    "toeplitz-bias": Contender("SDPA with a gathered bias", sdpa_gathered, floats=_logits(2)),
     "x-transformers": Contender("x-transformers", x_transformers, floats=_logits(3), missing=X_TRANSFORMERS),
     "torch-portable": Contender("relskew on torch, portable", portable),
     "torch": Contender("relskew on torch", relskew, missing=_native("torch")),
-    "torch-clipped": Contender(
-        "relskew on torch, a clipped table", lambda x: relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP)), "clipped"
-    ),
+    "torch-clipped": Contender("relskew on torch, a clipped table",
+                               lambda x: relskew(x, rel_k=x.clipped, span=Span.clipped(CLIP)), "clipped"),
     "torch-plain": Contender("relskew on torch, no relative positions", partial(relskew, rel_k=None), "plain"),
     "torch-paged": Contender("relskew on torch, in pages", paged),
     "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),

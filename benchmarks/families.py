@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,10 +55,10 @@ class Model:
 
 def let_torchvision_in() -> None:
     """Let transformers import torchvision, whose CUDA wheel requires operators that a torch for CPUs lacks."""
-    if not find_spec("torchvision"):
-        return
     try:
         import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
     except RuntimeError:
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -98,8 +97,10 @@ def built(path: str, attention: str | None, configured: str | None = None, **opt
     return make
 
 
-def drawing(name: str, shape: Callable[[int], tuple[int, ...]]) -> Callable[[int], dict[str, Any]]:
-    """Return a function that draws an argument for a length."""
+Given = Callable[[int], dict[str, Any]]  # makes the inputs for a length
+
+
+def drawing(name: str, shape: Callable[[int], tuple[int, ...]]) -> Given:
     return lambda n: {name: torch.randn(shape(n), generator=torch.Generator().manual_seed(0))}
 
 
@@ -108,8 +109,8 @@ pictures = drawing("pixel_values", lambda n: (1, 3, n, n))
 as_argument = drawing("x", lambda n: (1, 3, n, n))
 
 
-def tokens(length: int, batch: int = 1) -> dict[str, Any]:
-    return {"input_ids": torch.randint(1, 100, (batch, length), generator=torch.Generator().manual_seed(0))}
+def tokens(length: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(0))}
 
 
 def masked(length: int) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def documents(length: int) -> dict[str, Any]:
     return {**tokens(length), "bbox": torch.cat([corners, corners + 50], -1)}
 
 
-def features(name: str, factor: int, **more: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
+def features(name: str, factor: int, **more: Callable[[int], Any]) -> Given:
     """Return a function that makes spectra with as many frames as there are positions after subsampling."""
     spectra = drawing(name, lambda n: (1, factor * n, 16))
     return lambda n: {**spectra(n), **{key: make(n) for key, make in more.items()}}
@@ -132,7 +133,7 @@ def decoded(n: int) -> dict[str, Any]:
 
 
 def family(
-    path: str, given: Callable[[int], dict[str, Any]] = tokens, attention: str | None = None,
+    path: str, given: Given = tokens, attention: str | None = None,
     *, generating: str | None = None, configured: str | None = None, lengths: tuple[int, ...] = TOKENS,
     **options: Any,
 ) -> Model:  # fmt: skip
@@ -141,8 +142,8 @@ def family(
 
 
 def text_to_text(name: str, attention: str = "sdpa", **options: Any) -> Model:
-    whole = f"{name}ForConditionalGeneration"
-    return family(f"{name}EncoderModel", tokens, attention, generating=whole, **TEXT, **options)
+    options |= {"generating": f"{name}ForConditionalGeneration", **TEXT}
+    return family(f"{name}EncoderModel", tokens, attention, **options)
 
 
 def fastspeech2() -> Any:

@@ -21,21 +21,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.runner import Benchmark, Call, Case, Record, Row, pivot
+from benchmarks.runner import Benchmark, Call, Case, Record, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
+from relskew_core.backends._torch.triton import call as launch
 from relskew_core.backends._torch.triton import forward
-from relskew_core.backends._torch.triton.call import (
-    TILES,
-    Limits,
-    TiledCall,
-    block,
-    decoding_tile,
-    rows_of,
-    tiles,
-    widest,
-)
+from relskew_core.backends._torch.triton.call import Limits, TiledCall
 from relskew_core.backends._torch.triton.kernels import decoding as decoding_kernels
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
@@ -44,15 +36,11 @@ from relskew_core.backends._torch.triton.kernels import queries as query_kernels
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 TERMS = {
-    "plain": (None, False),
-    "full": (Span.causal(1024), False),
-    "clipped": (Span.clipped(64), False),
-    "clipped, values": (Span.clipped(64), True),
-    "everything": (Span.causal(1024), True),
-    "keys": (Span.full(1024), False),
-    "positions": (Span.clipped(64), True),
+    "plain": (None, False), "full": (Span.causal(1024), False), "clipped": (Span.clipped(64), False),
+    "clipped, values": (Span.clipped(64), True), "everything": (Span.causal(1024), True),
+    "keys": (Span.full(1024), False), "positions": (Span.clipped(64), True),
     "keys, positions": (Span.clipped(64), False),
-}
+}  # fmt: skip
 """The terms of the compiled calls: tables for keys, and values; all terms; a ``key_table``; positions in any order."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -69,9 +57,9 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int | str) -
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
     bias, mask = torch.empty((2, 1024), dtype=dtype), torch.empty((1024, 1024), dtype=dtype)
-    others: dict[str, Any] = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
-    others = others if terms == "everything" else {}
-    places = torch.arange(1024, dtype=torch.int64)
+    places, others = torch.arange(1024, dtype=torch.int64), dict[str, Any]()
+    if terms == "everything":
+        others = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
     others |= {"key_table": table} if "keys" in terms else {}
     others |= {"positions": (places, places.flip(0))} if "positions" in terms else {}
     return tiled(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others), capability)
@@ -84,7 +72,7 @@ def limits_of(capability: int | str) -> Limits:
 def tiled(arguments: Arguments, capability: int | str) -> TiledCall:
     given = problem(arguments)
     call, device = TiledCall.of(given.given, given.options), limits_of(capability)
-    found = tiles(call.operands.q.dtype, widest(call.operands), device, by_value=call.by_value)
+    found = launch.tiles(call.operands.q.dtype, launch.widest(call.operands), device, by_value=call.by_value)
     assert found is not None
     return replace(call, forward=found[0], backward=found[1])
 
@@ -112,9 +100,9 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
         yield "tables", key_kernels.table_gradient_kernel, {
-            "x": buffer, "rows": rows_of(x.q), "sums": numbers, "batch": 2, "group": 1, "chunk_start": 0,
+            "x": buffer, "rows": launch.rows_of(x.q), "sums": numbers, "batch": 2, "group": 1, "chunk_start": 0,
             "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048, "slab_rows": 2048, "D": width,
-            "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision, "HIDDEN": False,
+            "BLOCK_D": launch.block(width), "B": tile.size, "PRECISION": call.precision, "HIDDEN": False,
             "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
@@ -130,7 +118,7 @@ def decoding(
     numbers, places = torch.empty(1), torch.empty((2, 256), dtype=torch.int32)
     pool = torch.empty((512, 16, 2, width), dtype=dtype)
     pages = forward.Pages(pool, pool, places, places[0, :2]) if paged else None
-    tile = decoding_tile(dtype, width, limits_of(capability))
+    tile = launch.decoding_tile(dtype, width, limits_of(capability))
     arguments, _ = forward.of_few(TiledCall.of(given.given, given.options), tile, pages)
     results = {"out": numbers, "row_sums": numbers, "keys_of_program": 1024}
     return decoding_kernels.decoding_kernel, {**arguments, **results}
@@ -154,35 +142,28 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int | str) -> A
         return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else kind
 
     fixed = set(kernel.do_not_specialize or ())
-    signature = {
-        parameter.name: signed(
-            tl.constexpr(value) if parameter.is_constexpr else value, (index,), parameter.name not in fixed
-        )
-        for index, parameter in enumerate(kernel.params)
-        for value in (arguments.get(parameter.name),)
-    }
+    signature = {}
+    for index, parameter in enumerate(kernel.params):
+        value, name = arguments.get(parameter.name), parameter.name
+        signature[name] = signed(tl.constexpr(value) if parameter.is_constexpr else value, (index,), name not in fixed)
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
-    nvidia = isinstance(capability, int)
-    target = GPUTarget("cuda" if nvidia else "hip", capability, 32 if nvidia else 64)
+    target = GPUTarget(*(("cuda", capability, 32) if isinstance(capability, int) else ("hip", capability, 64)))
     return triton.compile(source, target=target, options=options)
 
 
 def resources(binary: Any) -> tuple[int, int, int]:
     """Return the registers of a thread, the bytes that it spills to its stack, and the bytes that a program shares."""
-    if "amdgcn" in binary.asm:
-        vectors, spilled = (
-            sum(map(int, re.findall(rf"^\s*\.{name}:\s*(\d+)", binary.asm["amdgcn"], re.MULTILINE)))
-            for name in ("vgpr_count", "vgpr_spill_count")
-        )
+    if (code := binary.asm.get("amdgcn")) is not None:
+        found = re.findall(r"^\s*\.vgpr_(spill_)?count:\s*(\d+)", code, re.MULTILINE)
+        vectors, spilled = (sum(int(number) for spill, number in found if bool(spill) == spills) for spills in (0, 1))
         return vectors, 4 * spilled, int(binary.metadata.shared)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(binary.asm["cubin"])
         report = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found is not None, report
-    return int(found[1]), int(found[2]), int(binary.metadata.shared)
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    return int(registers), int(stack), int(binary.metadata.shared)
 
 
 class GPURegisters(Benchmark):
@@ -193,7 +174,7 @@ class GPURegisters(Benchmark):
     def cases(self) -> Iterator[Case]:
         """Return capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` set others."""
         terms = list(TERMS)[:4]
-        for capability, (half, width), term in itertools.product((90, 80), TILES, terms):
+        for capability, (half, width), term in itertools.product((90, 80), launch.TILES, terms):
             dtype = "bfloat16" if half else "float32"
             yield {"capability": capability, "dtype": dtype, "width": width, "terms": term, "tf32": False}
 
@@ -212,17 +193,15 @@ class GPURegisters(Benchmark):
         return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
 
     def texts(self, record: Record) -> dict[str, str]:
-        def place(row: Row) -> tuple[Any, ...]:
-            return *(row.case[key] for key in ("capability", "dtype", "width")), row.contender
-
-        def cell(row: Row) -> tuple[str, str, str]:
-            capability, dtype, width, kernel = place(row)
-            line = f"{capability / 10} | {TYPES[getattr(torch, dtype)]}, {width} | {kernel} | {row.facts['tile']}"
-            return line, row.case["terms"], row.facts["uses"]
-
-        first = list(dict.fromkeys(map(place, record.measured())))
-        rows = sorted(record.measured(), key=lambda row: first.index(place(row)))
-        return {"": pivot(map(cell, rows), "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
+        by_place: dict[tuple[Any, ...], list[tuple[str, str, str]]] = {}
+        for row in record.measured():
+            capability, dtype, width = place = [row.case[key] for key in ("capability", "dtype", "width")]
+            kind = f"{TYPES[getattr(torch, dtype)]}, {width}"
+            line = f"{capability / 10} | {kind} | {row.contender} | {row.facts['tile']}"
+            cell = line, row.case["terms"], row.facts["uses"]
+            by_place.setdefault((*place, row.contender), []).append(cell)
+        cells = itertools.chain(*by_place.values())
+        return {"": pivot(cells, "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
 
 
 @functools.lru_cache(maxsize=1)

@@ -30,7 +30,7 @@ from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import custom_ops_library, quantize, save, to_onnx
 from relskew_core.export._nodes.functions import all_graphs
 
-BARE = "no positions"
+BARE, DECODING = "no positions", "decoding"
 IN_PLACE = "relskew `ort`, in place"
 CHUNK = BLOCK = 128
 CHUNKED = f"relskew `ort`, chunks of {CHUNK}"  # the graph for CPUs
@@ -87,61 +87,37 @@ class Form(NamedTuple):
 
 def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     """Return the blocks, whose tables, if limited, are for inputs up to ``longest``."""
-    causal = BlockSpec(width, heads, Span.causal(longest), causal=True)
-    full = BlockSpec(width, heads, Span.full(longest))
+    causal, full = (
+        BlockSpec(width, heads, Span.causal(longest), causal=True),
+        BlockSpec(width, heads, Span.full(longest)),
+    )
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
     blocks = BlockSpec(width, heads, Span.causal(2 * BLOCK), causal=True, block_size=BLOCK)
+    selected: dict[str, Relative] = {GATHER: by_pair(picked)}
     return {
-        "causal": Form(
-            "Causal", causal, {"Music Transformer, pad–reshape–slice": music_transformer, GATHER: by_pair(picked)}
-        ),
-        "full": Form("Full", full, {"pad–reshape–slice, both directions": transformer_xl, GATHER: by_pair(picked)}),
+        "causal": Form("Causal", causal, {"Music Transformer, pad–reshape–slice": music_transformer} | selected),
+        "full": Form("Full", full, {"pad–reshape–slice, both directions": transformer_xl} | selected),
         "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": by_pair(gathered)}),
         "blocks": Form(f"Blocks of {BLOCK}, each with the one before", blocks, {}),
+        DECODING: Form("One token, with a cache", causal, {}),
     }
 
 
-def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str, Callable[[], bytes]]:
-    """Return, by label, functions that make each graph as the bytes of its file."""
-    relskew = partial(as_bytes, to_onnx, form.spec, weights)
-    bare = partial(as_bytes, without_positions, replace(form.spec, block_size=None), weights)
-    made: dict[str, Callable[[], bytes]] = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
-    if form.spec.block_size is None:
-        made[CHUNKED] = partial(relskew, chunk_size=CHUNK)
-    made["relskew `portable`"] = partial(relskew, profile="portable")
-    for label, relative in form.textbooks.items():
-        for name, dynamo in (("torch", True), ("torch, dynamo=False", False)):
-            textbook = Textbook(relative, form.spec, dict(weights), longest).eval()
-            made[f"{name}: {label}"] = partial(from_torch, textbook, min(EXAMPLE, longest // 2), dynamo=dynamo)
-    return made
-
-
-def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
-    """Return the same for each graph with a cache: growing, or in place."""
-    relskew = partial(as_bytes, to_onnx, spec, weights, past=True)
-    bare = partial(as_bytes, without_positions, spec, weights, past=True)
-    return {BARE: bare, "relskew `ort`, a cache that grows": relskew, IN_PLACE: partial(relskew, in_place=True)}
-
-
-def as_bytes(
-    make: Callable[..., onnx.ModelProto], spec: BlockSpec, weights: Mapping[str, Any], **options: Any
-) -> bytes:
-    return make(spec, weights, **options).SerializeToString()
+def as_bytes(make: Callable[..., onnx.ModelProto], *given: Any, **options: Any) -> bytes:
+    return make(*given, **options).SerializeToString()
 
 
 def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
     """Export a module with dynamic batch and length, following torch's documentation."""
-    x = torch.zeros(2, example, model.spec.embed_dim)
+    x, stream, axes = (torch.zeros(2, example, model.spec.embed_dim),), io.BytesIO(), {0: "batch", 1: "length"}
     if dynamo:
-        vary = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
-        program = torch.onnx.export(model, (x,), dynamo=True, opset_version=23, dynamic_shapes=vary, verbose=False)
+        vary = {"x": dict.fromkeys(axes, torch.export.Dim.DYNAMIC)}
+        program = torch.onnx.export(model, x, dynamo=True, opset_version=23, dynamic_shapes=vary, verbose=False)
         assert program is not None
         return program.model_proto.SerializeToString()
-    stream = io.BytesIO()
-    axes = {"x": {0: "batch", 1: "length"}, "y": {0: "batch", 1: "length"}}
-    options: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": axes}
+    options: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": axes, "y": axes}}
     # torch's annotations only list file names; this exporter documents streams.
-    torch.onnx.export(model, (x,), stream, dynamo=False, opset_version=18, **options)  # type: ignore[arg-type]
+    torch.onnx.export(model, x, stream, dynamo=False, opset_version=18, **options)  # type: ignore[arg-type]
     return stream.getvalue()
 
 
@@ -175,11 +151,9 @@ def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_pl
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for name in names:
-        pasts = [
-            each for each in (name.replace("present", past) for past in ("past", "past_key_values")) if each in values
-        ]
-        if in_place and pasts:
-            binding.bind_ortvalue_output(name, values[pasts[0]])
+        pasts = (values.get(name.replace("present", past)) for past in ("past", "past_key_values"))
+        if (past := next(filter(None, pasts), None)) is not None and in_place:
+            binding.bind_ortvalue_output(name, past)
         else:
             binding.bind_output(name)
 
@@ -190,7 +164,6 @@ def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_pl
     return call
 
 
-DECODING = "decoding"
 FORMS = ("causal", "full", "clip", "blocks", DECODING)
 LENGTHS = (1, 7, 64, 512, 1024, 2048)
 CACHE = 4096  # the length of caches in place, and the reach of the table; the last past fills it
@@ -202,14 +175,26 @@ DECODING_TARGET = 1.6
 
 @functools.lru_cache(maxsize=1)
 def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], dict[str, Callable[[], bytes]]]:
-    """Return a block, its weights, and a function for each graph; ``reach`` is that of tables that end."""
-    heads = max(2, width // 64)
+    """Return a block, its weights, and functions that make each graph as the bytes of its file, by label."""
+    form = forms(reach, width, max(2, width // 64))[name]
+    weights: dict[str, Any] = dict(init_weights(form.spec, seed=0))
+    relskew = partial(as_bytes, to_onnx, form.spec, weights)
+    bare = partial(as_bytes, without_positions, replace(form.spec, block_size=None), weights)
     if name == DECODING:
-        form = Form("One token, with a cache", BlockSpec(width, heads, Span.causal(reach), causal=True), {})
-    else:
-        form = forms(reach, width, heads)[name]
-    weights = init_weights(form.spec, seed=0)
-    return form, weights, decoders(form.spec, weights) if name == DECODING else contenders(form, weights, reach)
+        grows = partial(relskew, past=True)
+        made: dict[str, Callable[[], bytes]] = {
+            BARE: partial(bare, past=True),
+            "relskew `ort`, a cache that grows": grows,
+        }
+        return form, weights, made | {IN_PLACE: partial(grows, in_place=True)}
+    made = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
+    made |= {CHUNKED: partial(relskew, chunk_size=CHUNK)} if name != "blocks" else {}
+    made["relskew `portable`"] = partial(relskew, profile="portable")
+    for (label, relative), dynamo in itertools.product(form.textbooks.items(), (True, False)):
+        textbook = Textbook(relative, form.spec, weights, reach).eval()
+        exporter = f"torch{'' if dynamo else ', dynamo=False'}: {label}"
+        made[exporter] = partial(from_torch, textbook, min(EXAMPLE, reach // 2), dynamo=dynamo)
+    return form, weights, made
 
 
 @functools.lru_cache(maxsize=16)
@@ -245,9 +230,10 @@ class Export(Benchmark):
         content, _ = exported(case["form"], case["width"], case["reach"], contender)
         session, (x, caches, _) = open_session(content), drawn(*case.values())
         if case["form"] == DECODING:
-            in_place = any(one.name == "past_lengths" for one in session.get_inputs())
-            pasts = caches if in_place else [np.ascontiguousarray(cache[:, :, : case["length"]]) for cache in caches]
-            given = {"x": x, **dict(zip(("past_key", "past_value"), pasts, strict=True))}
+            in_place, pasts = any(one.name == "past_lengths" for one in session.get_inputs()), caches
+            if not in_place:
+                pasts = [np.ascontiguousarray(cache[:, :, : case["length"]]) for cache in caches]
+            given = {"x": x, "past_key": pasts[0], "past_value": pasts[1]}
             given |= {"past_lengths": np.array([case["length"]])} if in_place else {}
             return bound(session, given, in_place, "y")
         name = session.get_inputs()[0].name
@@ -277,12 +263,11 @@ def drawn(form: str, length: int, width: int, reach: int) -> tuple[Any, Any, Any
     """Draw the input, caches for a past, and the expected outputs; past the table's end no output is right."""
     spec, weights = form_of(form, width, reach)[0].spec, form_of(form, width, reach)[1]
     draw = np.random.default_rng(length)
+    x = draw.standard_normal((1, 1 if form == DECODING else length, width)).astype(np.float32)
     if form != DECODING:
-        x = draw.standard_normal((1, length, width)).astype(np.float32)
         longer = _ends({"form": form, "length": length, "reach": reach})
         return x, None, None if longer else np.asarray(attention_block(x, weights, spec))
-    x = draw.standard_normal((1, 1, width)).astype(np.float32)
-    caches = [draw.standard_normal((1, spec.num_kv_heads, reach, spec.head_dim)).astype(np.float32) for _ in range(2)]
+    caches = draw.standard_normal((2, 1, spec.num_kv_heads, reach, spec.head_dim)).astype(np.float32)
     y, _ = attention_block(x, weights, spec, past=(caches[0][:, :, :length], caches[1][:, :, :length]))
     return x, caches, np.asarray(y)
 
@@ -308,15 +293,13 @@ def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, boo
 
 def table(rows: Sequence[Row]) -> str:
     """Return sizes, times and multiples of a form's graphs, and the reason if one fails."""
-    order = list(dict.fromkeys(row.contender for row in rows))
 
     def cells() -> Iterator[tuple[str, str, str]]:
-        for row in sorted(rows, key=lambda row: (order.index(row.contender), row.case["length"])):
+        for row in sorted(rows, key=lambda row: row.case["length"]):
             label, length, facts, ends = row.contender, row.case["length"], row.facts, _ends(row.case)
             if facts:
-                yield label, "nodes", str(facts["nodes"])
-                yield label, "file", f"{facts['file_bytes'] / 2**20:.1f} MiB"
-                yield label, "export", as_time(facts["export_seconds"])
+                size, made = f"{facts['file_bytes'] / 2**20:.1f} MiB", as_time(facts["export_seconds"])
+                yield from ((label, "nodes", str(facts["nodes"])), (label, "file", size), (label, "export", made))
             column = f"past = {length}" if row.case["form"] == DECODING else f"L = {length}{', past the table' * ends}"
             if row.skipped is not None:
                 yield label, column, "wrong" if row.skipped.startswith("wrong") else "fails"
@@ -333,12 +316,9 @@ def table(rows: Sequence[Row]) -> str:
 ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
 REPORT_KERNEL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
 CHUNKS = "relskew `ort`, in chunks"
-GRAPHS: dict[str, dict[str, Any]] = {
-    BARE: {},
-    "relskew `ort`": {"chunk_size": None},  # the window by Slice
-    "relskew `portable`": {"profile": "portable"},  # by Gather
-    CHUNKS: {},
-}
+GRAPHS: dict[str, dict[str, Any]] = {  # by Slice or by Gather
+    BARE: {}, "relskew `ort`": {"chunk_size": None}, "relskew `portable`": {"profile": "portable"}, CHUNKS: {},
+}  # fmt: skip
 
 
 class GPUGraphs(Benchmark):
@@ -414,16 +394,13 @@ class GPUGraphs(Benchmark):
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for row in record.rows:
             case, facts = row.case, row.facts
-            line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
-            kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
-            nodes = facts.get("placement", {}).items()
-            placed = ", ".join(f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in nodes)
-            text = "failed" if row.skipped else f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
-            yield line, case["kernels"], text
+            nodes = [f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()]
+            placed = ", ".join([*nodes, *filter(None, [facts.get("kernel")])])
+            text = "failed" if row.skipped else f"{facts['seconds'] * 1e3:.3g} ms ({placed})"
+            yield f"{case['form']} {case['dtype']} {case['length']}: {row.contender}", case["kernels"], text
 
 
-LARGE = 6.0
-"""The factor of inputs for logits in the tens."""
+LARGE = 6.0  # the factor of inputs for logits in the tens
 PROFILES = ("ort", "portable")
 KINDS = ("float32", "float16", "weights-8", "weights-4", "dynamic", "static")
 CALL, LOGITS, TOKEN = "a call", "large logits", "one token"
@@ -445,8 +422,7 @@ class Quantise(Benchmark):
         return set() if case["form"] == LOGITS else {"time"}
 
     def prepare(self, case: Case, contender: str) -> Call:
-        content, feeds = made(*case.values(), contender), block(*list(case.values())[1:])[2]
-        session = open_session(content)
+        session, feeds = open_session(made(*case.values(), contender)), block(*list(case.values())[1:])[2]
         half = session.get_inputs()[0].type == "tensor(float16)"
 
         def run(given: dict[str, np.ndarray]) -> np.ndarray:

@@ -61,12 +61,10 @@ def gather(q: Tensor, table: Tensor, keys: int) -> Tensor:
     return gathered(q, table, columns(q.shape[2], keys, table.shape[1] - 1, table.shape[1]))
 
 
-PLAIN = "no positions"
+PLAIN, RELSKEW = "no positions", "RelativeMultiheadAttention"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     PLAIN: Attention,
-    "RelativeMultiheadAttention": lambda n: RelativeMultiheadAttention(
-        BlockSpec(WIDTH, HEADS, Span.causal(n), causal=True)
-    ),
+    RELSKEW: lambda n: RelativeMultiheadAttention(BlockSpec(WIDTH, HEADS, Span.causal(n), causal=True)),
     "pad, reshape, slice": lambda n: Attention(n, pad_reshape_slice),
     "a row for each pair": lambda n: Attention(n, gather),
 }
@@ -123,37 +121,18 @@ def step(model: nn.Module, loss: Callable[[], Tensor]) -> Call:
     return call
 
 
-def train(name: str, length: int, batch: int) -> Call:
-    model, tokens = CausalModel(MODELS[name], length), torch.randint(VOCABULARY, (batch, length))
-    return step(model, lambda: loss_of(model, tokens))
-
-
-def decode(name: str, prompt: int, new: int = 20) -> Call:
-    """Return a function that decodes some tokens greedily after a prompt, which is not timed."""
-    model = CausalModel(MODELS[name], prompt + new).eval()
-    tokens = torch.randint(VOCABULARY, (1, prompt))
-    with torch.inference_mode():
-        _, filled = model(tokens, model.caches(prompt + new))
-    # what earlier calls wrote after the prompt is overwritten
-    return torch.inference_mode()(lambda: model.generate(tokens[:, -1:], filled, new))
-
-
-TASKS: dict[str, tuple[Callable[[str, int], Call], tuple[int, ...]]] = {
-    "a step, batch of 8": (lambda name, length: train(name, length, 8), (128,)),
-    "a step, batch of 1": (lambda name, length: train(name, length, 1), (1024, 2048)),
-    "20 tokens after": (decode, (100, 2000)),
-}
+NEW, BATCHES = 20, {"a step, batch of 8": 8, "a step, batch of 1": 1}
+TASKS = {"a step, batch of 8": (128,), "a step, batch of 1": (1024, 2048), f"{NEW} tokens after": (100, 2000)}
 
 
 class Models(Benchmark):
-    """Tasks of several sizes."""
+    """Training steps, and tokens decoded greedily after a prompt, which is not timed."""
 
     page = "torch.md"
     seconds = 4.0
 
     def cases(self) -> Iterator[Case]:
-        for task, (_, sizes) in TASKS.items():
-            yield from ({"task": task, "size": size} for size in sizes)
+        yield from ({"task": task, "size": size} for task, sizes in TASKS.items() for size in sizes)
 
     def contenders(self, case: Case) -> Iterable[str]:
         return MODELS
@@ -162,7 +141,15 @@ class Models(Benchmark):
         return "left out to keep the run short" if case["size"] > LONGEST.get(contender, 10**9) else None
 
     def prepare(self, case: Case, contender: str) -> Call:
-        return TASKS[case["task"]][0](contender, case["size"])
+        size, batch = case["size"], BATCHES.get(case["task"])
+        tokens = torch.randint(VOCABULARY, (batch or 1, size))
+        model = CausalModel(MODELS[contender], size + NEW * (batch is None))
+        if batch is not None:
+            return step(model, lambda: loss_of(model, tokens))
+        with torch.inference_mode():
+            _, filled = model.eval()(tokens, model.caches(size + NEW))
+        # what earlier calls wrote after the prompt is overwritten
+        return torch.inference_mode()(lambda: model.generate(tokens[:, -1:], filled, NEW))
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():

@@ -38,10 +38,7 @@ BASES = {"causal": (NUMPY,), "full": (NUMPY,), TOKEN: (BARE,), DECODER: tuple(GR
 
 
 class OperatorNodes(Benchmark):
-    """Whole calls, also on two threads, one token after a past, and a token of a whole decoder.
-
-    Heads come from projections.
-    """
+    """Whole calls, also on two threads, one token after a past, and a token of a decoder; heads are of projections."""
 
     page = "deploying.md"
     unlike = (BARE, IN_INT8)
@@ -68,9 +65,8 @@ class OperatorNodes(Benchmark):
         form, length, width, reach = case.values()
         if form == DECODER:
             return decoding(contender, length, width, reach)
-        q, k, v, table = drawn(form, length, width, reach)
+        (q, k, v, table), threads = drawn(form, length, width, reach), ON_CORES.get(contender, 1)
         span = Span.full(reach) if form == "full" else Span.causal(reach)
-        threads = ON_CORES.get(contender, 1)
         if contender.startswith(NUMPY):
 
             def call() -> Any:
@@ -112,9 +108,9 @@ class OperatorNodes(Benchmark):
             cells += [(name, column, as_time(row.cpu or 0.0)) for name, row in rows.items()]
             cells.append(("**operator**, multiple", column, f"**{found[form][-1]:.2f}**"))
         for form, ratios in found.items():
-            baseline = " or ".join(BASES[form]) if form != DECODER else "the best graph without it"
-            most, text = TARGETS[form], ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append((form, f"≤ {most} × {baseline}", text, max(ratios) <= most))
+            most, of = TARGETS[form], "the best graph without it" if form == DECODER else BASES[form][0]
+            text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append((form, f"≤ {most} × {of}", text, max(ratios) <= most))
         about = {form: f"{form[0].upper()}{form[1:]}, by {'past' if 'token' in form else 'length'}:" for form in tables}
         about[CORES] = "Causal, by length, the fastest call of several runs on one thread and on two:"
         parts = [f"{about[form]}\n\n{pivot(cells)}" for form, cells in tables.items()]
@@ -183,14 +179,10 @@ def decoding(name: str, past: int, width: int, reach: int) -> Call:
     """Return a function that runs one token of a decoder after a past."""
     in_place, draw = "in_place" in GRAPHS[name], np.random.default_rng(past)
     session = open_session(exported(name, width, reach), "operator" in GRAPHS[name])
-    given: dict[str, Any] = {"input_ids": np.zeros((1, 1), np.int64)}
-    if in_place:
-        given["past_length"] = np.array([past])
+    given = {"input_ids": np.zeros((1, 1), np.int64)} | ({"past_length": np.array([past])} if in_place else {})
     for cache in (value for value in session.get_inputs() if value.name.startswith("past_key_values")):
-        filled = draw.standard_normal((1, HEADS, past, *cache.shape[3:]))
-        if cache.type == "tensor(int8)":
-            filled *= 127 / np.abs(filled).max()
-        dtype = np.int8 if cache.type == "tensor(int8)" else np.float32
-        given[cache.name] = np.zeros((1, HEADS, reach if in_place else past, *cache.shape[3:]), dtype)
-        given[cache.name][:, :, :past] = filled
+        whole, filled = cache.type == "tensor(int8)", draw.standard_normal((1, HEADS, past, *cache.shape[3:]))
+        room = np.zeros((1, HEADS, (reach if in_place else past) - past, *cache.shape[3:]))
+        filled *= 127 / np.abs(filled).max() if whole else 1
+        given[cache.name] = np.concatenate([filled, room], 2).astype(np.int8 if whole else np.float32)
     return bound(session, given, in_place, "logits")

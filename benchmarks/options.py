@@ -28,35 +28,30 @@ class OptionInputs(NamedTuple):
     scale: Tensor
     documents: Tensor
     stamps: Tensor
+    steps: Tensor
+    padding: Tensor
+    future: Tensor
 
     @classmethod
     def draw(cls, length: int, *, gradients: bool) -> OptionInputs:
-        generator = torch.Generator().manual_seed(0)
+        generator, steps = torch.Generator().manual_seed(0), torch.arange(length)
         sizes = [(1, HEADS, length, DIM)] * 3 + [(2 * REACH + 1, DIM), (HEADS,), (HEADS,)]
         floats = [torch.randn(shape, generator=generator).requires_grad_(gradients) for shape in sizes]
         stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
-        return cls._make([*floats, torch.arange(length) * 64 // length, stamps])
-
-    @property
-    def steps(self) -> Tensor:
-        return torch.arange(self.q.shape[-2])
-
-    @property
-    def padding(self) -> Tensor:
-        return (self.steps < self.q.shape[-2] * 7 // 8)[None, None, None]
-
-    @property
-    def future(self) -> Tensor:
-        return future(self.q.shape[-2])
+        padding = (steps < length * 7 // 8)[None, None, None]
+        return cls._make([*floats, steps * 64 // length, stamps, steps, padding, future(length)])
 
 
-def _rows(x: OptionInputs, stamps: Tensor | None = None) -> Tensor:
-    steps = x.steps if stamps is None else stamps
-    return (steps[None, :] - steps[:, None]).clamp(-REACH, REACH) + REACH
+def _rows(keys: Tensor, queries: Tensor) -> Tensor:
+    return (keys[None, :] - queries[:, None]).clamp(-REACH, REACH) + REACH
 
 
 def _relative(x: OptionInputs, rows: Tensor | None = None) -> Tensor:
-    return picked(x.q * DIM**-0.5, x.table, _rows(x) if rows is None else rows)
+    return picked(x.q * DIM**-0.5, x.table, _rows(x.steps, x.steps) if rows is None else rows)
+
+
+def _sums(x: OptionInputs) -> Tensor:
+    return x.q @ x.k.mT * DIM**-0.5 + _relative(x)
 
 
 def _sdpa(x: OptionInputs, hidden: Tensor | None = None, rows: Tensor | None = None, **options: Any) -> Tensor:
@@ -72,14 +67,9 @@ _causal = partial(_relskew, causal=True)
 
 
 def _dense_sinks(x: OptionInputs) -> Tensor:
-    logits = (x.q @ x.k.mT * DIM**-0.5 + _relative(x)).masked_fill(x.future, -torch.inf)
+    logits = _sums(x).masked_fill(x.future, -torch.inf)
     sinks = x.sinks[:, None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
-
-
-def _dense_softcap(x: OptionInputs) -> Tensor:
-    sums = x.q @ x.k.mT * DIM**-0.5 + _relative(x)
-    return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, x.future)
 
 
 def _offsets(x: OptionInputs) -> Any:
@@ -94,7 +84,7 @@ def _dense_offsets(x: OptionInputs) -> Tensor:
 
 
 def _dense_key_table(x: OptionInputs) -> Tensor:
-    bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT
+    bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x.steps, x.steps).mT).mT
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
 
 
@@ -106,7 +96,8 @@ def _dense_blocks(x: OptionInputs) -> Tensor:
 OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInputs], Tensor]]] = {
     "none": ("causal alone", _causal, _sdpa),
     "sinks": ("sinks=(H,)", lambda x: _causal(x, sinks=x.sinks), _dense_sinks),
-    "softcap": ("softcap=30", lambda x: _causal(x, softcap=SOFTCAP), _dense_softcap),
+    "softcap": ("softcap=30", lambda x: _causal(x, softcap=SOFTCAP),
+                lambda x: attended((_sums(x) / SOFTCAP).tanh() * SOFTCAP, x.v, x.future)),
     "padding": ("mask=(B, 1, 1, L), not causal",
                 lambda x: _relskew(x, mask=x.padding), lambda x: _sdpa(x, ~x.padding)),
     "key_table": ("key_table=(R, D), not causal", lambda x: _relskew(x, key_table=x.table), _dense_key_table),
@@ -116,7 +107,7 @@ OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInp
     "blocks": ("block_size=128, blocks_before=2", lambda x: _relskew(x, block_size=128, blocks_before=2),
                _dense_blocks),
     "positions": ("positions, time stamps", lambda x: _causal(x, positions=(x.stamps, x.stamps)),
-                  lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps))),
+                  lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x.stamps, x.stamps))),
     "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale),
               lambda x: _sdpa(x._replace(q=x.q * x.scale[:, None, None] * DIM**0.5))),
     "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1),

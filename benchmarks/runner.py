@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 
 import relskew_core
-from benchmarks.memory import resident_peak
 from relskew_core.backends import _compiled
 
 END = "<!-- end of measured -->"
@@ -70,22 +70,19 @@ def as_time(seconds: float) -> str:
 
 
 def as_memory(count: float) -> str:
-    mib = count / 2**20
-    return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB"
+    return f"{count / 2**20:.{int(count < 10 * 2**20)}f} MiB"
 
 
 def after(training: bool) -> str:
-    """Return the end of a row's name for gradients."""
     return ", with backward" if training else ""
 
 
 def left_out(rows: Iterable[Row], what: Callable[[Row], str]) -> Iterator[str]:
     """Yield why rows have no numbers, those with the same reason together."""
-    reasons: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.skipped is not None:
-            reasons.setdefault(row.skipped, {})[what(row)] = None
-    yield from (f"Not run: {'; '.join(names)}: {reason}." for reason, names in reasons.items())
+    skipped = [row for row in rows if row.skipped is not None]
+    for reason in dict.fromkeys(row.skipped for row in skipped):
+        names = dict.fromkeys(what(row) for row in skipped if row.skipped == reason)
+        yield f"Not run: {'; '.join(names)}: {reason}."
 
 
 def verdicts(lines: Iterable[Sequence[Any]]) -> str:
@@ -101,6 +98,7 @@ Case = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 
 ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
 PAUSE_SECONDS = 0.15  # before a turn: threads of another library keep spinning for 0.1 s after their last call
 TURN_SECONDS = 0.1  # of a turn at least, which repeats short calls
 
@@ -197,7 +195,7 @@ class Benchmark:
         if not self.forks:
             return self.apart(name, case, contender)[0]
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
-            return pool.submit(child, self, case, contender).result()
+            return pool.submit(self.answer, case, contender).result()
 
     def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
         """Return the answer of a fresh process, and its output."""
@@ -206,12 +204,27 @@ class Benchmark:
         ended = subprocess.run(command, cwd=ROOT, env=os.environ | environment, **options)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or [""])[-1]  # first here, as records keep the beginning
-            error = f"{last} ({contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]})"
-            raise RuntimeError(error)
+            raise RuntimeError(f"{last} ({contender} fails at {case} with {ended.returncode}:\n{ended.stderr[-2000:]})")
         return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
 
     def answer(self, case: Case, contender: str) -> Case:
-        return child(self, case, contender)
+        """Answer the question of ``memory`` in a fresh process.
+
+        It warms up (libraries load their kernels, thread pools start), makes the inputs, gives freed memory back to the
+        system, calls once, and reads the high-water mark of its resident memory. Buffers of 128 KiB and more go back to
+        the system as soon as they are freed, so that the mark is of what lives at once.
+        """
+        if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+            libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD of malloc.h
+        self.begin()
+        self.prepare(case | {key: min(x, case[key]) for key, x in self.small.items()}, contender)()
+        call, ended = self.prepare(case, contender), list[Any]()
+        gc.collect()
+        peak = resident_peak(lambda: ended.extend((time.perf_counter(), call(), time.perf_counter())))
+        if peak is None:
+            raise RuntimeError("peak memory needs Linux's resettable high-water mark and glibc's malloc")
+        start, result, stop = ended
+        return {"bytes": peak, "fastest": stop - start, "error": self.check(case, contender, result, None)}
 
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
         for _, group in itertools.groupby(cases, self.group):
@@ -229,15 +242,12 @@ class Benchmark:
             yield self._measure(name, [case], seconds, {first, other})[-1]
 
     def _measure(self, name: str, cases: list[Case], seconds: float, only: set[str]) -> list[Row]:
-        rows: dict[tuple[int, str], Row] = {}
-        calls: dict[tuple[int, str], Call] = {}
+        rows, calls = dict[tuple[int, str], Row](), dict[tuple[int, str], Call]()
         firsts: dict[int, tuple[int, str]] = {}
         for number, case in enumerate(cases):
             first, measures = None, self.measures_of(case)
-            for contender in self.contenders(case):
+            for contender in (each for each in self.contenders(case) if not only or each in only):
                 key, row = (number, contender), Row(case, contender, skipped=self.skip(case, contender))
-                if only and contender not in only:
-                    continue
                 firsts.setdefault(number, key)
                 try:
                     if row.skipped is None and "memory" in measures:
@@ -273,16 +283,16 @@ def turns(
     """
     taken: dict[Key, list[list[tuple[float, float]]]] = {key: [] for key in calls}
     spent = dict.fromkeys(calls, 0.0)
-    for number in itertools.count():
-        waiting = [key for key in calls if len(taken[key]) < 2 or spent[key] < seconds]
-        if not waiting:
-            break
+    number, waiting = 0, list(calls)
+    while waiting:
         shift = number % len(waiting)
         for key in waiting[shift:] + waiting[:shift]:
             began = time.perf_counter()
             time.sleep(pause)
             taken[key].append(list(_turn(calls[key], min(TURN_SECONDS, seconds / 8))))
             spent[key] += time.perf_counter() - began
+        waiting = [key for key in calls if len(taken[key]) < 2 or spent[key] < seconds]
+        number += 1
     return {key: _summary(own, taken.get(first(key))) for key, own in taken.items()}
 
 
@@ -306,39 +316,32 @@ def _summary(own: list[list[tuple[float, float]]], base: list[list[tuple[float, 
     return found
 
 
-def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
-    """Answer a question of ``Benchmark.memory``; only valid in a fresh process.
+STATUS = Path("/proc/self/status")
 
-    It warms up (libraries load their kernels, thread pools start), makes the inputs, gives freed memory back to the
-    system, resets the high-water mark of its resident memory, calls once, and reads the mark. Buffers of 128 KiB and
-    more go back to the system as soon as they are freed, so that the mark is of what lives at once.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD of malloc.h
-    benchmark.begin()
-    benchmark.prepare(case | {key: min(x, case[key]) for key, x in benchmark.small.items()}, contender)()
-    call = benchmark.prepare(case, contender)
-    result, seconds = None, 0.0
 
-    def timed() -> None:
-        nonlocal result, seconds
-        start = time.perf_counter()
-        result = call()
-        seconds = time.perf_counter() - start
+def resident_peak(call: Call) -> int | None:
+    """Return by how many bytes a call's peak exceeds the memory before it, ``None`` where no system counts it."""
 
-    gc.collect()
-    peak = resident_peak(timed)
-    if peak is None:
-        raise RuntimeError("peak memory needs Linux's resettable high-water mark and glibc's malloc")
-    return {"bytes": peak, "fastest": seconds, "error": benchmark.check(case, contender, result, None)}
+    def status(field: str) -> int:
+        if (match := re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)) is None:
+            raise OSError(f"{STATUS} has no {field}")
+        return int(match[1]) * 1024
+
+    try:
+        status("VmRSS")
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # freed pages of the heap return to the system
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = status("VmRSS")
+        call()
+        return max(0, status("VmHWM") - before)
+    except OSError:
+        return None
 
 
 def passes(function: Callable[..., Any], given: Sequence[Any], training: bool) -> Call:
     """Return a call of tensors, or with ``training`` one that returns the gradients of them all."""
     learned = [x.detach().requires_grad_(training) for x in given]
-    x = given[0]
-    d_out = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    d_out = torch.randn(given[0].shape, dtype=given[0].dtype, generator=torch.Generator().manual_seed(0))
 
     def call() -> Any:
         out = function(*learned)
@@ -388,15 +391,14 @@ class Record:
 
     @classmethod
     def newest(cls, name: str) -> Record:
-        paths = (ROOT / "benchmarks" / "records").glob(f"{name}-*.json")
-        newest = max(paths, key=lambda path: path.stem[-10:], default=None)
+        newest = max(RECORDS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:], default=None)
         return cls({}, []) if newest is None else cls.load(newest)
 
     def path(self, name: str) -> Path:
         """Return the path of a benchmark's record, by device and date."""
         device = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         cores = "" if self.machine["device"] != self.machine["cpu"] else f"-{self.machine['cores']}-cores"
-        return ROOT / "benchmarks" / "records" / f"{name}-{device}{cores}_{str(self.machine['date'])[:10]}.json"
+        return RECORDS / f"{name}-{device}{cores}_{str(self.machine['date'])[:10]}.json"
 
     def measured(self, **wanted: Any) -> Iterator[Row]:
         """Yield the rows with numbers, of the cases with these entries."""
@@ -417,10 +419,9 @@ class Record:
         m = self.machine
         threads = f"{m['torch_threads']} thread{'s' * (m['torch_threads'] != 1)} of {m['cores']} cores"
         versions = [f"{name} {number}" for name, number in m["versions"].items() if number]
-        device = m["cpu"] if m.get("device", m["cpu"]) == m["cpu"] else f"{m['device']}, {m['cpu']}"
-        level = [m["level"]] if m.get("level") else []
-        load = f"load {m['load_average']} at the start"
-        return ", ".join([device, *level, threads, load, *versions, f"commit {m['commit']}", str(m["date"])[:10]]) + "."
+        device = filter(None, (*dict.fromkeys((m.get("device"), m["cpu"])), m.get("level")))
+        about = (*device, threads, f"load {m['load_average']} at the start", *versions, f"commit {m['commit']}")
+        return ", ".join((*about, str(m["date"])[:10])) + "."
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -449,19 +450,16 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _commit() -> str | None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    folders = ("relskew_core", "backends", "export", "benchmarks")
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", *folders)
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None  # an installed copy without git history
+    with suppress(OSError, subprocess.CalledProcessError):  # an installed copy has no history
+        changed = git("status", "--porcelain", "-uno", "relskew_core", "backends", "export", "benchmarks")
+        return git("rev-parse", "--short=12", "HEAD") + "+changes" * bool(changed)
+    return None

@@ -53,11 +53,10 @@ class Graph(NamedTuple):
     def save(self, folder: Path) -> None:
         """Write the graph and the calls for a process that has neither onnx nor this library."""
         (folder / f"{self.name}.onnx").write_bytes(self.model.SerializeToString())
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, Any] = {f"beyond/in/{name}": x for name, x in self.beyond.items()}
         for index, (inputs, outputs) in enumerate(self.calls):
             arrays |= {f"{index}/in/{name}": x for name, x in inputs.items()}
             arrays |= {f"{index}/out/{place}": x for place, x in enumerate(outputs)}
-        arrays |= {f"beyond/in/{name}": x for name, x in self.beyond.items()}
         np.savez(folder / f"{self.name}.npz", **arrays)
 
 
@@ -114,11 +113,10 @@ class Release(NamedTuple):
     def install(self) -> None:
         if self.place.exists() or not self.packages:
             return
-        if self.runtime == "onnxruntime-web":
-            install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix"]
-        else:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-            install.append("--target")
+        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix"]
+        if self.runtime != "onnxruntime-web":
+            pip = "-m pip install --quiet --disable-pip-version-check --no-deps --target"
+            install = [sys.executable, *pip.split()]
         subprocess.run([*install, str(self.place), *self.packages], check=True)
 
     def run(self, *arguments: object) -> str:
@@ -193,7 +191,9 @@ class Runtimes(Benchmark):
         opsets = [("`{profile}`, opset {opset}".format(**row.case), row.contender, _cell(row)) for row in others]
         about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
         failing = "\n".join(["The error of each form that fails:", "", *reasons(own)])
-        beyond = "\n".join(["Numbers instead of an error beyond the table:", "", *_silent(own)])
+        silent = {f"- {row.contender}, {_column(row)}": row.facts["beyond"] for row in own if row.facts["beyond"]}
+        lines = (f"{which}: {', '.join(forms)}" for which, forms in silent.items())
+        beyond = "\n".join(["Numbers instead of an error beyond the table:", "", *lines])
         return {"": "\n\n".join([about, pivot(released), failing, beyond, pivot(opsets)])}
 
 
@@ -213,13 +213,6 @@ def reasons(rows: Iterable[Row]) -> Iterator[str]:
     yield from (f"- {name}, {' and '.join(where)}, {what}" for (name, what), where in failures.items())
 
 
-def _silent(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield a line for every profile whose graphs give numbers where they must fail."""
-    for row in rows:
-        if row.facts["beyond"]:
-            yield f"- {row.contender}, {_column(row)}: {', '.join(row.facts['beyond'])}"
-
-
 def _column(row: Row) -> str:
     return f"`{row.case['profile']}`" + (" float16" if row.case["dtype"] == "float16" else "")
 
@@ -234,21 +227,18 @@ def _cell(row: Row) -> str:
 
 def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
     """Run the graphs of a folder in one process, or each in a separate one if that dies."""
-    found = _run(release, folder)
-    if isinstance(found, dict):
-        yield from ((form, clean(reason)) for form, reason in found.items())
-        return
-    for path in sorted(folder.glob("*.onnx")):
-        with TemporaryDirectory() as alone:
-            for each in (path, path.with_suffix(".npz")):
-                os.link(each, Path(alone) / each.name)
-            own = _run(release, Path(alone))
-            yield path.stem, clean(own[path.stem] if isinstance(own, dict) else own)
-
-
-def _run(release: Release, folder: Path) -> dict[str, str] | str:
-    """Return the results of a folder's graphs, or how the process ended."""
-    return release.run(TRIAL, release.runtime, folder) or json.loads((folder / "results.json").read_text("utf-8"))
+    paths = sorted(folder.glob("*.onnx"))
+    if not (ended := release.run(TRIAL, release.runtime, folder)):
+        for form, why in json.loads((folder / "results.json").read_text("utf-8")).items():
+            yield form, clean(why)
+    elif len(paths) == 1:
+        yield paths[0].stem, clean(ended)
+    else:
+        for path in paths:
+            with TemporaryDirectory() as alone:
+                for each in (path, path.with_suffix(".npz")):
+                    os.link(each, Path(alone) / each.name)
+                yield from results(release, Path(alone))
 
 
 def clean(reason: str) -> str:

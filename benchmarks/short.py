@@ -7,13 +7,14 @@ that of the code around the arithmetic. A cell's number is relskew's time over t
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -76,16 +77,13 @@ def textbook(q: Any, k: Any, v: Any, table: Any) -> Any:
 
 def dense(q: Any, k: Any, v: Any, table: Any) -> Any:
     xp, n, m = _module(q), q.shape[2], k.shape[2]
-    behind = xp.arange(m - n, m)[:, None] - xp.arange(m)[None, :]
+    behind, rows = xp.arange(m - n, m)[:, None] - xp.arange(m)[None, :], table[-m:]
     index = (m - 1 - behind).clip(0, m - 1)
-    rows = table[-m:]
     relative = picked(q, rows, index) if xp is torch else xp.take_along_axis(q @ rows.mT, index[None, None], axis=-1)
     return _attended(q, k, v, relative, behind < 0)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "relskew": relskew, "by hand": by_hand, "textbook": textbook, "dense": dense,
-}  # fmt: skip
+FUNCTIONS = {"relskew": relskew, "by hand": by_hand, "textbook": textbook, "dense": dense}
 OTHERS = {"decoding": ("by hand",), "continuing": ("dense",)}
 
 
@@ -122,11 +120,10 @@ class Short(Benchmark):
 
     def cases(self) -> Iterator[Case]:
         """Return library, use, shape and threads. There is no textbook for NumPy's gradients."""
-        for library, threads in (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1)):
-            if find_spec(library) is not None:
-                for where in WHERE:
-                    if (library, where[0]) != ("numpy", "training"):
-                        yield dict(zip(NAMES, (library, *where, threads), strict=True))
+        ways = (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1))
+        for (library, threads), where in itertools.product(ways, WHERE):
+            if find_spec(library) is not None and (library, where[0]) != ("numpy", "training"):
+                yield dict(zip(NAMES, (library, *where, threads), strict=True))
 
     def contenders(self, case: Case) -> Iterable[str]:
         return "relskew", *OTHERS.get(case["way"], ("textbook", "dense"))
@@ -151,24 +148,18 @@ class Short(Benchmark):
         return bool(others) and relskew > BOUND * min(others)
 
     def texts(self, record: Record) -> dict[str, str]:
-        seconds = {
-            tuple(case[name] for name in NAMES): [row.fastest or 0.0 for row in rows.values()]
-            for case, rows in record.by_case()
-        }
-        ratios = {case: relskew / min(others) for case, (relskew, *others) in seconds.items() if others}
-
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for case, ratio in ratios.items():
-                library, way, batch, heads, queries, length, dim, threads = case
+        cells, above = list[tuple[str, str, str]](), 0
+        for case, rows in record.by_case():
+            library, way, batch, heads, queries, length, dim, threads = (case[name] for name in NAMES)
+            relskew, *others = (row.fastest or 0.0 for row in rows.values())
+            if others:
+                above += (ratio := relskew / min(others)) > BOUND
                 lengths = f"L{length}" if queries in (1, length) else f"Lq{queries} Lk{length}"
                 of_torch = f"torch, {threads} thread{'s' * (threads > 1)}"
                 column = {"numpy": "NumPy", "jax": "JAX, jit"}.get(library, of_torch)
                 line = f"{way}, B{batch} H{heads} {lengths} D{dim}"
-                yield line, column, f"{seconds[case][0] * 1e6:.0f} µs ({ratio:.2f}×)"
-
-        above = sum(ratio > BOUND for ratio in ratios.values())
-        summary = f"{len(ratios)} cells, {above} of them above {BOUND}×."
-        return {"": f"{record.where} {summary}\n\n{pivot(cells())}"}
+                cells.append((line, column, f"{relskew * 1e6:.0f} µs ({ratio:.2f}×)"))
+        return {"": f"{record.where} {len(cells)} cells, {above} of them above {BOUND}×.\n\n{pivot(cells)}"}
 
 
 LIBRARIES = {
@@ -191,7 +182,6 @@ relative_attention(*x, causal=True){end}
 print(json.dumps([b - a for a, b in zip(before, now())]))
 """
 TARGETS = {"torch": "0.3 s, 25 MiB", "NumPy": "0.1 s, 15 MiB", "JAX": "0.3 s", "relskew --help": "0.35 s"}
-COMPILED = "1.2 times"
 PROCESSES = 6  # the first ones may have to write bytecode
 
 
@@ -212,19 +202,17 @@ class First(Benchmark):
         return self.names[-1:] if "first" in case else self.names
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
-        found = [_of_a_process(case["first"]) for _ in range(PROCESSES)]
-        seconds, sizes = zip(*found, strict=True)
+        seconds, sizes = zip(*(_of_a_process(case["first"]) for _ in range(PROCESSES)), strict=True)
         return {"fastest": min(seconds), "bytes": None if sizes[0] is None else statistics.median(sizes)}
 
     def prepare(self, case: Case, contender: str) -> Call:
         import jax
 
-        x = [jax.numpy.ones((1, case["length"], 8, 64))] * 3 + [jax.numpy.ones((case["length"], 64))]
-        x = x[:3] if contender == "plain" else [*(each.swapaxes(1, 2) for each in x[:3]), x[3]]
-
-        def attend(*x: Any) -> Any:
-            plain = contender == "plain"
-            return jax.nn.dot_product_attention(*x, is_causal=True) if plain else relative_attention(*x, causal=True)
+        sides = (case["length"], 8) if contender == "plain" else (8, case["length"])
+        x = [jax.numpy.ones((1, *sides, 64))] * 3 + [jax.numpy.ones((case["length"], 64))] * (contender != "plain")
+        attend: Any = partial(relative_attention, causal=True)
+        if contender == "plain":
+            attend = partial(jax.nn.dot_product_attention, is_causal=True)
 
         def call() -> Any:  # a new function is traced again
             function = jax.grad(lambda *x: attend(*x).sum(), range(len(x))) if case["training"] else attend
@@ -234,23 +222,22 @@ class First(Benchmark):
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for row in record.measured():
-            if (name := row.case.get("first")) is not None:
+            if (line := row.case.get("first")) is not None:
                 memory = "" if row.bytes is None else f", {as_memory(row.bytes)}"
-                yield name, "measured", f"{as_time(row.fastest or 0.0)}{memory}"
-                yield name, "at most", TARGETS[name]
+                text, most = f"{as_time(row.fastest or 0.0)}{memory}", TARGETS[line]
             elif row.contender == "relskew":
                 line = f"`jax.jit`, {row.case['length']}{after(row.case['training'])}"
-                yield line, "measured", f"{as_time(row.cpu or 0.0)}, {row.ratio:.2f} times"
-                yield line, "at most", COMPILED
+                text, most = f"{as_time(row.cpu or 0.0)}, {row.ratio:.2f} times", "1.2 times"
+            else:
+                continue
+            yield from ((line, "measured", text), (line, "at most", most))
 
 
 def _of_a_process(first: str) -> tuple[float, float | None]:
     """Return the seconds and bytes of a first call; for the command line, the seconds from its start to its end."""
-    help_ = first not in LIBRARIES
     make, end = LIBRARIES.get(first, ("", ""))
-    command = ["-m", "relskew_core.cli", "--help"] if help_ else ["-c", SCRIPT.format(make=make, end=end)]
+    command = ["-c", SCRIPT.format(make=make, end=end)] if make else ["-m", "relskew_core.cli", "--help"]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     ended = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, check=True)
-    seconds = time.perf_counter() - start
-    return (seconds, None) if help_ else tuple(json.loads(ended.stdout))
+    return tuple(json.loads(ended.stdout)) if make else (time.perf_counter() - start, None)

@@ -53,18 +53,16 @@ def tract(path: Path) -> Run:
     tract = import_module("tract")
 
     def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        model = onnx.load(path)
+        model, fixed = onnx.load(path), path.with_suffix(".fixed")
         del model.graph.value_info[:]
         for value in model.graph.output:
             value.type.tensor_type.ClearField("shape")
         for value in model.graph.input:
             for size, dim in zip(feeds[value.name].shape, value.type.tensor_type.shape.dim, strict=True):
                 dim.dim_value = size
-        fixed = path.with_suffix(".fixed")
         onnx.save(model, fixed)
         runnable = tract.onnx().load(fixed).into_model().into_runnable()
-        given = [feeds[value.name] for value in model.graph.input]
-        return [x.to_numpy() for x in runnable.run(given)]
+        return [x.to_numpy() for x in runnable.run([feeds[value.name] for value in model.graph.input])]
 
     return run
 
@@ -115,12 +113,11 @@ def mnn(path: Path) -> Run:
     net = nets.load_module_from_file(str(made), names, results)
 
     def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        widened = {name: x.astype(np.int32 if x.dtype == bool else np.float32) for name, x in feeds.items()}
-        given = [
-            kinds.const(x, list(x.shape), kinds.NCHW, kinds.float if x.dtype == np.float32 else kinds.int)
-            for x in (np.ascontiguousarray(widened[name]) for name in names)
-        ]
-        returned = [np.array(x.read()) for x in net.forward(given)]
+        def widened(x: np.ndarray) -> Any:
+            x = np.ascontiguousarray(x, np.int32 if x.dtype == bool else np.float32)
+            return kinds.const(x, list(x.shape), kinds.NCHW, kinds.float if x.dtype == np.float32 else kinds.int)
+
+        returned = [np.array(x.read()) for x in net.forward([widened(feeds[name]) for name in names])]
         if len(returned) < len(results):
             raise RuntimeError("the module returns nothing")
         return returned
@@ -150,9 +147,8 @@ class Node:
     """A process of Node with a model in onnxruntime-web, of a folder that contains node_modules."""
 
     def __init__(self, folder: Path, program: str = "node") -> None:
-        self._process = subprocess.Popen(
-            [program, str(SERVER), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process: Any = subprocess.Popen([program, str(SERVER), str(folder)], **pipes)
 
     def close(self) -> None:
         self._process.communicate()
@@ -162,18 +158,13 @@ class Node:
         return str(self._ask(model=base64.b64encode(model).decode())["version"])
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        given = {
-            name: {"type": x.dtype.name, "dims": x.shape, "data": base64.b64encode(x.tobytes()).decode()}
-            for name, x in feeds.items()
-        }
+        stored = {name: base64.b64encode(x.tobytes()).decode() for name, x in feeds.items()}
+        given = {name: {"type": x.dtype.name, "dims": x.shape, "data": stored[name]} for name, x in feeds.items()}
         results = self._ask(feeds=given)["results"]
         return [np.frombuffer(base64.b64decode(y["data"]), y["type"]).reshape(y["dims"]) for y in results]
 
     def _ask(self, **question: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(question), file=self._process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -219,12 +210,10 @@ RUNTIMES: dict[str, Callable[[Path], Run]] = {
 def attempt(load: Callable[[Path], Run], path: Path) -> str:
     """Return why a graph does not give its numbers, in one line, or nothing."""
     try:
-        run = load(path)
-        stored = np.load(path.with_suffix(".npz"))
-        calls: dict[str, dict[str, dict[str, np.ndarray]]] = {}
-        for name in stored.files:
+        run, calls = load(path), dict[str, dict[str, dict[str, np.ndarray]]]()
+        for name, x in np.load(path.with_suffix(".npz")).items():
             call, kind, each = name.split("/")
-            calls.setdefault(call, {}).setdefault(kind, {})[each] = stored[name]
+            calls.setdefault(call, {}).setdefault(kind, {})[each] = x
         beyond = calls.pop("beyond", None)
         for call, arrays in sorted(calls.items()):
             for result, expected in zip(run(arrays["in"]), arrays["out"].values(), strict=True):

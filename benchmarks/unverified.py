@@ -1,8 +1,7 @@
 """What has not been verified on a GPU, in a few minutes: ``make gpu``, or ``python -m benchmarks.unverified``.
 
-The rows of the table "Not verified yet" in ``docs/development/gpu.md`` are run in their order, each for as long as it
-says. After each row the results so far are written: to the page, and with the ends of the outputs to
-``unverified.json`` and ``unverified.md``.
+Each row of the table "Not verified yet" in ``docs/development/gpu.md`` runs for as long as it says. After each, the
+results so far are written to the page, and with the ends of the outputs to ``unverified.json`` and ``unverified.md``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.runner import ROOT, machine, markdown
 
@@ -24,31 +22,22 @@ PAGE = ROOT / "docs" / "development" / "gpu.md"
 MARKS = "<!-- results of make gpu -->", "<!-- end of results -->"
 
 
-class Unverified(NamedTuple):
-    """A row of the table with a command."""
-
-    what: str
-    command: list[str]
-    seconds: int
-
-
-def rows(page: str) -> Iterator[Unverified]:
-    """Yield the rows of the table that have a command for one device."""
+def rows(page: str) -> Iterator[tuple[str, list[str], int]]:
+    """Yield the rows of the table that have a command for one device: what it is, the command, and seconds."""
     table = page.partition("## Not verified yet")[2].partition("\n## ")[0]
     for what, command, seconds in re.findall(r"^\| (.*?) \| `python -m (.*?)` \| (\d+) \|", table, re.MULTILINE):
-        yield Unverified(what, [sys.executable, "-m", *shlex.split(command)], int(seconds))
+        yield what, [sys.executable, "-m", *shlex.split(command)], int(seconds)
 
 
-def run(row: Unverified, limit: float) -> tuple[str, str]:
-    """Return how a row ended, in words, and the end of what it printed."""
+def run(command: list[str], limit: float) -> tuple[str, str]:
+    """Return how a command ended, in words, and the end of what it printed."""
     try:
-        done = subprocess.run(row.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               errors="replace", timeout=limit, check=False)  # fmt: skip
     except subprocess.TimeoutExpired as error:
         return f"cut off after {limit:.0f} s", (error.stdout or b"").decode(errors="replace")[-4000:]
-    lines = done.stdout.strip().splitlines() or [""]
-    summary = lines[-1].strip("= ") if "pytest" in row.command else ""
-    return f"{'failed' if done.returncode else 'passed'}{f': {summary}' * bool(summary)}", done.stdout[-4000:]
+    last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ") if "pytest" in command else ""
+    return f"{'failed' if done.returncode else 'passed'}{f': {last}' * bool(last)}", done.stdout[-4000:]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,15 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=360, help="for everything together")
     options = parser.parse_args(arguments)
-    record: dict[str, object] = {"machine": machine(options.device)}
+    about = machine(options.device)
+    record: dict[str, object] = {"machine": about}
     lines, ends = list[tuple[str, str, str]](), time.monotonic() + options.seconds
-    for row in rows(options.page.read_text(encoding="utf-8")):
-        began = time.monotonic()
-        left = ends - began
-        result, printed = run(row, min(row.seconds, left)) if left > 1 else ("not run: no time was left", "")
-        lines.append((row.what, result, f"{time.monotonic() - began:.0f}"))
-        record[row.what] = {"result": result, "printed": printed}
-        about = machine(options.device)
+    for what, command, seconds in rows(options.page.read_text(encoding="utf-8")):
+        left = ends - (began := time.monotonic())
+        result, printed = run(command, min(seconds, left)) if left > 1 else ("not run: no time was left", "")
+        lines.append((what, result, f"{time.monotonic() - began:.0f}"))
+        record[what] = {"result": result, "printed": printed}
         table = f"{about['device']}, commit {about['commit']}:\n\n{markdown(('what', 'result', 'seconds'), lines)}"
         print(lines[-1], flush=True)
         (options.out / "unverified.json").write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -20,8 +20,20 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import __main__ as cli
 from benchmarks import calls, contenders, families, graphs, jobs, models, runtimes, short, unverified
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
-from benchmarks.memory import resident_peak
-from benchmarks.runner import END, Benchmark, Case, Record, Row, distance, machine, mark, pivot, put, turns
+from benchmarks.runner import (
+    END,
+    Benchmark,
+    Case,
+    Record,
+    Row,
+    distance,
+    machine,
+    mark,
+    pivot,
+    put,
+    resident_peak,
+    turns,
+)
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.export._files.library import found_library
@@ -36,7 +48,7 @@ NO_MEMORY = pytest.mark.skipif(resident_peak(lambda: None) is None, reason="the 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_score_of_flex_attention_is_right(causal: bool) -> None:
     shape = Shape(90, heads=2, dim=16, causal=causal, by_head=True)
-    out = contenders.flex_by(make_inputs(shape).to_torch(), flex_attention)
+    out = contenders.flex(make_inputs(shape).to_torch(), flex_attention)
     assert reference(shape, "full").error(out, gradient=False) < calls.GATE
 
 
@@ -381,10 +393,10 @@ def test_targets_compare_with_the_promise() -> None:
 def test_what_is_unverified_is_run_and_written(tmp_path: Path) -> None:
     """The rows of the page have a command that is there, and fit six minutes; other rows say how they end."""
     found = list(unverified.rows(unverified.PAGE.read_text(encoding="utf-8")))
-    assert "T5" in found[0].what
-    assert sum(row.seconds for row in found) <= 360
-    for row in found:
-        module, *rest = row.command[2:]
+    assert "T5" in found[0][0]
+    assert sum(seconds for _, _, seconds in found) <= 360
+    for _, command, _ in found:
+        module, *rest = command[2:]
         assert rest[0] in cli.NAMES if module == "benchmarks" else any((ROOT / each).is_file() for each in rest)
     page = tmp_path / "page.md"
     commands = {"good": "platform", "bad": "timeit -n 1 missing", "long": "timeit -n 1 'import time; time.sleep(60)'"}

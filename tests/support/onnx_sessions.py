@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from benchmarks.memory import resident_peak
+from benchmarks.runner import resident_peak
 from relskew_core.export import custom_ops_library
 
 RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
