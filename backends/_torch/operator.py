@@ -85,11 +85,6 @@ def flat(options: Options) -> list[Any]:
     return numbers
 
 
-def options_of(operands: Operands, numbers: Sequence[Any]) -> Options:
-    """Return the options from the result of :func:`flat`."""
-    return _make_options(operands, iter(numbers))
-
-
 def _maker(kind: Any) -> Callable[[Operands, Iterator[Any]], Any]:
     """Return a function that makes nested dataclasses from all values in order, and from the operands' lengths."""
     hints = get_type_hints(kind)
@@ -115,55 +110,8 @@ _make_options = _maker(Options)
 _modes = private("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 
 
-class TwoOperators:
-    """``relskew::name`` and its gradient, ``relskew::name_vjp``."""
-
-    @property
-    def op(self) -> Any:
-        return self._offered(self._op)
-
-    @property
-    def vjp(self) -> Any:
-        return self._offered(self._vjp_op)
-
-    def _offered(self, operator: Any) -> Any:
-        """Return an operator, with its formula in the ``FlopCounterMode`` that counts, which copies torch's when made.
-
-        Its module is not imported: it imports Triton.
-        """
-        if not torch.compiler.is_compiling():
-            for mode in _modes():
-                formulas = getattr(getattr(mode, "counter", None), "flop_registry", {})
-                forward = operator is self._op
-                formulas[self.overloads[not forward].overloadpacket] = partial(self._flops, forward)
-        return operator
-
-    def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
-        """Return the number of operations of a call, as torch counts its own attention: whole if it is causal.
-
-        The backward pass computes the logits again, and has two products for each of the forward pass.
-        """
-        raise NotImplementedError
-
-    def register(self, name: str, given: str, cotangents: str, gradients: str, devices: str | None = None) -> None:
-        """Register both; ``given`` are the arguments of the first, and of the second after its ``cotangents``."""
-
-        def made(name: str, function: Callable[..., Any], schema: str) -> Any:
-            library: Any = torch.library
-            return library.custom_op(name, function, mutates_args=(), device_types=devices, schema=schema)
-
-        own: Any = self
-        self._op = made(f"relskew::{name}", own._forward, f"({given}) -> (Tensor out, Tensor lse)")
-        self._vjp_op = made(f"relskew::{name}_vjp", own._vjp, f"({cotangents}, {given}) -> {gradients}")
-        self.overloads = [getattr(torch.ops.relskew, each).default for each in (name, f"{name}_vjp")]
-        self.op.register_fake(own._fake)
-        self.vjp.register_fake(own._fake_vjp)
-        self.op.register_autograd(own._backward, setup_context=own._setup)
-        self.op.register_vmap(own._vmap)
-
-
-class Operator(TwoOperators):
-    """``relskew::name`` and ``relskew::name_vjp``.
+class Operator:
+    """``relskew::name`` and its gradient, ``relskew::name_vjp``.
 
     Parameters
     ----------
@@ -190,12 +138,40 @@ class Operator(TwoOperators):
         devices: str | None = None,
     ) -> None:
         self._attend, self._pull_back, self._keeps = attend, pull_back, keeps
-        results = ", ".join(["Tensor"] * len(LEARNED))
+        make: Any = partial(torch.library.custom_op, mutates_args=(), device_types=devices)
+        given, results = f"{_ARRAYS}, {_NUMBERS}", ", ".join(["Tensor"] * len(LEARNED))
         cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? sums, str wanted"
-        self.register(name, f"{_ARRAYS}, {_NUMBERS}", cotangents, f"({results})", devices)
-        self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
-        self.vjp.register_vmap(self._vmap_vjp)
+        self._op = make(f"relskew::{name}", self._forward, schema=f"({given}) -> (Tensor out, Tensor lse)")
+        self._vjp_op = make(f"relskew::{name}_vjp", self._vjp, schema=f"({cotangents}, {given}) -> ({results})")
+        self.overloads = [getattr(torch.ops.relskew, each).default for each in (name, f"{name}_vjp")]
+        for op, fake, backward, setup, mapped in (
+            (self._op, self._fake, self._backward, self._setup, self._vmap),
+            (self._vjp_op, self._fake_vjp, self._second_backward, self._setup_vjp, self._vmap_vjp),
+        ):
+            op.register_fake(fake)
+            op.register_autograd(backward, setup_context=setup)
+            op.register_vmap(mapped)
         decomposed.decompose(self.overloads[0], self._fake, self._decomposed)
+
+    @property
+    def op(self) -> Any:
+        return self._offered(self._op)
+
+    @property
+    def vjp(self) -> Any:
+        return self._offered(self._vjp_op)
+
+    def _offered(self, operator: Any) -> Any:
+        """Return an operator, with its formula in the ``FlopCounterMode`` that counts, which copies torch's when made.
+
+        Its module is not imported: it imports Triton.
+        """
+        if not torch.compiler.is_compiling():
+            for mode in _modes():
+                formulas = getattr(getattr(mode, "counter", None), "flop_registry", {})
+                forward = operator is self._op
+                formulas[self.overloads[not forward].overloadpacket] = partial(self._flops, forward)
+        return operator
 
     def __call__(self, operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
         """Attend; the sums of weights are ``None`` unless requested."""
@@ -211,6 +187,10 @@ class Operator(TwoOperators):
         return Gradients(**{name: found[name] for name in given if name in Gradients._fields})
 
     def _flops(self, forward: bool, *args: Any, out_val: Any) -> int:
+        """Return the number of operations of a call, as torch counts its own attention: whole if it is causal.
+
+        The backward pass computes the logits again, and has two products for each of the forward pass.
+        """
         x, options = self.parts(args if forward else args[-COUNT - len(PATHS) :])
         low, high = options.positions()
         local = options.visibility.left is not None or options.visibility.block_size is not None
@@ -229,7 +209,7 @@ class Operator(TwoOperators):
     def parts(args: Sequence[Any]) -> tuple[Operands, Options]:
         """Reassemble the arguments of an operator."""
         operands = Operands(*args[:COUNT])
-        return operands, options_of(operands, args[COUNT:])
+        return operands, _make_options(operands, iter(args[COUNT:]))
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
@@ -271,14 +251,10 @@ class Operator(TwoOperators):
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, sums: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
         operands, _ = self.parts(args)
-        names = wanted.split()
-        arrays = {name: getattr(operands, name) for name in LEARNED}
-        return tuple(
-            x.new_empty(x.shape)
-            if x is not None and name in names and x.dtype.is_floating_point
-            else d_out.new_empty(0)
-            for name, x in arrays.items()
-        )
+        arrays, names = named(operands), wanted.split()
+        found = (arrays[name] if name in names else None for name in LEARNED)
+        empty = d_out.new_empty
+        return tuple(empty(0) if x is None or not x.dtype.is_floating_point else x.new_empty(x.shape) for x in found)
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, *(output if self._keeps else (None, None)))

@@ -22,7 +22,7 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._path import COMMON, PORTABLE
 from relskew_core.backends._torch.cpu.operator import OPERATOR
-from relskew_core.backends._torch.operator import NAMES, flat, options_of
+from relskew_core.backends._torch.operator import NAMES, Operator, flat
 
 X = np.ones((2, 4, 3))
 PART = Part(of_more=True, query=3, key=4, step=2, head=1, heads=8)
@@ -110,7 +110,7 @@ def test_operators_take_every_array_and_option_by_name() -> None:
 
 def test_options_are_taken_apart_and_put_together() -> None:
     operands = Operands(*(torch.ones(1, 2, n, 3) for n in (4, 5, 5)))
-    assert options_of(operands, flat(OPTIONS)) == OPTIONS
+    assert Operator.parts([*operands, *flat(OPTIONS)])[1] == OPTIONS
     assert len(flat(OPTIONS)) == len(NAMES)
 
 
