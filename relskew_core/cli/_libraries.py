@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from statistics import median
 from typing import Any
@@ -162,14 +162,9 @@ def _dask() -> Iterator[ArrayLibrary]:
 
 # Each entry yields its library once for each device; its import may fail in as many ways as there are installations.
 PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
-    "numpy": _numpy,
-    "array-api-strict": _strict,
-    "torch": _torch,
-    "cupy": _cupy,
-    "jax": _jax,
-    "mlx": _mlx,
+    "numpy": _numpy, "array-api-strict": _strict, "torch": _torch, "cupy": _cupy, "jax": _jax, "mlx": _mlx,
     "dask": _dask,
-}
+}  # fmt: skip
 
 
 def probed(probes: Mapping[str, Callable[[], Iterator[Any]]], only: Sequence[str]) -> tuple[list[Any], list[Missing]]:
@@ -180,19 +175,14 @@ def probed(probes: Mapping[str, Callable[[], Iterator[Any]]], only: Sequence[str
             try:
                 found += probe()
             except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
-                found.append(Missing(name, why_not(name, error)))
+                absent = isinstance(error, ModuleNotFoundError) and (error.name or "").replace("_", "-") == name
+                found.append(Missing(name, "not installed" if absent else reason(error)))
     missing = [one for one in found if isinstance(one, Missing)]
     return [one for one in found if not isinstance(one, Missing)], missing
 
 
 def libraries(only: Sequence[str] = ()) -> tuple[list[ArrayLibrary], list[Missing]]:
     return probed(PROBES, only)
-
-
-def why_not(name: str, error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").replace("_", "-") == name:
-        return "not installed"
-    return reason(error)
 
 
 def _float64(array: Any) -> Any:
@@ -254,10 +244,8 @@ def _openvino() -> Iterator[Runtime]:
 
 
 RUNTIME_PROBES: dict[str, Callable[[], Iterator[Runtime]]] = {
-    "onnxruntime": _onnxruntime,
-    "onnx reference": _reference,
-    "openvino": _openvino,
-}
+    "onnxruntime": _onnxruntime, "onnx reference": _reference, "openvino": _openvino
+}  # fmt: skip
 
 
 def runtimes(only: Sequence[str] = ()) -> tuple[list[Runtime], list[Missing]]:
@@ -277,47 +265,38 @@ def gather() -> dict[str, Any]:
     found, missing = libraries()
     graphs, missing_graphs = runtimes()
     implementations: dict[str, list[str]] = backends.available()
+    ort = sys.modules.get("onnxruntime")  # imported by its probe if possible
+
+    def about(one: Any, *names: str) -> dict[str, Any]:
+        return {name: getattr(one, name) for name in ("name", "version", "device", *names)}
+
+    served = (implementations.get(one.name.partition(" ")[0].replace("-", "_"), []) for one in found)
     return {
-        "relskew": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "libraries": [
-            {
-                "name": one.name,
-                "version": one.version,
-                "device": one.device,
-                "dtypes": list(one.dtypes),
-                "implementations": implementations.get(one.name.partition(" ")[0].replace("-", "_"), []),
-            }
-            for one in found
-        ],
-        "kernels": availability(),
-        "runtimes": [
-            {"name": one.name, "version": one.version, "device": one.device, "profile": one.profile} for one in graphs
-        ],
-        "providers": _providers(),
-        "missing": [{"name": one.name, "reason": one.reason} for one in (*missing, *missing_graphs)],
-    }
+        "relskew": __version__, "python": platform.python_version(), "platform": platform.platform(),
+        "cpus": os.cpu_count(), "packages": {name: _version(name) for name in PACKAGES},
+        "libraries": [about(one) | {"dtypes": list(one.dtypes), "implementations": names}
+                      for one, names in zip(found, served, strict=True)],
+        "kernels": availability(), "runtimes": [about(one, "profile") for one in graphs],
+        "providers": [] if ort is None else list(ort.get_available_providers()),
+        "missing": [asdict(one) for one in (*missing, *missing_graphs)],
+    }  # fmt: skip
 
 
 def show_facts(facts: dict[str, Any], console: Console) -> None:
     machine = f"  Python {facts['python']}  {facts['platform']}"
     console.print(Text.assemble((f"relskew {facts['relskew']}", "bold"), machine))
     console.print("  ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()))
-    table = Table(
-        "library", "version", "device", "dtypes", "implementations", title="Array libraries", title_justify="left"
-    )
-    for one in facts["libraries"]:
-        names = ", ".join(one["implementations"])
-        table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
-    console.print(table)
+
+    def show(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
+        table = Table(*columns, title=title, title_justify="left")
+        for one in rows:
+            cells = (one["name" if column == columns[0] else column] for column in columns)
+            table.add_row(*(cell if isinstance(cell, str) else ", ".join(cell) for cell in cells))
+        console.print(table)
+
+    show("Array libraries", ("library", "version", "device", "dtypes", "implementations"), facts["libraries"])
     console.print(f"compiled kernels: {facts['kernels']}", style="dim", soft_wrap=True)
-    table = Table("runtime", "version", "device", "profile", title="ONNX runtimes", title_justify="left")
-    for one in facts["runtimes"]:
-        table.add_row(one["name"], one["version"], one["device"], one["profile"])
-    console.print(table)
+    show("ONNX runtimes", ("runtime", "version", "device", "profile"), facts["runtimes"])
     if facts["providers"]:
         console.print(f"onnxruntime offers {', '.join(facts['providers'])}", style="dim")
     show_missing([Missing(**one) for one in facts["missing"]], console)
@@ -328,11 +307,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _providers() -> list[str]:
-    ort = sys.modules.get("onnxruntime")  # imported by its probe if possible
-    return [] if ort is None else list(ort.get_available_providers())
 
 
 def show_missing(missing: list[Missing], console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -147,12 +148,7 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-compatible values; an error that is not a finite number is ``None``."""
-        return {
-            "relskew": __version__,
-            "ok": self.ok,
-            "rows": [asdict(row) for row in self.rows],
-            "missing": [asdict(one) for one in self.missing],
-        }
+        return {"relskew": __version__, "ok": self.ok, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,37 +180,24 @@ def plan(
         few = not (every or dtypes or case_names or dtype == "float32")
         return [known[name] for name in (FEW if few else case_names or known)]
 
-    backends: list[ArrayLibrary | Runtime] = [*found, *more]
-    steps = [
-        (backend, dtype, chosen(dtype))
-        for backend in backends
-        for dtype in dtypes or TOLERANCES
-        if dtype in backend.dtypes
-    ]
+    every_one: list[ArrayLibrary | Runtime] = [*found, *more]
+    steps = [(one, dtype, chosen(dtype)) for one in every_one for dtype in dtypes or TOLERANCES if dtype in one.dtypes]
     return VerifyPlan(steps, [*missing, *more_missing])
 
 
 def verify(what: VerifyPlan, advance: Callable[[str], None] = lambda step: None) -> Verification:
-    given: dict[tuple[str, str], CaseInputs] = {}
-    rows = []
+    given, rows = functools.cache(inputs), list[Finding]()
     for backend, dtype, chosen in what.steps:
         advance(f"{backend.name} {backend.device} {dtype}")
-        for case in chosen:
-            key = (case.name, dtype)
-            if key not in given:
-                given[key] = inputs(case, dtype)
-            rows.append(_row(backend, dtype, case, given[key]))
+        rows += [_row(backend, dtype, case, given(case, dtype)) for case in chosen]
     return Verification(rows, what.missing)
 
 
 def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInputs) -> Finding:
-    about = (backend.name, backend.version, backend.device, dtype, case.name)
-    gate = TOLERANCES[dtype]
+    about, gate = (backend.name, backend.version, backend.device, dtype, case.name), TOLERANCES[dtype]
+    run: Any = _on_library if isinstance(backend, ArrayLibrary) else _on_runtime
     try:
-        if isinstance(backend, ArrayLibrary):
-            got, seconds = _on_library(backend, dtype, case, given)
-        else:
-            got, seconds = _on_runtime(backend, dtype, case, given)
+        got, seconds = run(backend, dtype, case, given)
         error = relative_error(got, given.expected)
     except Exception as failure:  # any exception of a library is a result
         return Finding(*about, None, gate, None, False, reason(failure))
@@ -285,25 +268,16 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
         where = f"{row.library} {row.device} {row.dtype}, {row.case}"
         console.print(Text.assemble(("not ok ", "bold red"), f"{where}: {row.detail}"))
     total = count(len(found.rows), "case")
-    if found.ok:
-        console.print(Text.assemble(("ok ", "bold green"), f"{total} within the tolerances"))
-    elif found.rows:
-        console.print(Text.assemble(("not ok ", "bold red"), f"{len(failures)} of {total} failed"))
-    else:
-        console.print(Text.assemble(("not ok ", "bold red"), "there was nothing to verify"))
+    wrong = f"{len(failures)} of {total} failed" if found.rows else "there was nothing to verify"
+    mark = ("ok ", "bold green") if found.ok else ("not ok ", "bold red")
+    console.print(Text.assemble(mark, f"{total} within the tolerances" if found.ok else wrong))
 
 
 def _line(rows: list[Finding]) -> list[str | Text]:
     worst = max(rows, key=lambda row: (not row.ok, float("inf") if row.error is None else row.error))
     case = worst.case if len(rows) == 1 else f"{len(rows)} ({worst.case})"
     times = [row.seconds for row in rows if row.seconds is not None]
-    return [
-        worst.library,
-        worst.device,
-        worst.dtype,
-        case,
-        Text("–" if worst.error is None else f"{worst.error:.1e}", style="green" if worst.ok else "bold red"),
-        f"{worst.gate:.0e}",
-        as_time(sum(times) / len(times) if times else None),
-        Text("yes", style="green") if worst.ok else Text("NO", style="bold red"),
-    ]
+    time, style = as_time(sum(times) / len(times) if times else None), "green" if worst.ok else "bold red"
+    error = Text("–" if worst.error is None else f"{worst.error:.1e}", style)
+    ok = Text("yes" if worst.ok else "NO", style)
+    return [worst.library, worst.device, worst.dtype, case, error, f"{worst.gate:.0e}", time, ok]
