@@ -58,18 +58,14 @@ def available() -> dict[str, list[str]]:
     from relskew_core.backends import _compiled
 
     libraries = ("numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict")
-    without = () if _compiled.kernels is not None else ("numpy",) if _has_fused() else ("numpy", "torch")
+    torch = sys.modules.get("torch")
+    fused = find_spec("triton") is not None if torch is None else bool(torch.cuda.is_available())
+    without = () if _compiled.kernels is not None else ("numpy",) if fused else ("numpy", "torch")
     return {
         library: ["portable", *(["native"] if library in NATIVE and library not in without else [])]
         for library in libraries
         if find_spec(library)
     }
-
-
-def _has_fused() -> bool:
-    """Whether torch has the fused kernels: a CUDA device or, before torch is imported, Triton."""
-    torch = sys.modules.get("torch")
-    return find_spec("triton") is not None if torch is None else bool(torch.cuda.is_available())
 
 
 def path(function: str, call: Problem, impl: Impl) -> Path:

@@ -18,10 +18,6 @@ def set_numpy_threads(threads: int | None) -> None:
         At least 1; ``None``, the default, uses as many as the environment variable ``OMP_NUM_THREADS`` says, which
         limits NumPy's matrix products and torch too, or else all processors of this process.
 
-    See Also
-    --------
-    available : lists the implementations on this machine.
-
     Examples
     --------
     >>> from relskew_core import backends
@@ -33,12 +29,10 @@ def set_numpy_threads(threads: int | None) -> None:
 
 
 def numpy_threads() -> int:
-    return _numpy_threads or _of_environment() or _processors()
-
-
-def _of_environment() -> int:
+    if _numpy_threads is not None:
+        return _numpy_threads
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # later ones are for threads of threads
-    return int(first) if first.isdecimal() else 0
+    return (int(first) if first.isdecimal() else 0) or _processors()
 
 
 def _processors() -> int:

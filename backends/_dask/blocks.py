@@ -78,17 +78,14 @@ class Pair:
         labels = [arrays.pop(name, None) for name in ("q_segments", "k_segments")]
         segments = None if labels[0] is None else tuple(labels)
         for name in TABLES:
-            if name in arrays:
-                arrays[name] = self._of_table(name, arrays[name])
+            if (table := arrays.get(name)) is not None:
+                kind, xp = kind_of_table(name), namespace_of_arrays({name: table})
+                table = self.rows.of_table(kind.with_width(table), self.rows.span.beyond, xp=xp)
+                arrays[name] = kind.without_width(table)
         span = self.rows.span if any(name in arrays for name in TABLES) else None
         given = Arguments(**arrays, span=span, segments=segments, **self.options)
         call = problem(given, return_lse=True, part=Part(of_more=True))
         return kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
-
-    def _of_table(self, name: str, table: Any) -> Any:
-        xp, beyond = namespace_of_arrays({name: table}), self.rows.span.beyond
-        kind = kind_of_table(name)
-        return kind.without_width(self.rows.of_table(kind.with_width(table), beyond, xp=xp))
 
 
 def kernels(function: str, call: Problem) -> Path:

@@ -144,8 +144,7 @@ def _eagerly(*arrays: Array, names: tuple[str, ...], options: Options) -> list[A
 
 
 def _by_kernels(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:
-    x, cotangents = _given(names, arrays)
-    return by_kernels(x, cotangents, options, maps)
+    return by_kernels(*_given(names, arrays), options, maps)
 
 
 def _by_loops(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._block.description import Metadata, inputs_of, read_metadata
 from relskew_core.export._check.runtimes import Source, UnavailableError
-from relskew_core.export._form.plan import PROFILES, GraphPlan, Profile, make_plan
+from relskew_core.export._form.plan import GraphPlan, make_plan
 from relskew_core.export._form.weights import DTYPES, graph_layout, read_weights, round_weight
 from relskew_core.export._nodes.emitter import element_type
 from relskew_core.export._nodes.functions import all_graphs, readers_of
@@ -164,7 +164,7 @@ def inspect_model(
     check_spec(spec)
     model = source.model
     metadata, unreadable = read_metadata(model)
-    foreign = _not_standard(model, PROFILES[metadata.profile or "portable"])
+    foreign = _not_standard(model)
     answer("standard", *((foreign, "") if tolerance is None else ("", foreign)))
     answer("metadata", unreadable)
     other = metadata.spec is not None and metadata.spec != spec
@@ -202,7 +202,7 @@ def _unread(model: onnx.ModelProto) -> str:
     return f"nothing reads {', '.join(unread)}" if unread else ""
 
 
-def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
+def _not_standard(model: onnx.ModelProto) -> str:
     own = {function.name for function in model.functions if function.domain == DOMAIN}
     domains = {"", "ai.onnx", *([DOMAIN] if own else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]

@@ -150,20 +150,16 @@ def describe(value: Any) -> str:
     shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__
     if shape is not None and dtype is not None and not callable(shape):  # array modules have functions with these names
         return f"{kind} of dtype {dtype} and shape {tuple(shape)}"
-    if isinstance(value, CONTAINERS) and not _is_short(value):
-        return f"{kind} of {len(value)}"
+    if isinstance(value, CONTAINERS):  # a pair of ints fits into a message, and a matrix in lists does not
+        few = len(value) <= 4 and not isinstance(value, dict)
+        if not few or not all(isinstance(each, (int, float, str, NoneType)) for each in value):
+            return f"{kind} of {len(value)}"
     return f"{kind} {_in_short(value)}"
 
 
 def _in_short(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-
-
-def _is_short(container: Collection[Any]) -> bool:
-    """Whether the contents of a container fit into a message, as a pair of ints does and a matrix in lists does not."""
-    few = len(container) <= 4 and not isinstance(container, dict)
-    return few and all(isinstance(each, (int, float, str, NoneType)) for each in container)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

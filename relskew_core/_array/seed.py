@@ -14,7 +14,8 @@ BITS = 2**31 - 1
 
 
 def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
-    if not is_array(seed) or _is_numpy_int(seed):
+    of_numpy = getattr(sys.modules.get("numpy"), "integer", ()) if is_array(seed) and not is_torch(seed) else ()
+    if not is_array(seed) or isinstance(seed, of_numpy):
         return xp.full((1,), check_int("seed", seed, minimum=0) & BITS, dtype=xp.int32, device=device(q))
     if _is_key(seed):
         seed = sys.modules["jax"].random.bits(seed, dtype="uint32")
@@ -35,11 +36,6 @@ def known_seed(seed: Any) -> int:
     if isinstance(seed, jax.core.Tracer):
         raise ValueError("`seed` must be known, outside of jax.jit and jax.vmap, got a key that is traced")
     return int.from_bytes(b"".join(word.to_bytes(4, "big") for word in jax.random.key_data(seed).tolist()), "big")
-
-
-def _is_numpy_int(seed: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and not is_torch(seed) and isinstance(seed, numpy.integer)
 
 
 def _is_key(seed: Any) -> bool:

@@ -54,11 +54,6 @@ def attention_block(
     present : (array, array)
         Only with ``past``: all keys and values so far, ``(..., Hkv, P + Lq, D)``, to pass as ``past`` to the next call.
 
-    See Also
-    --------
-    BlockSpec : describes the block.
-    init_weights : makes its weights.
-
     Examples
     --------
     >>> import numpy as np
@@ -107,7 +102,8 @@ def apply_block(
     holds a part of the heads has fewer than the spec.
     """
     q, k, v, seen, cache = project_heads(x, spec, project, memory=memory, cache=cache, xp=xp)
-    return project("out_proj", _merge_heads(attend(q, k, v, **seen), xp=xp)), cache
+    out = _swap(attend(q, k, v, **seen), xp=xp)
+    return project("out_proj", xp.reshape(out, (*out.shape[:-2], out.shape[-2] * out.shape[-1]))), cache
 
 
 def project_heads(
@@ -155,12 +151,6 @@ def _split_heads(name: str, x: Array, head_dim: int, *, xp: Namespace) -> Array:
     if x.shape[-1] % head_dim:
         raise ValueError(f"`{name}` must return heads of width {head_dim}, got {describe(x)}")
     return _swap(xp.reshape(x, (*x.shape[:-1], heads, head_dim)), xp=xp)
-
-
-def _merge_heads(heads: Array, *, xp: Namespace) -> Array:
-    """Inverse of the split into heads: (..., H, L, D) -> (..., L, H · D)."""
-    merged = _swap(heads, xp=xp)
-    return xp.reshape(merged, (*merged.shape[:-2], merged.shape[-2] * merged.shape[-1]))
 
 
 def _swap(x: Array, *, xp: Namespace) -> Array:
