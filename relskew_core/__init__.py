@@ -21,33 +21,12 @@ from relskew_core._positions.span import Span
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockSpec",
-    "Span",
-    "alibi_bias",
-    "attention_block",
-    "attention_weights",
-    "deberta_buckets",
-    "init_weights",
-    "merge_attention",
-    "paged_attention",
-    "proximal_bias",
-    "relative_attention",
-    "relative_attention_2d",
-    "relative_attention_nd",
-    "relative_attention_vjp",
-    "relative_logits",
-    "relative_logits_2d",
-    "relative_logits_nd",
-    "relative_values",
-    "resize_table",
-    "sinusoidal_table",
-    "skew",
-    "t5_buckets",
-    "toeplitz",
-    "toeplitz_2d",
-    "toeplitz_nd",
-    "unskew",
-]
+    "BlockSpec", "Span", "alibi_bias", "attention_block", "attention_weights", "deberta_buckets", "init_weights",
+    "merge_attention", "paged_attention", "proximal_bias", "relative_attention", "relative_attention_2d",
+    "relative_attention_nd", "relative_attention_vjp", "relative_logits", "relative_logits_2d",
+    "relative_logits_nd", "relative_values", "resize_table", "sinusoidal_table", "skew", "t5_buckets", "toeplitz",
+    "toeplitz_2d", "toeplitz_nd", "unskew",
+]  # fmt: skip
 
 if _typing.TYPE_CHECKING:
     from relskew_core import backends as backends

@@ -143,9 +143,8 @@ def decoder_to_onnx(
 
     In half precision, without the comparison with torch, which takes most of the time:
 
-    >>> half = decoder_to_onnx(
-    ...     Decoder(), folder / "half.onnx", dtype="float16", check=False
-    ... )
+    >>> path = folder / "half.onnx"
+    >>> half = decoder_to_onnx(Decoder(), path, dtype="float16", check=False)
     >>> place.cleanup()
     """
     import torch

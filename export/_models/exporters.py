@@ -53,9 +53,8 @@ def register_exporters(*, chunk_size: int | Literal["auto"] | None = "auto", ope
     >>> from transformers.exporters import OnnxConfig, OnnxExporter
     >>> from relskew_core.export import register_exporters
     >>> from relskew_core.huggingface import replace_attention
-    >>> config = T5Config(
-    ...     d_model=16, d_kv=8, num_heads=2, num_layers=1, d_ff=16, vocab_size=50
-    ... )
+    >>> sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": 1}
+    >>> config = T5Config(**sizes, vocab_size=50)
     >>> model = replace_attention(T5EncoderModel(config).eval())
     >>> register_exporters()
     >>> inputs = {"input_ids": torch.arange(12).reshape(2, 6)}

@@ -186,19 +186,13 @@ class CalledBlock(Attends, Generic[Fixed, Sliding]):
         Growing, FixedCache or SlidingCache
             Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
 
-        Raises
-        ------
-        ValueError, TypeError
-            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
-
         Examples
         --------
         >>> import torch
         >>> from relskew_core import BlockSpec, Span
         >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-        >>> attention = RelativeMultiheadAttention(
-        ...     BlockSpec(8, 2, Span.causal(16), causal=True)
-        ... ).eval()
+        >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+        >>> attention = RelativeMultiheadAttention(spec).eval()
         >>> x = torch.randn(1, 16, 8)
         >>> with torch.no_grad():
         ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))
@@ -283,19 +277,13 @@ class ModuleBlock(CalledBlock[Fixed, Sliding]):
         RelativeMultiheadAttention
             Its parameters are of the weights' dtype.
 
-        Raises
-        ------
-        ValueError, TypeError
-            If keys or shapes are others; the message names the key.
-
         Examples
         --------
         >>> from relskew_core import BlockSpec, Span, init_weights
         >>> from relskew_core.layers.equinox import RelativeMultiheadAttention
         >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(
-        ...     init_weights(spec, seed=0), spec
-        ... )
+        >>> weights = init_weights(spec, seed=0)
+        >>> attention = RelativeMultiheadAttention.from_weights(weights, spec)
         >>> attention.q_proj.weight.shape, attention.rel_k.shape
         ((16, 16), (4, 32, 4))
         """

@@ -122,11 +122,6 @@ class BlockSpec:
     bias : bool, default True
         The projections have biases.
 
-    See Also
-    --------
-    attention_block : runs the block.
-    init_weights : makes its weights.
-
     Examples
     --------
     >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
@@ -231,10 +226,6 @@ class BlockSpec:
         **options
             Other arguments of :class:`BlockSpec`. Logits are scaled by ``head_dim ** -0.5``, which T5 has in its
             initial weights.
-
-        See Also
-        --------
-        relskew_core.t5_buckets : the bucket of each relative position.
 
         Notes
         -----

@@ -49,11 +49,6 @@ def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: A
     dict of str to array
         Exactly the keys of ``spec.weight_shapes()``.
 
-    See Also
-    --------
-    BlockSpec : describes the block.
-    attention_block : runs it.
-
     Examples
     --------
     >>> import numpy as np

@@ -167,10 +167,8 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
 
     >>> from relskew_core import Span, alibi_bias
     >>> span = Span.causal(3)
-    >>> heads = [np.stack([x, x]) for x in (q, k, v)]
-    >>> out = relative_attention(
-    ...     *heads, None, span, rel_bias=alibi_bias(2, span, xp=np), window=(1, 0)
-    ... )
+    >>> heads, bias = [np.stack([x, x]) for x in (q, k, v)], alibi_bias(2, span, xp=np)
+    >>> out = relative_attention(*heads, None, span, rel_bias=bias, window=(1, 0))
     >>> out[0].round(3).tolist()
     [[1.0], [1.516], [3.031]]
     """
@@ -256,18 +254,14 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     The output and log-sum-exp of the forward pass save computing them again:
 
     >>> out, lse = relative_attention(q + 1, k, v, rel_k, causal=True, return_lse=True)
-    >>> kept = {"out": out, "lse": lse}
-    >>> again = relative_attention_vjp(
-    ...     np.ones((3, 1)), q + 1, k, v, rel_k, causal=True, **kept
-    ... )
+    >>> d_out, kept = np.ones((3, 1)), {"out": out, "lse": lse}
+    >>> again = relative_attention_vjp(d_out, q + 1, k, v, rel_k, causal=True, **kept)
     >>> bool((again.v == gradients.v).all())
     True
 
     A bias has a gradient, too; that of an array that was not passed is ``None``:
 
-    >>> biased = relative_attention_vjp(
-    ...     np.ones((3, 1)), q, k, v, rel_bias=np.zeros(3), causal=True
-    ... )
+    >>> biased = relative_attention_vjp(d_out, q, k, v, rel_bias=np.zeros(3), causal=True)
     >>> biased.rel_bias, biased.rel_k
     (array([-0.44444444, -0.36111111,  0.80555556]), None)
     """

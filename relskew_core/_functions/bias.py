@@ -59,10 +59,6 @@ def toeplitz(
         memory. In torch, one copy of the size of the result; in other libraries, one copy of
         ``n_queries · (n_queries + n_keys)`` numbers.
 
-    See Also
-    --------
-    relskew_core.relative_attention : takes ``bias`` itself as ``rel_bias``, and materialises one chunk of it at a time.
-
     Examples
     --------
     >>> import numpy as np

@@ -42,11 +42,6 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     tuple of int, length ``span.rows``
         ``rel_bias = table[buckets].T`` for T5's table ``(num_buckets, H)``.
 
-    See Also
-    --------
-    alibi_bias : a bias that is a formula of the distance.
-    deberta_buckets : the buckets of DeBERTa.
-
     Notes
     -----
     Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
@@ -133,11 +128,6 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
     tuple of int, length ``span.rows``
         ``rel_k = table[rows]`` for the projected table ``(2S, D)``.
 
-    See Also
-    --------
-    t5_buckets : the buckets of T5.
-    relskew_core.conventions.DeBERTa : reads the tables of checkpoints.
-
     Notes
     -----
     He et al. 2021, "DeBERTa", equation 3; the buckets are version 2's: beyond ``h = S // 2`` the distance ``d`` becomes
@@ -193,11 +183,6 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
     -------
     array, shape (H, R)
 
-    See Also
-    --------
-    t5_buckets : the buckets of a learned bias.
-    relative_attention : takes either as ``rel_bias``.
-
     Notes
     -----
     Press et al. 2022, "Train Short, Test Long", section 3: slopes ``2^(-8h/H)``. If ``H`` is not a power of two, the
@@ -251,10 +236,6 @@ def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtyp
     Returns
     -------
     array, shape (R,)
-
-    See Also
-    --------
-    relative_attention : takes the bias as ``rel_bias``.
 
     Examples
     --------

@@ -58,10 +58,6 @@ def relative_logits_2d(
         Unscaled. Besides the result, memory holds only ``qh · qw · (qh + kh + qw + kw)`` products; no table is
         gathered.
 
-    See Also
-    --------
-    relative_logits_nd : the same for any number of axes.
-
     Notes
     -----
     Bello et al. 2019, "Attention Augmented Convolutional Networks", section 3.2; Srinivas et al. 2021, "Bottleneck
@@ -126,19 +122,13 @@ def relative_logits_nd(
         Sides of the queries' and of the keys' grid; they may differ.
     spans : sequence of Span or None, optional
         The relative positions of the rows; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
-    offset : sequence of int, optional
-        Position of query 0, with key 0 at (0, 0, …), as in :func:`relative_logits_2d`.
-    q_step, k_step : sequence of int, optional
-        Distance between neighbours, in rows of the tables; 1 by default.
+    offset, q_step, k_step : sequence of int, optional
+        As in :func:`relative_logits_2d`, for each axis.
 
     Returns
     -------
     array, shape (..., H, queries, keys) or (queries, keys)
         Unscaled.
-
-    See Also
-    --------
-    relative_attention_nd : attention with these logits.
 
     Examples
     --------
@@ -196,11 +186,6 @@ def toeplitz_2d(
     -------
     array, shape (..., H, qh · qw, kh · kw) or (qh · qw, kh · kw)
 
-    See Also
-    --------
-    toeplitz : the same for a sequence.
-    relative_attention_2d : takes the bias as ``rel_bias``.
-
     Notes
     -----
     Liu et al. 2021, "Swin Transformer", equation 4; Bao et al. 2022, "BEiT". ``conventions`` converts their tables.
@@ -238,18 +223,12 @@ def toeplitz_nd(
         grids.
     spans : sequence of Span or None, optional
         Their relative positions; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
-    q_grid, k_grid : sequence of int
-        Sides of the queries' and of the keys' grid.
-    offset : sequence of int, optional
-        As in :func:`toeplitz_2d`.
+    q_grid, k_grid, offset : sequence of int
+        As in :func:`toeplitz_2d`, for each axis.
 
     Returns
     -------
     array, shape (..., H, queries, keys) or (queries, keys)
-
-    See Also
-    --------
-    relative_attention_nd : takes the bias as ``rel_bias``.
 
     Notes
     -----

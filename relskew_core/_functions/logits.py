@@ -72,11 +72,6 @@ def relative_logits(
         Unscaled. The result is a view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the
         product is not copied. With ``positions`` it is looked up in the product with the whole table.
 
-    See Also
-    --------
-    relative_values : the sum over values by relative position.
-    skew : the view that both rest on.
-
     Notes
     -----
     Huang et al. 2018, equation 3 (``S_rel``); Shaw et al. 2018, equation 4 with ``beyond="clip"``; He et al. 2021,
@@ -245,10 +240,6 @@ def relative_values(
     Returns
     -------
     array, shape (..., H, Lq, Dv) or (Lq, Dv)
-
-    See Also
-    --------
-    unskew : the view that it rests on.
 
     Notes
     -----

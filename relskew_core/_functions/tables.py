@@ -55,11 +55,6 @@ def sinusoidal_table(
     -------
     array, shape (R, D)
 
-    See Also
-    --------
-    resize_table : a learned table for another length.
-    relative_attention : takes the table as ``rel_k``.
-
     Notes
     -----
     Vaswani et al. 2017, section 3.5; Dai et al. 2019, "Transformer-XL", section 3.3. Angles are computed in double
@@ -139,10 +134,6 @@ def resize_table(
     array, shape (..., rows, D)
         In the table's dtype. It is the product with a small matrix, so libraries with automatic differentiation
         differentiate it.
-
-    See Also
-    --------
-    sinusoidal_table : a table that needs no resizing.
 
     Examples
     --------

@@ -134,11 +134,6 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     lse : array, shape (..., Lq)
         In the dtype of ``lses``. If no part sees a key, the output is zero and the log-sum-exp is ``-inf``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If the sequences are empty, differ in length, or their arrays do not fit; the message names the argument.
-
     Notes
     -----
     A log-sum-exp is rounded, in float32 by up to 6e-8 of its size, and the shares of the parts are wrong by as much: by

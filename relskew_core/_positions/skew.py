@@ -32,11 +32,6 @@ def skew(x: Array) -> Array:
     array, shape (..., n, m)
         ``s[..., i, j] = x[..., i, n - 1 - i + j]``. A view of ``x`` if the last two axes of ``x`` are contiguous.
 
-    See Also
-    --------
-    unskew : the adjoint.
-    relative_logits : the product with a table, skewed.
-
     Notes
     -----
     Huang et al. 2018, "Music Transformer", section 3.4.1, generalised from causal squares to all ``n`` and ``m``.
@@ -71,10 +66,6 @@ def unskew(s: Array) -> Array:
     -------
     array, shape (..., n, n + m - 1)
         ``x[..., i, n - 1 - i + j] = s[..., i, j]``, zero elsewhere.
-
-    See Also
-    --------
-    relative_values : the product of weights and a table.
 
     Examples
     --------

@@ -53,26 +53,8 @@ from relskew_core.conventions._tables import (
 )
 
 __all__ = [
-    "DISTANCE",
-    "INKLING",
-    "MUSIC_TRANSFORMER",
-    "SHAW",
-    "SPEECHT5",
-    "T5",
-    "TENSOR2TENSOR_CAUSAL",
-    "TENSOR2TENSOR_UNMASKED",
-    "TRANSFORMER_XL",
-    "UKHOV",
-    "VITS",
-    "BEiT",
-    "Convention",
-    "DeBERTa",
-    "Swin",
-    "load_conformer",
-    "load_music_transformer",
-    "load_t5",
-    "load_tensor2tensor",
-    "load_vits",
-    "load_vits_encoder",
+    "DISTANCE", "INKLING", "MUSIC_TRANSFORMER", "SHAW", "SPEECHT5", "T5", "TENSOR2TENSOR_CAUSAL",
+    "TENSOR2TENSOR_UNMASKED", "TRANSFORMER_XL", "UKHOV", "VITS", "BEiT", "Convention", "DeBERTa", "Swin",
+    "load_conformer", "load_music_transformer", "load_t5", "load_tensor2tensor", "load_vits", "load_vits_encoder",
     "load_wav2vec2_bert",
-]
+]  # fmt: skip

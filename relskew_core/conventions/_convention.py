@@ -81,11 +81,6 @@ class Convention:
             Rows of ascending relative positions; unchanged where the other table ascends.
         span : Span
             Which relative positions they are.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the table does not follow the convention; the message says what its rows must be.
         """
         return load_named(self, "table", table, left=left)
 

@@ -117,11 +117,8 @@ def load_vits_encoder(state: Stored, *, prefix: str = "") -> tuple[dict[str, Any
     The state of a voice with one layer of width 8:
 
     >>> import numpy as np
-    >>> state = {
-    ...     "emb.weight": np.ones((30, 8)),
-    ...     "proj.weight": np.ones((12, 8, 1)),
-    ...     "proj.bias": np.ones(12),
-    ... }
+    >>> state = {"emb.weight": np.ones((30, 8)), "proj.weight": np.ones((12, 8, 1))}
+    >>> state["proj.bias"] = np.ones(12)
     >>> for name in ("k", "v"):
     ...     state[f"encoder.attn_layers.0.emb_rel_{name}"] = np.ones((1, 9, 4))
     >>> for name in "qkvo":
@@ -141,10 +138,8 @@ def load_vits_encoder(state: Stored, *, prefix: str = "") -> tuple[dict[str, Any
     mark = "encoder.attn_layers.0.emb_rel_k"
     read = State(state, prefix, mark)
     _, span = load_named(VITS, read.label(mark), read.read(mark, "1 R D"))
-    weights, depth = (
-        {"project.weight": read.read("proj.weight", "P E 1"), "project.bias": read.read("proj.bias", "P")},
-        0,
-    )
+    depth, weights = 0, {"project.weight": read.read("proj.weight", "P E 1")}
+    weights["project.bias"] = read.read("proj.bias", "P")
     while read.has(f"encoder.attn_layers.{depth}.emb_rel_k"):
         for name, (other, form) in _VITS_LAYER.items():
             array = read.read(f"encoder.{other.format(depth)}", form)
@@ -173,20 +168,15 @@ def load_wav2vec2_bert(
 
     Parameters
     ----------
-    state : mapping of str to array, onnx.ModelProto or path
-        A state dict, or an ONNX model with its names, of one attention or of a whole model.
-    num_heads : int
-        ``config.num_attention_heads``.
+    state, num_heads, prefix
+        As in :func:`load_vits`; the prefix is, for example, ``"encoder.layers.0.self_attn."``.
     left, right : int, default 64, 8
         ``config.left_max_position_embeddings`` and ``config.right_max_position_embeddings``.
-    prefix : str, default ""
-        The prefix of the attention in it: ``"encoder.layers.0.self_attn."``.
 
     Returns
     -------
-    spec : BlockSpec
-    weights : dict of str to array
-        For :func:`relskew_core.attention_block` and every export.
+    spec, weights
+        As from :func:`load_vits`.
 
     Examples
     --------
@@ -226,12 +216,8 @@ def load_conformer(state: Stored, *, num_heads: int, prefix: str = "") -> Weight
 
     Parameters
     ----------
-    state : mapping of str to array, onnx.ModelProto or path
-        A state dict, or an ONNX model with its names, of one attention or of a whole model.
-    num_heads : int
-        Number of heads.
-    prefix : str, default ""
-        The prefix of the attention in it: ``"encoder.encoders.0.self_attn."``.
+    state, num_heads, prefix
+        As in :func:`load_vits`; the prefix is, for example, ``"encoder.encoders.0.self_attn."``.
 
     Returns
     -------
@@ -307,34 +293,23 @@ def _packed(state: State) -> Weights:
 
 
 def load_tensor2tensor(
-    state: Stored,
-    *,
-    num_heads: int,
-    causal: bool,
-    block_size: int | None = None,
-    prefix: str = "",
+    state: Stored, *, num_heads: int, causal: bool, block_size: int | None = None, prefix: str = ""
 ) -> tuple[BlockSpec, Weights]:
     """Read a ``multihead_attention`` of tensor2tensor: Shaw's ``dot_product_relative`` or the relative version 2.
 
     Parameters
     ----------
-    state : mapping of str to array, onnx.ModelProto or path
-        The variables of a checkpoint, converted to one array library, or an ONNX model with their names.
-    num_heads : int
-        Number of heads.
+    state, num_heads, prefix
+        As in :func:`load_vits`: variables, converted to one array library, up to ``"multihead_attention/"``.
     causal : bool
         A decoder's self-attention.
     block_size : int, optional
         Of Music Transformer's local attention.
-    prefix : str, default ""
-        Scope up to and including ``"multihead_attention/"``.
 
     Returns
     -------
-    spec : BlockSpec
-        Without biases: tensor2tensor has none.
-    weights : dict of str to array
-        For :func:`relskew_core.attention_block` and every export.
+    spec, weights
+        As from :func:`load_vits`, without biases: tensor2tensor has none.
 
     Examples
     --------
@@ -342,10 +317,8 @@ def load_tensor2tensor(
 
     >>> import numpy as np
     >>> scope = "body/layer_0/self_attention/multihead_attention/"
-    >>> state = {
-    ...     f"{scope}{name}/kernel": np.eye(8)
-    ...     for name in ("q", "k", "v", "output_transform")
-    ... }
+    >>> names = ("q", "k", "v", "output_transform")
+    >>> state = {f"{scope}{name}/kernel": np.eye(8) for name in names}
     >>> for role in ("keys", "values"):
     ...     state[f"{scope}relative_positions_{role}/embeddings"] = np.ones((33, 4))
     >>> spec, weights = load_tensor2tensor(state, num_heads=2, causal=True, prefix=scope)
@@ -380,27 +353,19 @@ def load_t5(
 
     Parameters
     ----------
-    state : mapping of str to array, onnx.ModelProto or path
-        A state dict, or an ONNX model with its names, of one attention or of a whole model.
-    num_heads : int
-        ``config.num_heads``.
+    state, num_heads, prefix
+        As in :func:`load_vits`; the prefix is, for example, ``"encoder.block.3.layer.0.SelfAttention."``.
     bidirectional : bool
         Encoder (True) or decoder.
-    num_buckets : int, default 32
-        ``config.relative_attention_num_buckets``.
-    max_distance : int, default 128
-        ``config.relative_attention_max_distance``.
-    prefix : str, default ""
-        The prefix of the attention in it: ``"encoder.block.3.layer.0.SelfAttention."``.
+    num_buckets, max_distance : int, default 32, 128
+        ``config.relative_attention_num_buckets`` and ``config.relative_attention_max_distance``.
     bias_prefix : str, optional
         The prefix of the layer that has ``relative_attention_bias``, the stack's first; ``prefix`` by default.
 
     Returns
     -------
-    spec : BlockSpec
-        Without biases of projections, and with ``rel_bias``.
-    weights : dict of str to array
-        For :func:`relskew_core.attention_block` and every export.
+    spec, weights
+        As from :func:`load_vits`, without biases of projections, and with ``rel_bias``.
 
     Examples
     --------
@@ -454,19 +419,13 @@ def load_music_transformer(state: Stored, *, num_heads: int, prefix: str = "") -
 
     Parameters
     ----------
-    state : mapping of str to array, onnx.ModelProto or path
-        A state dict, or an ONNX model with its names, of one attention or of a whole model.
-    num_heads : int
-        Number of heads.
-    prefix : str, default ""
-        The prefix of the attention in it: ``"transformer.encoder.layers.0.self_attn."``.
+    state, num_heads, prefix
+        As in :func:`load_vits`; the prefix is, for example, ``"transformer.encoder.layers.0.self_attn."``.
 
     Returns
     -------
-    spec : BlockSpec
-        Causal.
-    weights : dict of str to array
-        For :func:`relskew_core.attention_block` and every export.
+    spec, weights
+        As from :func:`load_vits`; the block is causal.
 
     Raises
     ------

@@ -56,26 +56,16 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
         model passes arguments that are not supported (another bias, chosen keys, packed lengths), if it supports no
         attention but transformers' own, or if nothing says which keys are those of the queries.
 
-    See Also
-    --------
-    replace_attention : for models that have relative positions.
-
     Examples
     --------
     ALiBi in a new model, here a small random Llama:
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(
-    ...     hidden_size=16,
-    ...     num_attention_heads=2,
-    ...     num_hidden_layers=2,
-    ...     intermediate_size=16,
-    ...     vocab_size=50,
-    ... )
-    >>> model = LlamaForCausalLM._from_config(
-    ...     config, attn_implementation=register_attention()
-    ... )
+    >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    >>> config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)
+    >>> name = register_attention()
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation=name)
     >>> model(torch.arange(6)[None]).logits.shape
     torch.Size([1, 6, 50])
 
@@ -90,10 +80,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     A bias for each layer:
 
     >>> biases = torch.nn.ParameterList(torch.zeros(2, 32) for _ in range(2))
-    >>> by_layer = register_attention(
-    ...     "by layer", rel_bias=lambda part: biases[part.layer_idx]
-    ... )
-    >>> model.set_attn_implementation(by_layer)
+    >>> of_layer = lambda part: biases[part.layer_idx]
+    >>> model.set_attn_implementation(register_attention("by layer", rel_bias=of_layer))
     >>> model(torch.arange(6)[None]).logits.sum().backward()
     >>> [bias.grad is not None for bias in biases]
     [True, True]
@@ -324,10 +312,6 @@ def replace_rotary(
     ValueError, TypeError
         If the model has no rotary embeddings, or does not use the attention interface of transformers; if an argument
         does not fit.
-
-    See Also
-    --------
-    replace_attention : for models that have relative positions.
 
     Notes
     -----

@@ -115,15 +115,8 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
 
     >>> import torch
     >>> from transformers import T5Config, T5EncoderModel
-    >>> config = T5Config(
-    ...     d_model=16,
-    ...     d_kv=8,
-    ...     num_heads=2,
-    ...     num_layers=2,
-    ...     d_ff=16,
-    ...     vocab_size=50,
-    ...     dropout_rate=0,
-    ... )
+    >>> sizes = {"d_model": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "d_ff": 16}
+    >>> config = T5Config(**sizes, vocab_size=50, dropout_rate=0)
     >>> model = T5EncoderModel(config)
     >>> before = model(torch.arange(6)[None]).last_hidden_state
     >>> model = replace_attention(model)

@@ -48,18 +48,7 @@ from relskew_core.papers._algorithms import (
 )
 
 __all__ = [
-    "clipped_distances",
-    "clipped_lookup",
-    "diagonal_attention",
-    "diagonal_logits",
-    "diagonal_skew",
-    "huang_attention",
-    "huang_local_attention",
-    "huang_logits",
-    "huang_mask",
-    "huang_skew",
-    "huang_skew_local",
-    "shaw_attention",
-    "shaw_logits",
-    "shaw_values",
-]
+    "clipped_distances", "clipped_lookup", "diagonal_attention", "diagonal_logits", "diagonal_skew",
+    "huang_attention", "huang_local_attention", "huang_logits", "huang_mask", "huang_skew", "huang_skew_local",
+    "shaw_attention", "shaw_logits", "shaw_values",
+]  # fmt: skip

@@ -26,12 +26,11 @@ def check_axes(sizes: dict[str, Any], **arrays: tuple[Array, str]) -> None:
         (first, *axes), known, lead = form.split(), dict(sizes), tuple(x.shape[:-2])
         whole = sizes.setdefault("...", lead)
         fits = x.ndim >= 2 and lead in {"...": (whole,), "H": ((), whole[-1:]), "-": ((),)}[first]
-        if not fits or any(sizes.setdefault(axis, n) != n for axis, n in zip(axes, x.shape[-2:], strict=True)):
-            listed = [f"{axis} = {known[axis]}" for axis in ("...", *axes) if axis in known]
+        fits = fits and all(sizes.setdefault(axis, n) == n for axis, n in zip(axes, x.shape[-2:], strict=True))
+        if not fits or sizes.get("L") == 0:
+            listed = ["L >= 1"] if fits else [f"{axis} = {known[axis]}" for axis in ("...", *axes) if axis in known]
             with_sizes = f" with {', '.join(listed)}" if listed else ""
             raise ValueError(f"`{name}` must have shape {FORMS[first].format(*axes)}{with_sizes}, got {describe(x)}")
-        if sizes.get("L") == 0:
-            raise ValueError(f"`{name}` must have shape {FORMS[first].format(*axes)} with L >= 1, got {describe(x)}")
 
 
 def check_odd(name: str, table: Array) -> int:
@@ -61,25 +60,21 @@ def clipped_distances(
 ) -> Array:
     """Table row of every query and key: ``clip(j - (i + offset), -k, k) + k`` (Shaw et al. 2018, section 3.2).
 
-    The paper's tables hold ``w_{-k} … w_k``; adding ``k`` makes the clipped distance a row number.
-
     Parameters
     ----------
-    n_queries, n_keys : int
-        ``n`` and ``m``, both ``>= 0``.
-    k : int
-        The clipping distance, ``>= 0``.
+    n_queries, n_keys, k : int
+        ``n``, ``m``, and the clipping distance.
     xp : module
         Array library to make the matrix in.
     offset : int, optional
         Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
     device : device of ``xp``, optional
-        Where the matrix shall lie.
+        Of the matrix.
 
     Returns
     -------
     array of int, shape (n, m)
-        Numbers in ``0 … 2k``.
+        Numbers in ``0 … 2k``, for the paper's tables ``w_{-k} … w_k``.
 
     Examples
     --------
@@ -126,20 +121,16 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
 def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
     """``e_ij = q_i (k_j + a_ij)ᵀ / √D`` (Shaw et al. 2018, equations 4 and 5).
 
-    ``"gather"`` moves every key for every query: equation 4, in time and memory ``O(B·H·n·m·D)``. ``"split"`` is
-    equation 5 with section 3.3: ``(q_i k_jᵀ + q_i a_ijᵀ) / √D``. Its second term is ``n`` parallel products, one for
-    each query position, of ``(B·H, D)`` and ``(D, m)``, with one gathered table for all batches and heads.
-
     Parameters
     ----------
-    q : array, shape (..., n, D)
-        Queries, ``x_i W^Q``.
-    k : array, shape (..., m, D)
-        Keys, ``x_j W^K``.
+    q, k : array, shapes (..., n, D), (..., m, D)
+        Queries, ``x_i W^Q``, and keys, ``x_j W^K``.
     rel_k : array, shape (2k+1, D) or, as ``"gather"``, (H, 2k+1, D)
         The paper's ``w^K``, rows of the relative positions ``-k … k``.
     form : {"gather", "split"}, default "gather"
-        One sum over moved keys, or two products.
+        ``"gather"`` moves every key for every query: equation 4. ``"split"`` is equation 5 with section 3.3: ``(q_i
+        k_jᵀ + q_i a_ijᵀ) / √D``. Its second term is ``n`` parallel products, one for each query position, of ``(B·H,
+        D)`` and ``(D, m)``, with one gathered table for all batches and heads.
     offset : int, optional
         As in :func:`clipped_distances`.
 
@@ -169,19 +160,14 @@ def shaw_logits(q: Array, k: Array, rel_k: Array, *, form: Form = "gather", offs
 def shaw_values(weights: Array, v: Array, rel_v: Array, *, form: Form = "gather", offset: int | None = None) -> Array:
     """``z_i = Σ_j α_ij (v_j + a_ij)`` (Shaw et al. 2018, equation 3).
 
-    ``"gather"`` moves every value for every query. ``"split"`` is ``Σ_j α_ij v_j + Σ_j α_ij a_ij``, as section 3.3
-    says: its second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
-
     Parameters
     ----------
-    weights : array, shape (..., n, m)
-        Softmax weights, ``α``.
-    v : array, shape (..., m, Dv)
-        Values, ``x_j W^V``.
+    weights, v : array, shapes (..., n, m), (..., m, Dv)
+        Softmax weights, ``α``, and values, ``x_j W^V``.
     rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv)
         The paper's ``w^V``, rows of the relative positions ``-k … k``.
     form, offset : optional
-        As in :func:`shaw_logits`.
+        As in :func:`shaw_logits`; ``"split"`` is ``Σ_j α_ij v_j + Σ_j α_ij a_ij``.
 
     Returns
     -------
@@ -251,16 +237,12 @@ def _lookup(name: str, table: Array, n: int, m: int, offset: int | None) -> Arra
 def _by_position(x: Array, a: Array, *, xp: Namespace) -> Array:
     """Multiply every position of ``x (..., n, p)`` by its own matrix in ``a (n, p, q)``: (..., n, q)."""
     *lead, n, p = x.shape
-    positions_first = xp.reshape(xp.moveaxis(x, -2, 0), (n, prod(lead), p))
-    product = xp.matmul(positions_first, a)
+    product = xp.matmul(xp.reshape(xp.moveaxis(x, -2, 0), (n, prod(lead), p)), a)
     return xp.moveaxis(xp.reshape(product, (n, *lead, a.shape[-1])), 0, -2)
 
 
 def huang_mask(x: Array) -> Array:
-    """Zero the upper-left triangle of ``Q·Eᵀ``, the products before the sequence starts (figure 1).
-
-    Column ``c`` belongs to the relative position ``r = c - (L-1)``; query ``i`` has only ``i`` keys in its past, so its
-    first ``L-1-i`` columns belong to no key.
+    """Zero the upper-left triangle of ``Q·Eᵀ``: the first ``L-1-i`` columns of query ``i`` belong to no key (figure 1).
 
     Parameters
     ----------
@@ -292,12 +274,12 @@ def huang_skew(x: Array) -> Array:
     3. Keep the last ``L`` rows.
 
     On and below the diagonal ``s[i, j] = x[i, L-1-i+j]``. The entries above it are meaningless: the padding, and
-    entries of the next query, which are zero if :func:`huang_mask` ran before. The padded product is a copy.
+    entries of the next query, which are zero if :func:`huang_mask` ran before.
 
     Parameters
     ----------
     x : array, shape (..., L, L)
-        Queries against the relative positions ``-(L-1) … 0``; ``L >= 1``.
+        As in :func:`huang_mask`.
 
     Returns
     -------
@@ -323,10 +305,7 @@ def huang_skew(x: Array) -> Array:
 def huang_skew_local(x: Array) -> Array:
     """Move relative logits to the keys of the previous block: pad twice, reshape, slice (section 3.5, figure 2).
 
-    Local attention cuts a sequence into blocks of ``N``; each attends to itself and to the one before. Against itself
-    a block is the causal case. Against the previous block nothing is masked, and key ``j`` of that block is
-    ``N - j + i`` positions before query ``i`` of this one: relative positions run from ``-1`` (first query, last key)
-    to ``-(2N-1)`` (last query, first key), and ``s[i, j] = x[i, N-1-i+j]``.
+    Key ``j`` of that block is ``N - j + i`` positions before query ``i`` of this one: ``s[i, j] = x[i, N-1-i+j]``.
 
     1. Pad a column of zeros after the rightmost column.
     2. Flatten, and pad ``N-1`` zeros after the end.
@@ -420,9 +399,8 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
 def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_size: int) -> Array:
     """Causal attention of every block of ``N`` to itself and to the whole block before (section 3.5, figure 2).
 
-    The two halves share one table: its first ``2N-1`` rows (``-(2N-1) … -1``) serve the previous block through
-    :func:`huang_skew_local`, its last ``N`` rows (``-(N-1) … 0``) the block itself through :func:`huang_skew`.
-    The first block has no previous one.
+    The first ``2N-1`` rows of the table serve the previous block through :func:`huang_skew_local`, its last ``N`` rows
+    the block itself through :func:`huang_skew`.
 
     Parameters
     ----------
@@ -446,15 +424,12 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     array([1. , 1.5, 2. , 2.5, 4. , 4.5])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
-    n = check_int("block_size", block_size, minimum=1)
-    axes = {"2N": 2 * n}
-    check_axes(axes, q=(q, "... L D"), k=(k, "... L D"), v=(v, "... L Dv"), rel_k=(rel_k, "H 2N D"))
-    length = q.shape[-2]
+    n, length = check_int("block_size", block_size, minimum=1), q.shape[-2] if q.ndim > 1 else 0
+    check_axes({"2N": 2 * n}, q=(q, "... L D"), k=(k, "... L D"), v=(v, "... L Dv"), rel_k=(rel_k, "H 2N D"))
     if length % n:
         raise ValueError(f"`block_size` must divide the length {length} of `q`, got {n}")
     q, k, v = (xp.reshape(x, (*x.shape[:-2], length // n, n, x.shape[-1])) for x in (q, k, v))
-    if rel_k.ndim > 2:
-        rel_k = xp.expand_dims(rel_k, axis=-3)
+    rel_k = rel_k if rel_k.ndim == 2 else xp.expand_dims(rel_k, axis=-3)
     before = (xp.concat([xp.zeros_like(x[..., :1, :, :]), x[..., :-1, :, :]], axis=-3) for x in (k, v))
     k, v = (xp.concat(pair, axis=-2) for pair in zip(before, (k, v), strict=True))
     earlier = huang_skew_local(xp.matmul(q, xp.matrix_transpose(rel_k[..., : 2 * n - 1, :])))
@@ -470,10 +445,9 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
 def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     """Stack the diagonals of the product, transpose, truncate (section "Algorithm").
 
-    Columns run from the future to the past: column ``c`` belongs to ``r = T-1-c``, and so the diagonal ``T-1-j``, on
-    which ``c = i + T-1-j``, holds what every query ``i`` has for key ``j``. The diagonals ``T-1 … 0``, stacked from top
-    to bottom, are the keys ``0 … T-1`` against the queries; their transpose is queries against keys, of which the
-    first ``n_keys`` are kept: ``s[i, j] = x[i, T-1+i-j]``.
+    Columns run from the future to the past, so the diagonal ``T-1-j`` holds what every query has for key ``j``. The
+    diagonals ``T-1 … 0``, stacked from top to bottom, are keys against queries; of their transpose the first ``n_keys``
+    columns are kept: ``s[i, j] = x[i, T-1+i-j]``.
 
     Parameters
     ----------
@@ -502,8 +476,7 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     n_keys = longest if n_keys is None else check_int("n_keys", n_keys, minimum=0)
     if n_keys > longest:
         raise ValueError(f"`n_keys` must be at most {longest}, as many as the table has room for, got {n_keys}")
-    flat = xp.reshape(x, (*lead, n * width))
-    step = width + 1  # from an entry (i, i + d) of the matrix to the next, in row-major order
+    flat, step = xp.reshape(x, (*lead, n * width)), width + 1  # from an entry (i, i + d) to the next
     diagonals = [flat[..., d : d + (n - 1) * step + 1 : step] for d in range(longest - 1, -1, -1)]
     return xp.matrix_transpose(xp.stack(diagonals, axis=-2))[..., :n_keys]
 
@@ -513,10 +486,8 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
 
     Parameters
     ----------
-    q : array, shape (..., n, D)
-        Queries.
-    rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
-        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T``.
+    q, rel_k : array, shapes (..., n, D), (2T-1, D) or (H, 2T-1, D)
+        Queries, and rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T``.
     n_keys : int, optional
         As in :func:`diagonal_skew`.
 
@@ -542,10 +513,8 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
 
     Parameters
     ----------
-    q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
-        Queries, keys and values; ``1 <= m <= T``.
-    rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
-        As in :func:`diagonal_logits`.
+    q, k, v, rel_k : array, shapes (..., n, D), (..., m, D), (..., m, Dv), and as in :func:`diagonal_logits`
+        Queries, keys and values, ``1 <= m <= T``, and the table.
 
     Returns
     -------
@@ -554,10 +523,9 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> far_future = np.asarray([[100.0], [0.0], [0.0], [0.0], [0.0]])
-    >>> diagonal_attention(
-    ...     np.ones((3, 1)), np.zeros((3, 1)), np.asarray([[1.0], [2.0], [3.0]]), far_future
-    ... )[:, 0]
+    >>> q, v = np.ones((3, 1)), np.asarray([[1.0], [2.0], [3.0]])
+    >>> far_future = np.asarray([[100.0], [0], [0], [0], [0]])
+    >>> diagonal_attention(q, np.zeros((3, 1)), v, far_future)[:, 0]
     array([3., 2., 2.])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})

@@ -174,13 +174,12 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     One process here; the call is the same for many:
 
     >>> import torch
+    >>> import torch.distributed as dist
     >>> from relskew_core import relative_attention
     >>> from relskew_core.distributed.torch import shard_sequence, unshard_sequence
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> q, k, v, rel_k = *torch.randn(3, 3, 2, 8, 4), torch.randn(8, 4)
-    >>> group = torch.distributed.group.WORLD
+    >>> group = dist.group.WORLD
     >>> out = context_parallel_attention(q, k, v, rel_k, causal=True, group=group)
     >>> torch.allclose(out, relative_attention(q, k, v, rel_k, causal=True), atol=1e-5)
     True
@@ -201,7 +200,7 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     ... )
     >>> torch.allclose(heads, out, atol=1e-5)
     True
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
     return _untraced(given)
 

@@ -146,14 +146,11 @@ def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "c
     Examples
     --------
     >>> import torch
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> shard_sequence(
-    ...     torch.arange(4), torch.distributed.group.WORLD, axis=0, layout="striped"
-    ... )
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> shard_sequence(torch.arange(4), dist.group.WORLD, axis=0, layout="striped")
     tensor([0, 1, 2, 3])
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
     outer, inner = _checked(x, group, axis, layout)
     x = _own(x, Ranks.of(outer), axis, layout)
@@ -179,15 +176,12 @@ def unshard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = 
     Examples
     --------
     >>> import torch
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> part = shard_sequence(
-    ...     torch.arange(4.0), torch.distributed.group.WORLD, axis=0, layout="zigzag"
-    ... )
-    >>> unshard_sequence(part, torch.distributed.group.WORLD, axis=0, layout="zigzag")
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> part = shard_sequence(torch.arange(4.0), dist.group.WORLD, axis=0, layout="zigzag")
+    >>> unshard_sequence(part, dist.group.WORLD, axis=0, layout="zigzag")
     tensor([0., 1., 2., 3.])
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
     outer, inner = _checked(x, group, axis, layout)
     if inner is not None:

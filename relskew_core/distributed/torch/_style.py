@@ -53,21 +53,18 @@ class ContextParallel(ParallelStyle):
     One process here; the plan is the same for many:
 
     >>> import torch
+    >>> import torch.distributed as dist
     >>> from torch.distributed.tensor.parallel import parallelize_module
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> model = torch.nn.Sequential(
-    ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True))
-    ... )
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    >>> parallelize_module(model, mesh, {"0": ContextParallel(layout="zigzag")})(
-    ...     torch.randn(2, 8, 16)
-    ... ).shape
+    >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+    >>> model = torch.nn.Sequential(RelativeMultiheadAttention(spec))
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,))
+    >>> model = parallelize_module(model, mesh, {"0": ContextParallel(layout="zigzag")})
+    >>> model(torch.randn(2, 8, 16)).shape
     torch.Size([2, 8, 16])
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, *, method: Method = "ring", layout: Layout = "contiguous", check: bool = True) -> None:
@@ -145,17 +142,16 @@ def register_sharding() -> None:
     One process here; it is the same for many:
 
     >>> import torch
+    >>> import torch.distributed as dist
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> from relskew_core import relative_attention
     >>> register_sharding()
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,))
     >>> q = distribute_tensor(torch.randn(2, 4, 8, 16), mesh, [Shard(1)])
     >>> relative_attention(q, q, q, causal=True).placements
     (Shard(dim=1),)
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
     for operator in _operators():
         for overload, sharding in zip(operator.overloads, (_of_attention, _of_gradient), strict=True):

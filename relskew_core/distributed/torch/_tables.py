@@ -42,12 +42,11 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     Examples
     --------
     >>> import torch
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> shard_table(torch.ones(5, 2), torch.distributed.group.WORLD, Span.full(3)).shape
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> shard_table(torch.ones(5, 2), dist.group.WORLD, Span.full(3)).shape
     torch.Size([5, 2])
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
     if not isinstance(table, Tensor):
         raise TypeError(f"`table` must be a Tensor, got {describe(table)}")

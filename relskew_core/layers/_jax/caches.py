@@ -28,9 +28,8 @@ class FixedCache(NamedTuple):
     keys, values : array, shape (..., Hkv, N, D)
         The keys and values so far, and room for more.
     length : array of integers, shape () or (...)
-        Number of filled positions, for all items or for each; the next keys are written after them. After prompts that
-        were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
-        then overwrite the padding.
+        Number of filled positions, for all items or for each. After prompts that were padded on the right, set it with
+        ``cache = cache._replace(length=lengths)``: generated tokens then overwrite the padding.
 
     Notes
     -----

@@ -35,13 +35,10 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
-        up.
+        Fraction of the attention weights that is set to zero in training, below 1; the others are scaled up.
     inference : bool, default False
         Leave dropout out; ``eqx.nn.inference_mode`` changes it.
-    impl : {"auto", "portable", "native"}, default "auto"
-        As in :func:`relskew_core.relative_attention`.
-    chunk_size : int, optional
+    impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
     dtype : dtype, default float32
         Of the parameters.

@@ -33,13 +33,10 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
-        up.
+        Fraction of the attention weights that is set to zero in training, below 1; the others are scaled up.
     deterministic : bool, optional
         Leave dropout out. ``train()``, ``eval()`` and ``nnx.view`` change it, and each call may say otherwise.
-    impl : {"auto", "portable", "native"}, default "auto"
-        As in :func:`relskew_core.relative_attention`.
-    chunk_size : int, optional
+    impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
     dtype : dtype, optional
         Computed in; by default that of inputs and parameters together, as in ``nnx.Linear``.

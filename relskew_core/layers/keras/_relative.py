@@ -44,11 +44,8 @@ class RelativeMultiheadAttention(keras.layers.Layer, ModuleBlock[Any, Any]):  # 
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
-        up.
-    impl : {"auto", "portable", "native"}, default "auto"
-        As in :func:`relskew_core.relative_attention`.
-    chunk_size : int, optional
+        Fraction of the attention weights that is set to zero in training, below 1; the others are scaled up.
+    impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
     seed : int, optional
         Of dropout.

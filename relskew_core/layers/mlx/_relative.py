@@ -28,9 +28,8 @@ class FixedCache(NamedTuple):
     keys, values : array, shape (..., Hkv, N, D)
         The keys and values so far, and room for more.
     length : array of integers, shape () or (...)
-        Number of filled positions, for all items or for each; the next keys are written after them. After prompts that
-        were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
-        then overwrite the padding.
+        Number of filled positions, for all items or for each. After prompts that were padded on the right, set it with
+        ``cache = cache._replace(length=lengths)``: generated tokens then overwrite the padding.
 
     Notes
     -----
@@ -41,9 +40,8 @@ class FixedCache(NamedTuple):
     >>> import mlx.core as mx
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(8, 2, Span.causal(16), causal=True)
-    ... )
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec)
     >>> x = mx.random.normal((2, 6, 8))
     >>> _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))
     >>> cache = cache._replace(length=mx.array([4, 3]))  # the second prompt is shorter
@@ -81,11 +79,8 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
-        up.
-    impl : {"auto", "portable", "native"}, default "auto"
-        As in :func:`relskew_core.relative_attention`.
-    chunk_size : int, optional
+        Fraction of the attention weights that is set to zero in training, below 1; the others are scaled up.
+    impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
     dtype : dtype, default float32
         Of the parameters, which are drawn in the bounds of :func:`relskew_core.init_weights`.
@@ -94,9 +89,8 @@ class RelativeMultiheadAttention(ModuleBlock[FixedCache, SlidingCache], Module):
     --------
     >>> import mlx.core as mx
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1
-    ... )
+    >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec, dropout=0.1)
     >>> attention(mx.random.normal((2, 7, 16))).shape
     (2, 7, 16)
     """

@@ -152,20 +152,13 @@ class TableAttention(Attends, Whole):
         >>> import torch
         >>> from relskew_core import BlockSpec, Span
         >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Linear(3, 16),
-        ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8))),
-        ... )
-        >>> tables = [
-        ...     x
-        ...     for part in model.modules()
-        ...     if hasattr(part, "table_parameters")
-        ...     for x in part.table_parameters()
-        ... ]
+        >>> attention = RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8)))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 16), attention)
+        >>> parts = [x for x in model.modules() if hasattr(x, "table_parameters")]
+        >>> tables = [table for part in parts for table in part.table_parameters()]
         >>> others = [x for x in model.parameters() if all(x is not table for table in tables)]
-        >>> optimizer = torch.optim.AdamW(
-        ...     [{"params": others}, {"params": tables, "lr": 1e-2}], lr=1e-3
-        ... )
+        >>> groups = [{"params": others}, {"params": tables, "lr": 1e-2}]
+        >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
         >>> [len(group["params"]) for group in optimizer.param_groups]
         [10, 1]
         """

@@ -104,9 +104,8 @@ class FixedCache(NamedTuple):
     keys, values : Tensor, shape (..., Hkv, N, D)
         The keys and values so far, and room for more.
     length : Tensor of int64, shape () or (...)
-        Number of filled positions, for all items or for each; the next keys are written after them. After prompts that
-        were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
-        then overwrite the padding.
+        Number of filled positions, for all items or for each. After prompts that were padded on the right, set it with
+        ``cache = cache._replace(length=lengths)``: generated tokens then overwrite the padding.
 
     Notes
     -----
@@ -118,9 +117,8 @@ class FixedCache(NamedTuple):
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(8, 2, Span.causal(16), causal=True)
-    ... ).eval()
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec).eval()
     >>> x = torch.randn(2, 6, 8)
     >>> with torch.no_grad():
     ...     _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))

@@ -34,9 +34,8 @@ class ChunkCache(NamedTuple):
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import ConformerAttention
-    >>> attention = ConformerAttention(
-    ...     BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
-    ... )
+    >>> spec = BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
+    >>> attention = ConformerAttention(spec)
     >>> attention.empty_cache(1).keys.shape
     torch.Size([1, 2, 8, 4])
     """
@@ -82,9 +81,8 @@ class ConformerAttention(RelativeMultiheadAttention):
     --------
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = ConformerAttention(
-    ...     BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
-    ... ).eval()
+    >>> spec = BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
+    >>> attention = ConformerAttention(spec).eval()
     >>> x, past, chunks = torch.randn(1, 20, 8), attention.empty_cache(1), []
     >>> with torch.no_grad():
     ...     for chunk in x.split(4, dim=1):

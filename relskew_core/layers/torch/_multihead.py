@@ -49,9 +49,7 @@ class MultiheadAttention(TableAttention):
     >>> import torch
     >>> from relskew_core import Span
     >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
-    >>> layer.self_attn = MultiheadAttention(
-    ...     16, 4, Span.clipped(8), dropout=0.1, batch_first=True
-    ... )
+    >>> layer.self_attn = MultiheadAttention(16, 4, Span.clipped(8), batch_first=True)
     >>> layer(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
 
@@ -68,9 +66,8 @@ class MultiheadAttention(TableAttention):
     A causal call, which also returns the weights of each head:
 
     >>> hidden = torch.nn.Transformer.generate_square_subsequent_mask(7)
-    >>> _, weights = new(
-    ...     x, x, x, attn_mask=hidden, is_causal=True, average_attn_weights=False
-    ... )
+    >>> causal = {"attn_mask": hidden, "is_causal": True}
+    >>> _, weights = new(x, x, x, **causal, average_attn_weights=False)
     >>> weights.shape, bool((weights.triu(1) == 0).all())
     (torch.Size([2, 4, 7, 7]), True)
     """
@@ -165,15 +162,12 @@ class MultiheadAttention(TableAttention):
         --------
         >>> import torch
         >>> from relskew_core import Span
-        >>> encoder = torch.nn.TransformerEncoder(
-        ...     torch.nn.TransformerEncoderLayer(16, 4, batch_first=True), 2
-        ... ).eval()
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> encoder, span = torch.nn.TransformerEncoder(layer, 2).eval(), Span.clipped(8)
         >>> x = torch.randn(2, 7, 16)
         >>> before = encoder(x)
         >>> for layer in encoder.layers:
-        ...     layer.self_attn = MultiheadAttention.from_multihead(
-        ...         layer.self_attn, Span.clipped(8)
-        ...     )
+        ...     layer.self_attn = MultiheadAttention.from_multihead(layer.self_attn, span)
         >>> torch.allclose(encoder(x), before, atol=1e-5)
         True
         """

@@ -37,11 +37,8 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
-        up.
-    impl : {"auto", "portable", "native"}, default "auto"
-        As in :func:`relskew_core.relative_attention`.
-    chunk_size : int, optional
+        Fraction of the attention weights that is set to zero in training, below 1; the others are scaled up.
+    impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
     device, dtype : optional
         Of the parameters, as in torch's own modules.
@@ -56,9 +53,8 @@ class RelativeMultiheadAttention(TableAttention, CalledBlock[FixedCache, Sliding
     --------
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = RelativeMultiheadAttention(
-    ...     BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1
-    ... )
+    >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec, dropout=0.1)
     >>> attention(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     >>> attention

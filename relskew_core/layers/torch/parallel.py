@@ -24,27 +24,18 @@ class TableParallel(ParallelStyle):
     One process here; the plan is the same for many:
 
     >>> import torch
-    >>> from torch.distributed.tensor.parallel import (
-    ...     ColwiseParallel,
-    ...     RowwiseParallel,
-    ...     parallelize_module,
-    ... )
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.tensor import parallel
     >>> from relskew_core import BlockSpec, Span
-    >>> model = torch.nn.Sequential(
-    ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8)))
-    ... )
-    >>> plan = {
-    ...     "0": TableParallel(),
-    ...     "0.[qkv]_proj": ColwiseParallel(),
-    ...     "0.out_proj": RowwiseParallel(),
-    ... }
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    >>> parallelize_module(model, mesh, plan)(torch.randn(2, 7, 16)).shape
+    >>> spec = BlockSpec(16, 4, Span.clipped(8))
+    >>> model = torch.nn.Sequential(RelativeMultiheadAttention(spec))
+    >>> plan = {"0": TableParallel(), "0.out_proj": parallel.RowwiseParallel()}
+    >>> plan["0.[qkv]_proj"] = parallel.ColwiseParallel()
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,))
+    >>> parallel.parallelize_module(model, mesh, plan)(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
-    >>> torch.distributed.destroy_process_group()
+    >>> dist.destroy_process_group()
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
