@@ -82,11 +82,7 @@ def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int
     return reason
 
 
-def _constant(*kind: Any) -> str | None:
-    return _verdict(*kind)  # torch.compile must not trace this
-
-
-verdict: Any = torch.compiler.assume_constant_result(_constant)
+verdict: Any = torch.compiler.assume_constant_result(lambda *kind: _verdict(*kind))  # which must not be traced
 """Return the result of the trial of a kind of call; torch.compile asks once."""
 
 

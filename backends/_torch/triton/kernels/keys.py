@@ -10,19 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from relskew_core.backends._torch.triton.kernels import tiles
 from relskew_core.backends._torch.triton.kernels.queries import add_tile, end_part, load_sums, tile_gradient
-from relskew_core.backends._torch.triton.kernels.tiles import (
-    hashes_of,
-    head_of,
-    load_rows,
-    part_of,
-    queries_of,
-    relative_edge,
-    rows_of_pairs,
-    store_rows,
-    turned,
-    weighed,
-)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -42,9 +31,9 @@ def key_gradient_kernel(
     b, key_head = program // key_heads, program % key_heads
     j = j0 + tl.arange(0, x.B)
     here = j < n.n_keys
-    k_tile = load_rows(head_of(x.k, b, key_head), j, x.k.row, here, x.D, x.BLOCK_D)
-    v_tile = load_rows(head_of(x.v, b, key_head), j, x.v.row, here, x.DV, x.BLOCK_DV)
-    start, band_start, band_stop, stop = queries_of(j0, b, x, n)
+    k_tile = tiles.load_rows(tiles.head_of(x.k, b, key_head), j, x.k.row, here, x.D, x.BLOCK_D)
+    v_tile = tiles.load_rows(tiles.head_of(x.v, b, key_head), j, x.v.row, here, x.DV, x.BLOCK_DV)
+    start, band_start, band_stop, stop = tiles.queries_of(j0, b, x, n)
     k_sums = tl.zeros((x.B, x.BLOCK_D), tl.float32)
     rel_sums = k_sums
     v_sums = tl.zeros((x.B, x.BLOCK_DV), tl.float32)
@@ -55,22 +44,24 @@ def key_gradient_kernel(
         mask_sums = tl.zeros((x.B,), tl.float32)
         line = of_head * (chunk_stop - chunk_start) + j - chunk_start
         for PART in tl.static_range(x.FIRST_PART, x.LAST_PART + 1):
-            part_start, part_stop = part_of(2 - PART, start, band_start, band_stop, stop)  # the furthest ahead first
+            # the furthest ahead first
+            part_start, part_stop = tiles.part_of(2 - PART, start, band_start, band_stop, stop)
             waiting, far = tl.zeros((x.B, x.B), k_tile.dtype), tl.zeros((x.B,), tl.float32)
             for i0 in tl.range(part_start, part_stop, x.B):
                 i = i0 + tl.arange(0, x.B)
                 seen = i < n.n_queries
-                q_tile = load_rows(head_of(x.q, b, h), i, x.q.row, seen, x.D, x.BLOCK_D)
-                do = load_rows(d_out + rows_before * x.DV, i, x.DV, seen, x.DV, x.BLOCK_DV)
+                q_tile = tiles.load_rows(tiles.head_of(x.q, b, h), i, x.q.row, seen, x.D, x.BLOCK_D)
+                do = tiles.load_rows(d_out + rows_before * x.DV, i, x.DV, seen, x.DV, x.BLOCK_DV)
                 most, log = load_sums(row_sums + 2 * rows_before, i, seen)
                 delta_row = tl.load(delta + rows_before + i, mask=seen, other=0.0)
-                hashes = hashes_of(of_head, i, x, n)
+                hashes = tiles.hashes_of(of_head, i, x, n)
                 rel_q_tile = q_tile
                 if x.rel_q is not None:
-                    rel_q_tile = load_rows(head_of(x.rel_q, b, h), i, x.rel_q.row, seen, x.DR, x.BLOCK_DR)
-                relative = relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART, x.DR, x.BLOCK_DR)
-                v_relative = relative_edge(do, x.rel_v, None, h, 1.0, x, PART, x.DV, x.BLOCK_DV)
-                row = rows_of_pairs(i0, j0, b, x, n)
+                    rel_q_tile = tiles.load_rows(tiles.head_of(x.rel_q, b, h), i, x.rel_q.row, seen, x.DR, x.BLOCK_DR)
+                relative = tiles.relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART,
+                                               x.DR, x.BLOCK_DR)  # fmt: skip
+                v_relative = tiles.relative_edge(do, x.rel_v, None, h, 1.0, x, PART, x.DV, x.BLOCK_DV)
+                row = tiles.rows_of_pairs(i0, j0, b, x, n)
                 p, ds_mask, ds = tile_gradient(q_tile, rel_q_tile, do, k_tile, v_tile, relative, v_relative, most, log,
                                                delta_row, hashes, row, i0, j0, b, h, x, n, PART)  # fmt: skip
                 v_sums = tl.dot(tl.trans(p.to(do.dtype)), do, v_sums, input_precision=x.PRECISION)
@@ -81,7 +72,7 @@ def key_gradient_kernel(
                     if not x.APART:
                         rel_sums = k_sums
                     rel_sums, waiting, far = add_tile(
-                        rel_sums, waiting, far, tl.trans(ds), turned(row, x), x.key_table, h, i0 + n.offset - j0,
+                        rel_sums, waiting, far, tl.trans(ds), tiles.turned(row, x), x.key_table, h, i0 + n.offset - j0,
                         d_logits, line, here, first_position, width, x, n, PART, x.D, x.BLOCK_D, -1)  # fmt: skip
                     if not x.APART:
                         k_sums = rel_sums
@@ -100,8 +91,8 @@ def key_gradient_kernel(
     k_sums *= x.scale
     if x.APART and x.key_table is not None:
         k_sums += rel_sums * x.rel_scale
-    store_rows(d_k + program * n.n_keys * x.D, j, x.D, here, k_sums, x.D, x.BLOCK_D)
-    store_rows(d_v + program * n.n_keys * x.DV, j, x.DV, here, v_sums, x.DV, x.BLOCK_DV)
+    tiles.store_rows(d_k + program * n.n_keys * x.D, j, x.D, here, k_sums, x.D, x.BLOCK_D)
+    tiles.store_rows(d_v + program * n.n_keys * x.DV, j, x.DV, here, v_sums, x.DV, x.BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["chunk_start", "chunk_stop", "first_column"])
@@ -121,16 +112,16 @@ def table_gradient_kernel(
     slab_stop = tl.minimum(slab_start + slab_rows, chunk_stop - chunk_start)
     for b in tl.range(0, batch):
         own = x + (b * heads + h) * (chunk_stop - chunk_start) * width
-        y = head_of(rows, b, h // group)
+        y = tiles.head_of(rows, b, h // group)
         for row in tl.range(slab_start, slab_stop, B):
             i = row + tl.arange(0, B)
             here = i < slab_stop
             tile = tl.load(own + i.to(tl.int64)[:, None] * width + columns[None, :],
                            mask=here[:, None] & (columns < width)[None, :], other=0.0)  # fmt: skip
-            terms = load_rows(y, chunk_start + i, rows.row, here, D, BLOCK_D)
+            terms = tiles.load_rows(y, chunk_start + i, rows.row, here, D, BLOCK_D)
             if HIDDEN:
-                terms = weighed(terms, tl.trans(tile))
+                terms = tiles.weighed(terms, tl.trans(tile))
             total = tl.dot(tl.trans(tile.to(terms.dtype)), terms, total, input_precision=PRECISION)
     sums += (slab * heads + h) * all_columns * D
-    total += load_rows(sums, first_column + columns, D, columns < width, D, BLOCK_D)
-    store_rows(sums, first_column + columns, D, columns < width, total, D, BLOCK_D)
+    total += tiles.load_rows(sums, first_column + columns, D, columns < width, D, BLOCK_D)
+    tiles.store_rows(sums, first_column + columns, D, columns < width, total, D, BLOCK_D)

@@ -15,27 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from relskew_core.backends._torch.triton.kernels.tiles import (
-    LOG2E,
-    hashes_of,
-    head_of,
-    keys_of,
-    load_row,
-    load_rows,
-    load_window,
-    looked_up_sums,
-    masked,
-    part_of,
-    product,
-    relative_edge,
-    rows_of_pairs,
-    softcapped,
-    store_rows,
-    thinned,
-    unskew,
-    weighed,
-    with_key_table,
-)
+from relskew_core.backends._torch.triton.kernels import tiles
 
 
 @triton.jit
@@ -45,20 +25,20 @@ def tile_gradient(
 ):  # fmt: skip
     """Return a tile's weights, and the gradients of its logits, for the mask and before the softcap."""
     first = j0 - i0 - n.offset
-    s = product(q_tile, k_tile, x.scale, rel_q_tile, x.rel_k, x.rel_bias, h, first, x.rel_scale, edge, row, x, n,
-                PART, x.DR, x.BLOCK_DR)  # fmt: skip
-    s = with_key_table(s, k_tile, h, first, row, x, n, PART)
-    dp = product(do, v_tile, 1.0, do, x.rel_v, None, h, first, 1.0, v_edge, row, x, n, PART, x.DV, x.BLOCK_DV)
-    capped = softcapped(s, x.softcap, x.SOFTCAP)
-    logits = masked(capped, row, i0, j0, b, h, x, n)
+    s = tiles.product(q_tile, k_tile, x.scale, rel_q_tile, x.rel_k, x.rel_bias, h, first, x.rel_scale, edge, row, x, n,
+                      PART, x.DR, x.BLOCK_DR)  # fmt: skip
+    s = tiles.with_key_table(s, k_tile, h, first, row, x, n, PART)
+    dp = tiles.product(do, v_tile, 1.0, do, x.rel_v, None, h, first, 1.0, v_edge, row, x, n, PART, x.DV, x.BLOCK_DV)
+    capped = tiles.softcapped(s, x.softcap, x.SOFTCAP)
+    logits = tiles.masked(capped, row, i0, j0, b, h, x, n)
     unseen = logits == -float("inf")  # products with hidden keys may be NaN
-    p = tl.where(unseen, 0.0, tl.exp2((logits - most[:, None] - log[:, None]) * LOG2E))
-    ds = tl.where(unseen, 0.0, p * (thinned(dp, hashes, j0, x, n) - delta[:, None]))
+    p = tl.where(unseen, 0.0, tl.exp2((logits - most[:, None] - log[:, None]) * tiles.LOG2E))
+    ds = tl.where(unseen, 0.0, p * (tiles.thinned(dp, hashes, j0, x, n) - delta[:, None]))
     before_cap = ds
     if x.SOFTCAP:
         ratio = capped / x.softcap
         before_cap = tl.where(unseen, 0.0, ds * (1.0 - ratio * ratio))
-    return thinned(p, hashes, j0, x, n), ds, before_cap
+    return tiles.thinned(p, hashes, j0, x, n), ds, before_cap
 
 
 @triton.jit
@@ -70,7 +50,7 @@ def add_window(
     if buffer is not None:
         store_window(buffer, width, lines, column, window, here, width, x.B)
     if table is not None:
-        rows = load_window(table, h, first, x, n, WIDTH, BLOCK, SIGN)
+        rows = tiles.load_window(table, h, first, x, n, WIDTH, BLOCK, SIGN)
         sums = tl.dot(window, rows, sums, input_precision=x.PRECISION)
     return sums
 
@@ -85,9 +65,9 @@ def add_tile(
     ``waiting`` is the later window, which the next tile completes, and ``far`` the sums beyond the band.
     """
     if x.q_positions is not None:
-        sums = looked_up_sums(sums, y, row, table, h, buffer, lines, here, x, WIDTH, BLOCK)
+        sums = tiles.looked_up_sums(sums, y, row, table, h, buffer, lines, here, x, WIDTH, BLOCK)
     elif PART == 1:
-        window, later = unskew(y, x.B, x.SHUFFLES and SIGN == 1)  # a turned tile has another layout
+        window, later = tiles.unskew(y, x.B, x.SHUFFLES and SIGN == 1)  # a turned tile has another layout
         window = window.to(waiting.dtype) + waiting
         waiting = later.to(waiting.dtype)
         sums = add_window(sums, window, table, h, first - x.B, buffer, lines, first - x.B - first_position, here,
@@ -111,7 +91,7 @@ def end_part(
         elif x.EDGES:
             if table is not None:
                 edge = 0 if PART == 0 else x.table_rows - 1
-                rows = load_row(table.at + h * table.h + edge * table.row, WIDTH, BLOCK)[None, :]
+                rows = tiles.load_row(table.at + h * table.h + edge * table.row, WIDTH, BLOCK)[None, :]
                 sums += tl.where(far[:, None] != 0, far[:, None] * rows, 0.0)
             if buffer is not None:
                 tl.store(far_buffer + line, far, mask=here)
@@ -143,8 +123,8 @@ def delta_kernel(
     first = tl.program_id(0).to(tl.int64) * B
     row = tl.arange(0, B)
     here = first + row < rows
-    d_out_tile = load_rows(d_out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32)
-    x = tl.sum(d_out_tile * load_rows(out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32), 1)
+    d_out_tile = tiles.load_rows(d_out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32)
+    x = tl.sum(d_out_tile * tiles.load_rows(out + first * DV, row, DV, here, DV, BLOCK_DV).to(tl.float32), 1)
     if D_LSE:
         x -= tl.load(d_lse + first + row, mask=here, other=0.0)
     tl.store(delta + first + row, x, mask=here)
@@ -171,15 +151,15 @@ def query_gradient_kernel(
     here = i < chunk_stop
     line = i - chunk_start
     position = i0 + n.offset
-    q_tile = load_rows(head_of(x.q, b, h), i, x.q.row, here, x.D, x.BLOCK_D)
-    do = load_rows(d_out + program * n.n_queries * x.DV, i, x.DV, here, x.DV, x.BLOCK_DV)
+    q_tile = tiles.load_rows(tiles.head_of(x.q, b, h), i, x.q.row, here, x.D, x.BLOCK_D)
+    do = tiles.load_rows(d_out + program * n.n_queries * x.DV, i, x.DV, here, x.DV, x.BLOCK_DV)
     most, log = load_sums(row_sums + 2 * program * n.n_queries, i, here)
     delta_row = tl.load(delta + program * n.n_queries + i, mask=here, other=0.0)
-    hashes = hashes_of(program, i, x, n)
-    k, v = head_of(x.k, b, h // x.group), head_of(x.v, b, h // x.group)
+    hashes = tiles.hashes_of(program, i, x, n)
+    k, v = tiles.head_of(x.k, b, h // x.group), tiles.head_of(x.v, b, h // x.group)
     rel_q_tile = q_tile
     if x.rel_q is not None:
-        rel_q_tile = load_rows(head_of(x.rel_q, b, h), i, x.rel_q.row, here, x.DR, x.BLOCK_DR)
+        rel_q_tile = tiles.load_rows(tiles.head_of(x.rel_q, b, h), i, x.rel_q.row, here, x.DR, x.BLOCK_DR)
     before_chunk = program * (chunk_stop - chunk_start)
     if d_logits is not None:
         d_logits += before_chunk * width
@@ -188,30 +168,30 @@ def query_gradient_kernel(
     if d_mask is not None:
         d_mask += before_chunk * n.n_keys
 
-    key_low, key_high, start, band_start, band_stop, stop = keys_of(i0, b, x, n)
+    key_low, key_high, start, band_start, band_stop, stop = tiles.keys_of(i0, b, x, n)
     sums = tl.zeros((x.B, x.BLOCK_D), tl.float32)
     rel_sums = sums
     if x.APART:
         rel_sums = tl.zeros((x.B, x.BLOCK_DR), tl.float32)
     for PART in tl.static_range(x.FIRST_PART, x.LAST_PART + 1):
-        part_start, part_stop = part_of(PART, start, band_start, band_stop, stop)
-        relative = relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART, x.DR, x.BLOCK_DR)
-        v_relative = relative_edge(do, x.rel_v, None, h, 1.0, x, PART, x.DV, x.BLOCK_DV)
+        part_start, part_stop = tiles.part_of(PART, start, band_start, band_stop, stop)
+        relative = tiles.relative_edge(rel_q_tile, x.rel_k, x.rel_bias, h, x.rel_scale, x, PART, x.DR, x.BLOCK_DR)
+        v_relative = tiles.relative_edge(do, x.rel_v, None, h, 1.0, x, PART, x.DV, x.BLOCK_DV)
         # of the later window, which the next tile completes: a number is of one of the two, so rounding is as late
         waiting = tl.zeros((x.B, x.B), q_tile.dtype)
         far, p_waiting, p_far = tl.zeros((x.B,), tl.float32), waiting, tl.zeros((x.B,), tl.float32)
         for j0 in tl.range(part_start, part_stop, x.B):
             j = j0 + tl.arange(0, x.B)
             seen = (j >= key_low) & (j < key_high)
-            k_tile = load_rows(k, j, x.k.row, seen, x.D, x.BLOCK_D)
-            v_tile = load_rows(v, j, x.v.row, seen, x.DV, x.BLOCK_DV)
-            row = rows_of_pairs(i0, j0, b, x, n)
+            k_tile = tiles.load_rows(k, j, x.k.row, seen, x.D, x.BLOCK_D)
+            v_tile = tiles.load_rows(v, j, x.v.row, seen, x.DV, x.BLOCK_DV)
+            row = tiles.rows_of_pairs(i0, j0, b, x, n)
             p, ds_mask, ds = tile_gradient(q_tile, rel_q_tile, do, k_tile, v_tile, relative, v_relative, most, log,
                                            delta_row, hashes, row, i0, j0, b, h, x, n, PART)  # fmt: skip
             if d_mask is not None:
                 store_window(d_mask, n.n_keys, line, j0, ds_mask.to(d_mask.dtype.element_ty), here, n.n_keys, x.B)
             if x.met_by_queries is not None:
-                k_tile = weighed(k_tile, ds)
+                k_tile = tiles.weighed(k_tile, ds)
             sums = tl.dot(ds.to(k_tile.dtype), k_tile, sums, input_precision=x.PRECISION)
             if x.rel_k is not None or x.rel_bias is not None:
                 if not x.APART:
@@ -243,7 +223,7 @@ def query_gradient_kernel(
     if x.APART:
         rel_sums *= x.rel_scale
         if x.rel_q is not None:
-            store_rows(d_rel_q + program * n.n_queries * x.DR, i, x.DR, here, rel_sums, x.DR, x.BLOCK_DR)
+            tiles.store_rows(d_rel_q + program * n.n_queries * x.DR, i, x.DR, here, rel_sums, x.DR, x.BLOCK_DR)
         else:
             sums += rel_sums
-    store_rows(d_q + program * n.n_queries * x.D, i, x.D, here, sums, x.D, x.BLOCK_D)
+    tiles.store_rows(d_q + program * n.n_queries * x.D, i, x.D, here, sums, x.D, x.BLOCK_D)
