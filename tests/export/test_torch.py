@@ -1,15 +1,18 @@
-"""Models of torch with relative attention, exported by torch.onnx.export with our translations, in onnxruntime."""
+"""Models of torch with relative attention, exported by torch.onnx.export with our translations and without."""
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from relskew_core import relative_attention
+from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
 from torch_exports import SIZES, VARY, agrees, assert_same, export, of, random, session
 
@@ -69,23 +72,18 @@ def call_placed(
 
 
 def call_in_other_shapes(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
-    """Masks that are added, arrays with fewer axes and with more."""
+    """A mask that is added, arrays with fewer axes and with more."""
     additive, behind = torch.where(mask, q[:, :1, :, :1], -torch.inf), k.shape[2] - q.shape[2]
     return flat([
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive),
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive, rel_v=VALUES),
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, rel_q=q + 1),
+        relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive, rel_v=VALUES, rel_q=q + 1),
         relative_attention(q, k, v, TABLE, CLIP, offset=0, sinks=q[..., 0], return_lse=True),
         relative_attention(q[0], k[0], v[0], TABLE, CLIP, offset=0, mask=mask[0]),
-        relative_attention(q[None] * 2, k[None], v[None], TABLE, CLIP, offset=0),
         relative_attention(q[0, 0], k[0, 0], v[0, 0], TABLE[0], CLIP, offset=0),
         relative_attention(q[None] * 2, k[None], v[None], TABLE, CLIP, offset=0, return_lse=True),
         relative_attention(q[0], k[0], v[0], TABLE, CLIP, offset=0, return_lse=True),
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive, softcap=1.5),
         # More queries than keys: the first ones are before all keys.
         relative_attention(q, k, v, TABLE, CLIP, offset=behind, causal=True),
-        relative_attention(q, k, v, key_table=TABLE, span=CLIP, offset=behind),
-        relative_attention(q, k[:, :1], v[:, :1], key_table=TABLE, span=CLIP, offset=0),
+        relative_attention(q, k[:, :1], v[:, :1], key_table=TABLE, span=CLIP, offset=behind),
     ])  # fmt: skip
 
 
@@ -139,18 +137,6 @@ def test_an_offset_unknown_to_torch_fails_past_the_table() -> None:
             run(*inputs(queries, keys, gap))
 
 
-def test_dropout_is_refused() -> None:
-    model = of(lambda self, q, k: relative_attention(q, k, k, TABLE, CLIP, offset=0, dropout=0.5, seed=1))
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - torch wraps it in its own
-        export(model, heads(2, 5, 7)[:2], {"q": {2: VARY}, "k": {2: VARY}}, 23)
-    told = []
-    error: BaseException | None = caught.value
-    while error is not None:
-        told.append(str(error))
-        error = error.__cause__
-    assert "`dropout` belongs to training" in "\n".join(told)
-
-
 def test_export_needs_neither_torch_nor_onnxscript() -> None:
     code = (
         "import sys\n"
@@ -161,3 +147,92 @@ def test_export_needs_neither_torch_nor_onnxscript() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert told.strip() in ("onnxscript", "torch")
+
+
+# Without a translation of ours, as users call it: torch's operators, the same numbers
+
+WITHOUT = "torch.onnx.export writes relative attention as many operators"
+REACH = 20
+SPECS = {
+    "full": BlockSpec(8, 2, Span.full(REACH)),
+    "causal": BlockSpec(8, 2, Span.causal(REACH), causal=True),
+    "bias, grouped": BlockSpec(8, 4, Span.clipped(3), num_kv_heads=2, rel_bias=True),
+    "values, window": BlockSpec(8, 2, Span(2, 1, "zero"), rel_values=True, window=(4, None)),
+    "blocks": BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4),
+    "stream, sinks": BlockSpec(8, 2, Span.clipped(2), block_size=3, blocks_before=1, sinks=True),
+    "no table": BlockSpec(8, 2, Span.full(REACH), rel_keys=False),
+}
+
+
+class Blocks(nn.Module):
+    """Gives the results of several blocks, with padding and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RelativeMultiheadAttention(spec) for spec in SPECS.values())
+        for number, parameter in enumerate(self.parameters()):
+            parameter.data = random(*parameter.shape, seed=number) * 0.5
+
+    def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y for block in self.blocks for y in (block(x), block(x, key_padding_mask=padding)))
+
+
+def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    x = random(batch, length, 8, seed=length)
+    padding = torch.zeros(batch, length, dtype=torch.bool)
+    padding[0, length // 2 :] = True  # in a batch of one everything is padding if the length is 1
+    return x, padding
+
+
+def exported(model: Any, given: Any, vary: Any, **options: Any) -> Any:
+    """Export with warnings recorded: the graph in onnxruntime, and the messages."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = torch.onnx.export(
+            model, given, dynamo=True, opset_version=23, verbose=False, dynamic_shapes=vary, **options
+        )
+    assert program is not None
+    return program, [(str(one.message), one.filename) for one in caught if str(one.message).startswith(WITHOUT)]
+
+
+@pytest.mark.filterwarnings("ignore:.key_padding_mask. hides every key of an item")
+def test_blocks_of_any_length_give_the_numbers_of_torch_with_one_warning() -> None:
+    model = Blocks().eval()
+    vary = ({0: VARY, 1: VARY}, {0: VARY, 1: VARY})
+    program, told = exported(model, inputs(2, 5), vary)
+    ((message, file),) = told
+    assert "relskew_core.export.torch_to_onnx" in message
+    assert file == __file__
+    assert {node.domain for node in program.model.graph} == {""}
+    run = session(program)
+    for batch, length in ((2, 5), (1, 1), (3, 12), (1, REACH)):
+        given = inputs(batch, length)
+        assert_same(run(*given), model, *given)
+    assert np.isnan(run(*inputs(1, REACH + 1))[0]).any()  # the table has no rows for these distances
+
+
+def test_a_program_of_torch_export_becomes_a_graph() -> None:
+    def forward(self: Any, q: Any, k: Any, table: Tensor, places: Tensor, labels: Tensor) -> Any:
+        keys = torch.arange(k.shape[-2])
+        options: dict[str, Any] = {"segments": (labels, keys % 2), "softcap": 3.0, "key_table": table}
+        return relative_attention(q, k, k, table, Span(2, 2, "clip"), positions=(places, keys), **options)
+
+    model, draw = of(forward), torch.Generator().manual_seed(0)
+
+    def given(n: int, m: int) -> tuple[Tensor, ...]:
+        q, k, table = (torch.randn(shape, generator=draw) for shape in ((2, 3, n, 4), (2, 3, m, 4), (5, 4)))
+        return q, k, table, torch.randperm(n, generator=draw), torch.randint(2, (n,), generator=draw)
+
+    vary: Any = ({2: VARY}, {2: VARY}, {}, {0: VARY}, {0: VARY})
+    made, told = exported(torch.export.export(model, given(5, 7), dynamic_shapes=vary), (), None)
+    assert len(told) == 1
+    for sizes in ((5, 7), (9, 4)):
+        arrays = given(*sizes)
+        assert_same(session(made)(*arrays), model, *arrays, gate=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
+def test_training_is_refused() -> None:
+    block = RelativeMultiheadAttention(SPECS["full"], dropout=0.1).train()
+    with pytest.raises(Exception, match=r"`dropout` belongs to training: call `model.eval\(\)` before the export"):
+        torch.onnx.export(block, (torch.randn(2, 5, 8),), dynamo=True, opset_version=23, verbose=False)

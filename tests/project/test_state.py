@@ -24,7 +24,7 @@ TABLE = {
     "backends._torch.cpu.threads._address": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
     "backends._torch.cpu.threads._forked": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
     "backends._torch.cpu.threads._symbol": "backends/inside_compiled.py::test_the_threads_of_torch_are_found",
-    "backends._torch.decomposed._WARNED": "export/test_torch_alone.py::_with_one_warning",
+    "backends._torch.decomposed._WARNED": "export/test_torch.py::_with_one_warning",
     "backends._torch.decomposed._decompositions": "backends/inside_private_names.py::private",
     "backends._torch.decomposed._shapes": "backends/inside_private_names.py::private",
     "backends._torch.triton.self_check._verdict": "support/triton_host.py::_verdict.cache_clear",
