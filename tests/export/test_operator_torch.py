@@ -27,7 +27,7 @@ from relskew_core.export import (
     without_operator,
 )
 from relskew_core.layers.torch import RelativeMultiheadAttention
-from torch_exports import of
+from torch_exports import VARY, export, of, random
 
 pytestmark = needs_library
 
@@ -36,17 +36,10 @@ def nodes(model: onnx.ModelProto, kind: str = NAME) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == kind]
 
 
-class Calls(nn.Module):
-    """One call, with queries, keys and values from one input, and with separate tables."""
-
-    def __init__(self, rows: int = 0, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.options = options
-        self.rel_k = nn.Parameter(torch.randn(4, rows, 8)) if rows else None
-
-    def forward(self, x: Tensor) -> Any:
-        return relative_attention(x, x[:, ::2], x[:, 1::2], self.rel_k, **self.options)
+def calls(rows: int = 0, **options: Any) -> nn.Module:
+    """Return one call, with queries, keys and values from one input, and with separate tables."""
+    rel_k = random(4, rows, 8) if rows else None
+    return of(lambda self, x: relative_attention(x, x[:, ::2], x[:, 1::2], self.rel_k, **options), rel_k=rel_k)
 
 
 def table(rows: int) -> Tensor:
@@ -69,18 +62,16 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
     """The check of the export runs the graph both ways, at other lengths too."""
-    model = Calls(**CALLS[kind])
-    made = torch_to_onnx(model, torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
-    assert len(nodes(made)) == 1
+    made = torch_to_onnx(calls(**CALLS[kind]), random(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    assert (len(nodes(made)), len(made.functions)) == (1, 1)
     assert len(nodes(made, "Softmax")) == (kind == "sinks")  # it computes the share of the sinks
-    assert len(made.functions) == 1
     onnx.checker.check_model(made)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_node_takes_the_type_of_the_model(dtype: Any) -> None:
-    model = Calls(17, span=SPAN).to(dtype)
-    made = torch_to_onnx(model, torch.randn(2, 4, 6, 8, dtype=dtype), vary={"x": [0, 2]}, operator=True)
+    model, x = calls(17, span=SPAN).to(dtype), random(2, 4, 6, 8).to(dtype)
+    made = torch_to_onnx(model, x, vary={"x": [0, 2]}, operator=True)
     assert len(nodes(made)) == 1
 
 
@@ -113,11 +104,9 @@ def test_calls_of_one_kind_share_a_function() -> None:
 
 def test_torchs_own_exporter_writes_nodes() -> None:
     spec = BlockSpec(16, 4, Span.causal(40), causal=True, num_kv_heads=2)
-    model, x = RelativeMultiheadAttention(spec).eval(), torch.randn(2, 6, 16)
-    table = torch_translation_table(operator=True)
-    program = torch.onnx.export(model, (x,), dynamo=True, opset_version=23, custom_translation_table=table,
-                                dynamic_shapes=({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},),
-                                verbose=False)  # fmt: skip
+    model, x, table = RelativeMultiheadAttention(spec).eval(), random(2, 6, 16), torch_translation_table(operator=True)
+    vary: Any = ({0: VARY, 1: VARY},)
+    program = export(model, (x,), vary, 23, custom_translation_table=table, optimize=True)
     made = table.model(program)
     onnx.checker.check_model(made, full_check=True)
     (node,) = nodes(made)
@@ -132,61 +121,60 @@ def test_torchs_own_exporter_writes_nodes() -> None:
 @pytest.mark.parametrize("operator", [False, True], ids=["plain", "operator"])
 def test_opsets_that_torchs_exporter_does_not_write(operator: bool) -> None:
     """The check runs them in onnxruntime, which guarantees no more than 26."""
-    made = torch_to_onnx(Calls(17, span=SPAN), torch.randn(2, 4, 6, 8), opset=26, operator=operator)
+    made = torch_to_onnx(calls(17, span=SPAN), random(2, 4, 6, 8), opset=26, operator=operator)
     versions = [entry.version for part in (made, *made.functions) for entry in part.opset_import if not entry.domain]
     assert versions == [26] * (1 + operator)
     onnx.checker.check_model(made, full_check=True)
 
 
-class Fitted(nn.Module):
-    def forward(self, x: Tensor) -> Any:
+def test_tables_as_long_as_the_input_become_a_node() -> None:
+    """But not heads without a batch."""
+
+    def forward(self: Any, x: Any) -> Any:
         n = x.shape[-2]
         return relative_attention(x, x, x, torch.arange(1 - n, n).to(x.dtype)[:, None] * torch.linspace(0.1, 1, 8))
 
-
-def test_tables_as_long_as_the_input_become_a_node() -> None:
-    made = torch_to_onnx(Fitted(), torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    made = torch_to_onnx(of(forward), random(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
     (node,) = nodes(made)
     assert all(node.input[INPUTS.index(name)] for name in ("span_left", "span_right"))
+    made = torch_to_onnx(of(forward), random(4, 6, 8), vary={"x": [1]}, operator=True)
+    assert not [*nodes(made), *made.functions]
 
 
-def test_heads_without_a_batch_become_no_node() -> None:
-    made = torch_to_onnx(Fitted(), torch.randn(4, 6, 8), vary={"x": [1]}, operator=True)
-    assert not nodes(made)
-    assert not made.functions
+def same_tokens(made: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold a decoder to another one, with the library, without it, and without its nodes."""
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    wanted = generate(plain, prompts, 12)
+    np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
+    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
+    for path in (made, save(without_operator(made), made.with_name("inlined.onnx"))):
+        np.testing.assert_array_equal(generate(path, prompts, 12), wanted)
 
 
-class Sloped(nn.Module):
-    """A decoder with ALiBi, whose bias is made for the keys that there are."""
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_decoders_with_a_bias_for_the_length_that_comes(
+    cache_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ALiBi, made for the keys that there are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.embedding = nn.Embedding(10, 16)
-        self.projections = nn.Linear(16, 48)
-
-    def empty_cache(self, batch: int) -> list[list[Tensor]]:
-        return [[torch.zeros(batch, 4, 0, 4) for _ in "kv"]]
-
-    def forward(self, tokens: Tensor, past: Any) -> Any:
+    def forward(self: Any, tokens: Tensor, past: Any) -> Any:
         x = self.embedding(tokens)
         q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.projections(x).chunk(3, -1))
         before = past[0][0].shape[2]
         k, v = (torch.cat(pair, 2) for pair in zip(past[0], (k, v), strict=True))
+        bias: Any = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None] * torch.arange(1 - k.shape[2], 1)
         span = Span.causal(k.shape[2])
-        bias = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None] * torch.arange(1 - k.shape[2], 1)
-        out = relative_attention(q, k, v, None, span, rel_bias=bias, causal=True, offset=before)
+        out: Any = relative_attention(q, k, v, None, span, rel_bias=bias, causal=True, offset=before)
         return (x + out.transpose(1, 2).flatten(2)) @ self.embedding.weight.T, [[k, v]]
 
-
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
-def test_decoders_with_a_bias_for_the_length_that_comes(cache_dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = of(forward, embedding=nn.Embedding(10, 16), projections=nn.Linear(16, 48))
+    given: dict[str, Any] = {"past": lambda batch: [[torch.zeros(batch, 4, 0, 4) for _ in "kv"]]}
     path = tmp_path / "sloped.onnx"
-    decoder_to_onnx(Sloped(), path, operator=True, in_place=True, cache_dtype=cache_dtype)
+    decoder_to_onnx(model, path, operator=True, in_place=True, cache_dtype=cache_dtype, **given)
     graph = onnx.load(path)
     assert (len(nodes(graph)), len(nodes(graph, "TensorScatter"))) == (1, 0)
-    plain = decoder_to_onnx(Sloped(), tmp_path / "plain.onnx", check=False)
-    np.testing.assert_array_equal(generate(path, [1, 2, 3], 12), generate(plain, [1, 2, 3], 12))
+    same_tokens(path, decoder_to_onnx(model, tmp_path / "plain.onnx", check=False, **given), monkeypatch)
 
 
 class Decoder(nn.Module):
@@ -221,17 +209,11 @@ def test_decoders_give_the_same_tokens(
     grows = not options  # and attention reads the present caches, with a heads axis
     turned = [node for node in nodes(graph, "Transpose") if node.name != "embedding.weight/transposed"]
     assert len(nodes(graph, "Reshape")) == len(turned) == 4 * grows
-    wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
-    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
-    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
-    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
-    inlined = save(without_operator(made), tmp_path / "inlined.onnx")
-    np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+    same_tokens(made, plain, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"length": 20}, {"dtype": "float16"}], ids=str)
 def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check compares with torch, with the library and without it; here the two are compared."""
     made = decoder_to_onnx(
         Decoder(), tmp_path / "int8.onnx", operator=True, in_place=True, cache_dtype="int8", **options
     )
@@ -242,14 +224,7 @@ def test_decoders_with_caches_in_int8(options: dict[str, Any], tmp_path: Path, m
             rows, scales = types[name], types[f"{name}_scale"]
             assert (rows.elem_type, scales.elem_type) == (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT)
             assert list(scales.shape.dim) == list(rows.shape.dim)[:3]
-    prompts = [[1, 2, 3], [4, 5, 6]]
-    with_library = generate(made, prompts, 12)
-    wanted = generate(decoder_to_onnx(Decoder(), tmp_path / "plain.onnx", check=False), prompts, 12)
-    np.testing.assert_array_equal(with_library, wanted)
-    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
-    np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
-    inlined = save(without_operator(made), tmp_path / "inlined.onnx")
-    np.testing.assert_array_equal(generate(inlined, prompts, 12), wanted)
+    same_tokens(made, decoder_to_onnx(Decoder(), tmp_path / "plain.onnx", check=False), monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_dtype": "int8", "in_place": True}], ids=str)
@@ -260,12 +235,10 @@ def test_decoders_with_tables_in_int8(options: dict[str, Any], tmp_path: Path, m
     graph = onnx.load(made)
     types = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in graph.graph.initializer}
     for node in nodes(graph):
-        tables = [node.input[INPUTS.index(name)] for name in ("rel_k", "rel_v")]
-        rows = [node.input[INPUTS.index(name)] for name in ("rel_k_int8", "rel_v_int8")]
-        scales = [node.input[INPUTS.index(name)] for name in ("rel_k_scale", "rel_v_scale")]
-        assert tables == ["", ""]
-        assert [types[name] for name in rows] == [(onnx.TensorProto.INT8, [4, 100, 4])] * 2
-        assert [types[name] for name in scales] == [(onnx.TensorProto.FLOAT, [4, 100])] * 2
+        for name in ("rel_k", "rel_v"):
+            table, rows, scales = (node.input[INPUTS.index(f"{name}{end}")] for end in ("", "_int8", "_scale"))
+            assert (table, types[rows]) == ("", (onnx.TensorProto.INT8, [4, 100, 4]))
+            assert types[scales] == (onnx.TensorProto.FLOAT, [4, 100])
     ids, past = np.array([[3, 1, 4, 1, 5]]), np.zeros((1, 2, 0, 4), np.float32)
 
     def logits(path: Any, library: bool) -> Any:
@@ -280,9 +253,7 @@ def test_decoders_with_tables_in_int8(options: dict[str, Any], tmp_path: Path, m
         assert 1e-4 < np.linalg.norm(first - whole) / np.linalg.norm(whole) < 0.02
         for other in (logits(made, False), logits(inlined, False)):
             np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-5)
-    wanted = generate(made, [[1, 2, 3], [4, 5, 6]], 12)
-    monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
-    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+    same_tokens(made, made, monkeypatch)
 
 
 def test_where_hosts_find_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +309,6 @@ def test_caches_in_int8_need_the_operator(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`operator` must be"):
-        torch_to_onnx(Fitted(), torch.randn(1, 4, 6, 8), operator=1)  # type: ignore[arg-type]
+        torch_to_onnx(calls(), random(1, 4, 6, 8), operator=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`program` must be what torch"):
         torch_translation_table().model(onnx.ModelProto())
