@@ -1,19 +1,21 @@
 """Models in fewer bits: stored weights, results, and masks that still hide keys."""
 
-import importlib
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
+from export_forms import change, valid
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.export import quantize, save, to_onnx, validate
+from relskew_core.export import quantize, save, to_onnx, torch_to_onnx, validate
+from torch_exports import of, random
 
 SPEC = BlockSpec(64, 2, Span.causal(64), causal=True)
 WEIGHTS = {key: np.asarray(x) for key, x in init_weights(SPEC, seed=0).items()}
@@ -35,9 +37,7 @@ def inputs(factor: float = 1.0) -> list[dict[str, np.ndarray]]:
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
-    session = opened(path)
-    result: np.ndarray = session.run(None, {"x": x})[0]
-    return result
+    return np.asarray(opened(path).run(None, {"x": x})[0])
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
@@ -52,17 +52,13 @@ def test_every_kind_is_smaller_and_within_its_tolerance(kind: Any, profile: Any,
         quantize(model, path, kind, inputs=given)
     assert path.stat().st_size < 0.55 * save(model, tmp_path / "whole.onnx").stat().st_size
     made = onnx.load(path)
-    assert not [
-        tensor.name for tensor in made.graph.initializer if tensor.data_type == 1 and np.prod(tensor.dims) > 512
-    ]
+    assert not any(tensor.data_type == 1 and np.prod(tensor.dims) > 512 for tensor in made.graph.initializer)
     if kind.startswith("weights"):  # blocks with one scale each, and nothing else
         products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
         assert {len(node.input) for node in products} == {3}
-        assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {
-            64 if kind == "weights-8" else 32
-        }
-    report = validate(made, SPEC, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES[kind])
-    assert report.ok, report.table()
+        sizes = {one.i for node in products for one in node.attribute if one.name == "block_size"}
+        assert sizes == {64 if kind == "weights-8" else 32}
+    valid(made, SPEC, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES[kind])
     for tolerance in (None, 1e-4):
         wrong = validate(made, SPEC, WEIGHTS, lengths=[7], batches=(2,), tolerance=tolerance)
         assert "y" in {check.name for check in wrong.failures}
@@ -73,14 +69,14 @@ def test_tables_in_branches_and_loops_are_quantised(profile: Any, tmp_path: Path
     model = to_onnx(SPEC, WEIGHTS, profile=profile, chunk_size=16)
     made = onnx.load(quantize(model, tmp_path / "chunks.onnx", "weights-8"))
     assert "rel_k_int8" in {tensor.name for tensor in made.graph.initializer}
-    assert validate(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03).ok
+    valid(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03)
 
 
 @pytest.mark.parametrize(("kind", "products"), [("weights-8", 1), ("dynamic", 5)])
 def test_a_row_is_rounded_by_itself(kind: Any, products: int, tmp_path: Path) -> None:
     """Large numbers elsewhere do not affect its precision, and a row of zeros causes no division by 0."""
     path = quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "rounded.onnx", kind)
-    (x,) = inputs()[0].values()
+    x = inputs()[0]["x"]
     x[:, 3] = 0
     other = x.copy()
     other[:, -1] *= 1e4
@@ -140,9 +136,8 @@ def static_products(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 def test_a_static_table_is_rounded_once_and_as_a_whole(tmp_path: Path) -> None:
     """Its columns are sliced in 8 bits, and rows that no representative input reads are not clipped."""
     model = products_with_a_table()
-    table = WEIGHTS["rel_k"].copy()
-    table[:, 20:] *= 4
-    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(table, "rel_k"))
+    table = np.where(np.arange(65)[:, None] < 20, WEIGHTS["rel_k"], 4 * WEIGHTS["rel_k"])
+    change(model, "rel_k", lambda _: table)
     made = static_products(model, tmp_path / "static.onnx")
     stored = {tensor.name: tensor for tensor in made.graph.initializer}
     assert "rel_k" not in stored
@@ -164,29 +159,23 @@ def test_static_tables_of_values_and_of_all_heads(shared: bool, tmp_path: Path) 
     shapes = {tensor.name: list(tensor.dims) for tensor in onnx.load(path).graph.initializer}
     heads = [] if shared else [2]
     assert (shapes["rel_k_uint8"], shapes["rel_v_uint8"]) == ([*heads, 32, 65], [*heads, 65, 32])
-    report = validate(path, spec, weights, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
-    assert report.ok, report.table()
+    valid(path, spec, weights, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
 @pytest.mark.parametrize("other", ["Neg", "Transpose", "result"])
 def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> None:
     """One that is read in another way; a part of it may be a result, too."""
-    model = products_with_a_table()
-    read = {"Neg": "rel_k", "Transpose": "rel_k", "result": "columns"}[other]
-    shape = (2, 32, "m") if other == "result" else None
-    if other == "result":
-        model.graph.output.append(helper.make_tensor_value_info("columns", TensorProto.FLOAT, shape))
-    else:
-        model.graph.node.append(helper.make_node(other, [read], ["other"], name="other"))
-        sizes = WEIGHTS["rel_k"].shape[:: 1 if other == "Neg" else -1]
-        model.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, sizes))
+    model, table = products_with_a_table(), WEIGHTS["rel_k"]
+    wanted = {"Neg": -table, "Transpose": table.T, "result": table[:, :10].swapaxes(1, 2)}[other]
+    name, sizes = ("columns", (2, 32, "m")) if other == "result" else ("other", wanted.shape)
+    model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes))
+    if other != "result":
+        model.graph.node.append(helper.make_node(other, ["rel_k"], ["other"], name="other"))
     made = static_products(model, tmp_path / "static.onnx")
     session = opened(tmp_path / "static.onnx")
     q = np.ones((1, 2, 3, 32), np.float32)
     y, second = session.run(None, {"q": q, "end": np.array([10])})
-    table = WEIGHTS["rel_k"]
-    wanted = {"Neg": -table, "Transpose": table.T, "result": table[:, :10].swapaxes(1, 2)}[other]
     assert np.linalg.norm(second - wanted) < 0.02 * np.linalg.norm(wanted)
     assert np.linalg.norm(y - q @ table[:, :10].swapaxes(1, 2)) < 0.5 * np.linalg.norm(y)
     assert ("rel_k_zero" in {tensor.name for tensor in made.graph.initializer}) == (other == "result")
@@ -242,13 +231,9 @@ def test_weights_of_convolutions_and_classifiers_are_quantised(kind: Any, form: 
     bias = draw.standard_normal(width).astype("f")
     sizes = (5, 32) if op == "Gemm" else (2, 32, *[9] * (len(shape) - 2))
     x = draw.standard_normal(sizes).astype("f")
-    graph = helper.make_graph(
-        [helper.make_node(op, ["x", "weight", "bias"], ["y"], **options)], "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None] * len(sizes))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(sizes))],
-        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(bias, "bias")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    type_of, said = f"float[{','.join('abcd'[: len(sizes)])}]", ", ".join(f"{key} = {x}" for key, x in options.items())
+    text = f"graph ({type_of} x) => ({type_of} y) {{y = {op}{f'<{said}>' if said else ''}(x, weight, bias)}}"
+    model = graph_of(text, weight=weight, bias=bias)
     wanted = run(save(model, tmp_path / "whole.onnx"), x)
     path = quantize(model, tmp_path / "small.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)
     assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES[kind] / 2 * np.linalg.norm(wanted)
@@ -281,8 +266,7 @@ def test_static_models_of_every_profile_hide_masked_keys(
     model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)
     given = inputs()[0] | ({"mask": np.arange(64).reshape(1, 1, 1, 64) < 50} if masked else {})
     path = quantize(model, tmp_path / "static.onnx", "static", inputs=[given])
-    report = validate(path, spec, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
-    assert report.ok, report.table()
+    valid(path, spec, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
     in_bits = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"}
     assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # all except the logits
 
@@ -294,7 +278,7 @@ def test_nodes_without_names_are_quantised(tmp_path: Path) -> None:
     path = quantize(model, tmp_path / "static.onnx", "static", inputs=inputs())
     made = onnx.load(path)
     assert "q_proj.weight_quantized" in {tensor.name for tensor in made.graph.initializer}
-    (x,) = inputs()[0].values()
+    x = inputs()[0]["x"]
     wanted = run(save(model, tmp_path / "whole.onnx"), x)
     assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES["static"] * np.linalg.norm(wanted)
 
@@ -303,17 +287,9 @@ def test_nodes_without_names_are_quantised(tmp_path: Path) -> None:
 def test_columns_of_a_weight_have_their_own_scales(kind: Any, tmp_path: Path) -> None:
     given = inputs() if kind == "static" else None
     made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "columns.onnx", kind, inputs=given))
-    sizes = {tensor.name: np.prod(tensor.dims) for tensor in made.graph.initializer}
-    assert all(sizes[f"{name}_proj.weight_scale"] == 64 for name in "qkv")
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_products_overflow_on_no_processor(kind: Any, tmp_path: Path) -> None:
-    """Of two products of uint8 and int8, 16 bits hold the sum if the int8 has 7 bits."""
-    given = inputs() if kind == "static" else None
-    made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "weights.onnx", kind, inputs=given))
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.graph.initializer}
-    for name in ("q", "k", "v", "out"):
+    assert all(stored[f"{name}_proj.weight_scale"].size == 64 for name in "qkv")
+    for name in ("q", "k", "v", "out"):  # no processor overflows: 16 bits hold two products of uint8 and 7 bits
         weight = stored[f"{name}_proj.weight_{'quantized' if kind == 'static' else 'int8'}"]
         assert weight.dtype == np.int8
         assert 2 * 255 * np.abs(weight.astype(int)).max() < 2**15
@@ -325,7 +301,7 @@ def test_products_overflow_on_no_processor(kind: Any, tmp_path: Path) -> None:
 def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile="portable")
     path = quantize(model, tmp_path / "static.onnx", "static", inputs=inputs(factor))
-    (x,) = inputs(factor)[0].values()
+    x = inputs(factor)[0]["x"]
     other = x.copy()
     other[:, 32:] = other[:, 32:][:, ::-1]
     first, second = run(path, x), run(path, other)
@@ -352,32 +328,22 @@ def test_tables_that_are_looked_up_are_quantised_by_column(tmp_path: Path) -> No
         "table": stored["turned"].T,
         "unpacked": stored["packed"].reshape(100, 16),
     }
-    shape = numpy_helper.from_array(np.array([100, 16]), "shape")
-    nodes = [
-        helper.make_node("Transpose", ["turned"], ["table"], name="turn", perm=[1, 0]),
-        helper.make_node("Constant", [], ["shape"], name="shape", value=shape),
-        helper.make_node("Constant", [], ["first"], name="first", value_ints=[0]),
-        helper.make_node("Unsqueeze", ["packed", "first"], ["row"], name="row"),
-        helper.make_node("Reshape", ["packed", "shape"], ["one"], name="one"),
-        helper.make_node("Transpose", ["one"], ["two"], name="two", perm=[1, 0]),
-        helper.make_node("Transpose", ["two"], ["unpacked"], name="unpack", perm=[1, 0]),
-        helper.make_node("Exp", ["both"], ["whole"], name="whole"),
-        helper.make_node("Gather", ["crossed", "tokens"], ["columns"], name="columns", axis=1),
-    ]
     read = [name for name in tables if name not in ("turned", "packed", "given")]
-    for name in read:
-        along: dict[str, Any] = {"wide": {"axis": -1}, "least": {"axis": -2}}.get(name, {})
-        nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **along))
-    outputs, shapes = (
-        [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"],
-        {"given": (100, 16), "whole": (100, 16), "row": (1, 1600)},
-    )
-    graph = helper.make_graph(
-        nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name, [None] * 3)) for name in outputs],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in stored.items()],
+    along = {"wide": "<axis = -1>", "least": "<axis = -2>"}
+    shapes: dict[str, Any] = {"given": (100, 16), "whole": (100, 16), "row": (1, 1600)}
+    outputs = [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"]
+    model = graph_of(
+        "lookups (int64[batch, length] tokens) => () {table = Transpose<perm = [1, 0]>(turned)"
+        " shape = Constant<value_ints = [100, 16]>() first = Constant<value_ints = [0]>()"
+        " row = Unsqueeze(packed, first) one = Reshape(packed, shape) two = Transpose<perm = [1, 0]>(one)"
+        " unpacked = Transpose<perm = [1, 0]>(two) whole = Exp(both) columns = Gather<axis = 1>(crossed, tokens) "
+        + " ".join(f"{name}_read = Gather{along.get(name, '')}({name}, tokens)" for name in read) + "}",
+        13, **{name: array.astype(np.float32) for name, array in stored.items()},
     )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("ai.onnx", 13)], ir_version=8)
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name, [None] * 3)) for name in outputs
+    )
+    model.opset_import[0].domain = "ai.onnx"
     onnx.save(model, tmp_path / "lookups.onnx")
     path = quantize(tmp_path / "lookups.onnx", tmp_path / "int8.onnx", "dynamic")
     made = onnx.load(path).graph
@@ -409,19 +375,15 @@ def test_wrong_arguments_are_refused(kind: Any, given: Any, message: str, tmp_pa
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        IsADirectoryError, match=r"`model` must be one file, got the folder '.*': encoder_decoder_to_onnx takes"
-    ):
+    told = r"`model` must be one file, got the folder '.*': encoder_decoder_to_onnx takes"
+    with pytest.raises(IsADirectoryError, match=told):
         quantize(tmp_path, tmp_path / "none.onnx")
 
 
 @pytest.mark.parametrize("kind", TOLERANCES)
 def test_weights_of_declared_shapes_and_inputs_of_torch(kind: Any, tmp_path: Path) -> None:
     """A classifier after pooling, which torch's exporter writes as ``Gemm`` with the shapes of its weights."""
-    torch = pytest.importorskip("torch")
-    torch_to_onnx = importlib.import_module("relskew_core.export").torch_to_onnx
-    torch.manual_seed(0)
-    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)), torch.randn(3, 64)
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)), cast(Any, random(3, 64))
     made = torch_to_onnx(model, x, input_names=["x"])
     weights = {tensor.name for tensor in made.graph.initializer}
     assert weights & {value.name for value in made.graph.value_info}
@@ -462,23 +424,12 @@ def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
 
 def test_the_exporter_quantises_and_reports_what_stays(tmp_path: Path) -> None:
     """A convolution of one entry as a product, another in int8, and a matrix on the left in float32."""
-    torch = pytest.importorskip("torch")
-    export = importlib.import_module("relskew_core.export")
-
-    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]  # torch may be missing
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.three = torch.nn.Conv1d(32, 64, 1), torch.nn.Conv1d(64, 32, 3)
-            self.experts, self.mix = (torch.nn.Parameter(torch.randn(size)) for size in ((2, 32, 40), (160, 7)))
-
-        def forward(self, x: Any) -> Any:
-            return self.mix @ (self.three(self.one(x)).mT[:, None] @ self.experts)
-
-    torch.manual_seed(0)
-    model, x, reports = Model(), torch.randn(3, 32, 9), list[Any]()
-    path = tmp_path / "small.onnx"
+    parts: dict[str, Any] = {"one": nn.Conv1d(32, 64, 1), "three": nn.Conv1d(64, 32, 3)}
+    parts |= {"experts": random(2, 32, 40), "mix": random(160, 7)}
+    model = of(lambda self, x: self.mix @ (self.three(self.one(x)).mT[:, None] @ self.experts), **parts)
+    x, reports, path = random(3, 32, 9), list[Any](), tmp_path / "small.onnx"
     with pytest.warns(UserWarning, match=r"keeps weights in float32, .*: 0\.0043 MiB of MatMul$"):
-        made = export.torch_to_onnx(model, x, path, weights="weights-8", report=reports.append)
+        made = torch_to_onnx(model, x, path, weights="weights-8", report=reports.append)
     assert reports[0].graphs[0].in_float32 == "0.0043 MiB of MatMul"
     assert "  weights in float32: 0.0043 MiB of MatMul" in str(reports[0]).split("\n")
     ops = [node.op_type for node in made.graph.node]
