@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,12 +14,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from cli.commands import BLOCK, error_of
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 import faults
 from onnx_sessions import opened, shapes, tokens_of_genai
-from relskew_core import BlockSpec, Span, __version__, relative_attention
+from relskew_core import BlockSpec, Span, __version__, init_weights, relative_attention
 from relskew_core.export import (
     ExportReport,
     caches_in_place,
@@ -26,10 +28,12 @@ from relskew_core.export import (
     encoder_decoder_to_onnx,
     generate,
     quantize,
+    save,
+    to_onnx,
     torch_to_onnx,
 )
 from relskew_core.layers.torch import RelativeMultiheadAttention
-from torch_exports import of
+from torch_exports import of, random
 
 VOCABULARY = 30
 REACH = 20
@@ -106,12 +110,8 @@ def test_a_decoders_graph_has_the_models_names(made: tuple[Decoder, Path]) -> No
     }
     names = [node.name for node in graph.node]
     assert len(set(names)) == len(names)
-    for name in (
-        "layers.0.attention.q_proj/MatMul",
-        "layers.1.attention/Attention",
-        "layers.1.norm/LayerNormalization",
-    ):
-        assert name in names
+    expected = "layers.0.attention.q_proj/MatMul layers.1.attention/Attention layers.1.norm/LayerNormalization"
+    assert set(expected.split()) <= set(names)
     assert not any(part in name for name in names for part in ("relskew", "model.", "node_"))
     stored = {tensor.name for tensor in graph.initializer}
     assert {"embedding.weight", "layers.0.norm.weight", "head.bias"} <= stored
@@ -145,16 +145,10 @@ def test_caches_in_place_give_the_tokens_of_torch(
     assert len(want.unique()) > 8
     session = onnxruntime.InferenceSession(path)
     assert np.array_equal(generate(session, prompt, end - 3), want.numpy())
-    assert np.array_equal(generate(session, prompt[1], 1), want[1, :1].numpy())
-    assert generate(session, [1], 0).shape == (0,)
     assert "copying" not in capfd.readouterr().err  # onnxruntime says so if it does not write in place
     what = "tables reach" if end == REACH else "caches hold"
-    with pytest.raises(
-        ValueError, match=f"`n` must be at most {end - 1} after a prompt of 2: .* {what} {end} positions"
-    ):
+    with pytest.raises(ValueError, match=f"`n` must be at most {end - 1} after a prompt of 2: .* {what} {end} pos"):
         generate(session, [1, 2], end)
-    with pytest.raises(ValueError, match=f"at most {end} tokens, which the model's {what}, got {end + 1}"):
-        generate(session, [1] * (end + 1), 1)
     size = "cache_length" if end == REACH else end
     graph = onnx.load(path).graph
     interface = shapes((*graph.input, *graph.output))
@@ -181,13 +175,8 @@ def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
     prompt = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
     want = greedy(model, caches_of(model), prompt, REACH - 3)
     assert len(want.unique()) > 8
-    got = generate(path, prompt, REACH - 3)
-    assert got.dtype == np.int64
-    assert np.array_equal(got, want.numpy())
-    assert np.array_equal(generate(str(path), torch.tensor(prompt[1]).numpy(), 5), want[1, :5].numpy())
-    session = opened(path)
-    assert np.array_equal(generate(session, range(1, 5), 5), want[0, :5].numpy())
-    assert generate(session, prompt, 0).shape == (3, 0)
+    assert np.array_equal(generate(path, prompt, REACH - 3), want.numpy())
+    assert np.array_equal(generate(opened(path), range(1, 5), 5), want[0, :5].numpy())
 
 
 def test_the_folder_runs_in_onnxruntime_genai(made: tuple[Decoder, Path]) -> None:
@@ -256,10 +245,6 @@ def test_a_clipped_decoder_goes_on_past_its_table(tmp_path: Path) -> None:
     got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
     assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
     assert len(np.unique(got)) > 4
-    before, told = path.read_bytes(), r"`path` cannot be written: File too large: '.*bare\.onnx'"
-    with faults.full_disk(1000), pytest.raises(OSError, match=told):
-        decoder_to_onnx(model, path, overwrite=True)
-    assert path.read_bytes() == before
     assert decoder_to_onnx(model, path, overwrite=True) == path
 
 
@@ -303,22 +288,20 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     states, seen = torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.int64)
     seen[1, 5:] = 0
     want = greedy(model, model.empty_cache, [[1, 2], [7, 8]], 12, states, seen)
-    given = (states.numpy(), seen.numpy())
+    given: Any = (states.numpy(), seen.numpy())
     assert np.array_equal(generate(path, [[1, 2], [7, 8]], 12, memory=given), want)
     if options:
         return
     shorter = decoder_to_onnx(model, tmp_path / "int32.onnx", memory=[states, seen.int()], check=False)
     assert np.array_equal(generate(shorter, [[1, 2], [7, 8]], 12, memory=given), want)
-    with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
-        generate(path, [[1, 2], [7, 8]], 1, memory=(states[:, :0].numpy(), seen[:, :0].numpy()))
-    with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
-        generate(path, [[1, 2], [7, 8]], 1, memory=(states.numpy().astype(str), seen.numpy()))
-    with pytest.raises(ValueError, match="`memory` must be given: the decoder attends to one"):
-        generate(path, [[1, 2], [7, 8]], 1)
-    with pytest.raises(
-        ValueError, match=r"`memory` must be memory \('batch', 'memory_length', 16\), seen .*, of 1 rows"
-    ):
-        generate(path, [1, 2], 1, memory=given)
+    of_one = r"`memory` must be memory \('batch', 'memory_length', 16\), seen .*, of 1 rows"
+    for prompt, wrong, said in [
+        ([[1, 2], [7, 8]], (given[0][:, :0], given[1][:, :0]), "`memory` must be memory .* of 2 rows, got tuple"),
+        ([[1, 2], [7, 8]], (given[0].astype(str), given[1]), "`memory` must be memory .* of 2 rows, got tuple"),
+        ([[1, 2], [7, 8]], None, "`memory` must be given: the decoder attends to one"), ([1, 2], given, of_one),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            generate(path, prompt, 1, memory=wrong)
     with pytest.raises(TypeError, match="`model` must be a path with `memory`"):
         generate(opened(path), [[1, 2], [7, 8]], 1, memory=given)
     decoder_to_onnx(model, tmp_path / "other.onnx", memory=[states, seen], check=False, opset=24)
@@ -330,16 +313,11 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
         generate(path, [[1, 2], [7, 8]], 1, memory=given)
 
 
-class InPlaces(nn.Linear):
-    """A model of float32 that multiplies matrices in bfloat16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x[:, :1].bfloat16() @ torch.tensor([[0.5, 2.0]]).bfloat16()
-
-
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_products_in_bfloat16_inside_a_model_are_refused(dtype: Any) -> None:
-    model, x = InPlaces(3, 2), torch.ones(2, 3)
+    factor = torch.tensor([[0.5, 2.0]]).bfloat16()
+    model = of(lambda self, x: self.linear(x) + x[:, :1].bfloat16() @ factor, linear=nn.Linear(3, 2))
+    x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"no MatMul on CPUs: its weights have another .* dtype= .* check=False"):
         torch_to_onnx(model, x, dtype=dtype)
     assert torch_to_onnx(model, x, dtype=dtype, check=False).graph.node
@@ -349,15 +327,14 @@ def test_products_in_bfloat16_inside_a_model_are_refused(dtype: Any) -> None:
 def test_sums_and_products_in_bfloat16_are_exact(dtype: str) -> None:
     """Falcon multiplies ALiBi's slopes so, which onnxruntime does not on CPUs."""
 
-    class Rounded(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            a, b = x.bfloat16().unbind(1)
-            return [(one + 0 * one).to(x.dtype) for one in (a + b, a - b, a * b, a / b)]
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        a, b = x.bfloat16().unbind(1)
+        return [(one + 0 * one).to(x.dtype) for one in (a + b, a - b, a * b, a / b)]
 
-    x = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    made = torch_to_onnx(Rounded(), x)
+    model, x = of(forward), random(1000, 2).to(getattr(torch, dtype))
+    made = torch_to_onnx(model, x)
     assert {node.op_type for node in made.graph.node} >= {"Add", "Sub", "Mul", "Div", "Cast"}
-    for found, want in zip(opened(made).run(None, {"x": x.numpy()}), Rounded()(x), strict=True):
+    for found, want in zip(opened(made).run(None, {"x": x.numpy()}), model(x), strict=True):
         assert np.array_equal(found, want.numpy())
 
 
@@ -381,67 +358,43 @@ def test_a_model_is_cast_on_export(tmp_path: Path) -> None:
 
 
 def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"does not do what `model` does: output 'logits' for one token .* by 1\.0e-02"
-    ):
+    with pytest.raises(RuntimeError, match=r"not do what `model` does: output 'logits' for one token .* by 1\.0e-02"):
         decoder_to_onnx(Bare(wrong=True), tmp_path / "bare.onnx", genai={"eos_token_id": 29})
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
-    [
-        (Bare(), {"past": 3}, TypeError, "`past` must be a function that returns the caches of a batch, got int 3"),
-        (
-            Bare(),
-            {"past": lambda batch: 0},
-            TypeError,
-            r"what `past\(batch\)` returns must be a list with one pair",
-        ),
-        (
-            Bare(),
-            {"past": lambda batch: [(torch.zeros(batch, 2, 1, 4),) * 2]},
-            ValueError,
-            r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions",
-        ),
-        (nn.Linear(1, 1), {}, ValueError, "`past` must be given because the model has no `empty_cache`"),
-        (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU: load its weights first, got .* on meta"),
-        (Bare(), {"memory": []}, TypeError, r"`memory` must be a tensor .*, got list \[\]"),
-        (Bare(), {"tolerance": "0.1"}, TypeError, "`tolerance` must be a Python int or float, got str '0.1'"),
-        (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
-        (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
-        (
-            Bare(),
-            {"in_place": True, "genai": True},
-            ValueError,
-            "`in_place=True` excludes `genai`: .* genai=bool True",
-        ),
-        (Bare(), {"in_place": True, "opset": 23}, ValueError, "`in_place=True` requires `opset=24` or newer, .*got 23"),
-        (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
-        (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
-        (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
-        (Bare(), {"dtype": "int8"}, ValueError, "`dtype` must be one of 'float16', .* got 'int8'"),
-        (Bare(), {"check": 1}, TypeError, "`check` must be"),
-        (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
-        (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",  # addresses would differ between workers
-)
+ENDLESS: list[Any] = [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]}, {"eos_token_id": "2"}]
+
+
+@pytest.mark.parametrize(("model", "options", "error", "message"), [
+    (Bare(), {"past": 3}, TypeError, "`past` must be a function that returns the caches of a batch, got int 3"),
+    (Bare(), {"past": lambda batch: 0}, TypeError, r"what `past\(batch\)` returns must be a list with one pair"),
+    (Bare(), {"past": lambda batch: [(torch.zeros(batch, 2, 1, 4),) * 2]}, ValueError,
+     r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions"),
+    (nn.Linear(1, 1), {}, ValueError, "`past` must be given because the model has no `empty_cache`"),
+    (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU: load its weights first, got .* on meta"),
+    (Bare(), {"memory": []}, TypeError, r"`memory` must be a tensor .*, got list \[\]"),
+    (Bare(), {"tolerance": "0.1"}, TypeError, "`tolerance` must be a Python int or float, got str '0.1'"),
+    (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
+    (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
+    (Bare(), {"in_place": True, "genai": True}, ValueError, "`in_place=True` excludes `genai`: .* genai=bool True"),
+    (Bare(), {"in_place": True, "opset": 23}, ValueError, "`in_place=True` requires `opset=24` or newer, .*got 23"),
+    (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
+    (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
+    (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
+    (Bare(), {"dtype": "int8"}, ValueError, "`dtype` must be one of 'float16', .* got 'int8'"),
+    (Bare(), {"check": 1}, TypeError, "`check` must be"),
+    (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
+    (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
+    # Without the end of a text, genai's runtime would end at token 0.
+    *((Bare(), {"genai": given}, ValueError, "`genai` must have the token that ends a text, .*stops at token 0")
+      for given in ENDLESS),
+], ids=lambda x: x[:40] if isinstance(x, str) else f"{x}" if isinstance(x, dict) and "genai" in x else "")  # fmt: skip
 def test_decoder_to_onnx_refuses_what_does_not_fit(
     tmp_path: Path, model: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         decoder_to_onnx(model, tmp_path / "decoder.onnx", **options)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "given", [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]}, {"eos_token_id": "2"}], ids=str
-)
-def test_genai_without_the_end_of_a_text_is_refused(given: Any, tmp_path: Path) -> None:
-    """Its runtime ends at token 0 where nothing else is named."""
-    with pytest.raises(ValueError, match=r"`genai` must have the token that ends a text, .*stops at token 0"):
-        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai=given)
     assert not list(tmp_path.iterdir())
 
 
@@ -457,25 +410,18 @@ def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     assert {file.read_text() for file in tmp_path.iterdir()} == {"mine"}
 
 
-class Translator(nn.Module):
-    """An encoder, and a decoder that attends to it; its inputs and outputs are mappings."""
+def test_an_encoder_and_decoder_export_in_one_call(tmp_path: Path) -> None:
+    """Whose inputs and outputs are mappings."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder = RelativeMultiheadAttention(BlockSpec(16, 4, Span.full(30), shared_table=True))
-        self.across = RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(3), cross=True, rel_values=True))
-
-    def forward(self, source: Tensor, target: Tensor, scale: float, shown: Mapping[str, Tensor]) -> dict[str, Any]:
+    def forward(self: Any, source: Tensor, target: Tensor, scale: float, shown: Mapping[str, Tensor]) -> dict[str, Any]:
         memory = self.encoder(source, key_padding_mask=~shown["keys"])
         return {"memory": memory, "result": [self.across(target, memory) * scale, memory.shape[1]]}
 
-
-def test_an_encoder_and_decoder_export_in_one_call(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    source, target = (torch.randn(2, length, 16, generator=generator) for length in (7, 5))
-    inputs = {"source": source, "target": target, "scale": 0.5, "shown": {"keys": torch.arange(14).view(2, 7) != 5}}
-    model = Translator().eval()
+    encoder = RelativeMultiheadAttention(BlockSpec(16, 4, Span.full(30), shared_table=True))
+    across = RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(3), cross=True, rel_values=True))
+    model = of(forward, encoder=encoder, across=across).eval()
+    source, target, shown = random(2, 7, 16), random(2, 5, 16), torch.arange(14).view(2, 7) != 5
+    inputs = {"source": source, "target": target, "scale": 0.5, "shown": {"keys": shown}}
     made = torch_to_onnx(model, inputs, tmp_path / "translator.onnx")
     assert shapes(made.graph.input) == {
         "source": ["batch", "source_length", 16],
@@ -485,7 +431,7 @@ def test_an_encoder_and_decoder_export_in_one_call(tmp_path: Path) -> None:
     assert list(shapes(made.graph.output)) == ["memory", "result_0"]
     session = opened(tmp_path / "translator.onnx")
     for batch, keys, queries in ((1, 1, 1), (3, 30, 2)):
-        source, target = (torch.randn(batch, length, 16, generator=generator) for length in (keys, queries))
+        source, target = (random(batch, length, 16) for length in (keys, queries))
         given = {"source": source, "target": target, "shown_keys": torch.arange(keys).expand(batch, keys) >= keys // 3}
         with torch.no_grad():
             want = model(source, target, 0.5, {"keys": given["shown_keys"]})
@@ -527,27 +473,19 @@ def test_two_memories_have_separate_lengths(tmp_path: Path) -> None:
 
 
 def test_a_report_that_is_no_function_is_refused(tmp_path: Path) -> None:
-    given: Any = "report.json"
-    said = "`report` must be a function of an ExportReport, got str 'report.json'"
-    for call in (decoder_to_onnx, encoder_decoder_to_onnx):
-        with pytest.raises(TypeError, match=said):
-            call(nn.Linear(3, 4), tmp_path / "model", report=given)
-    with pytest.raises(TypeError, match=said):
-        torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), report=given)
-
-
-class Returning(nn.Module):
-    """Its results and parameters have the names of arguments; it also reads the size of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        return {"y": len(x) * x * mask[..., None] * self.mask, "mask": mask[:, ::2]}
+    calls: list[Callable[..., Any]] = [decoder_to_onnx, encoder_decoder_to_onnx, torch_to_onnx]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"`report` must be a function of an ExportReport, got str 'report.json'"):
+            call(nn.Linear(3, 4), tmp_path / "model", report="report.json")
 
 
 def test_names_are_made_different_and_fixed_axes_are_warned_of() -> None:
+    """Results and parameters have the names of arguments, and the size of the batch is read."""
+
+    def forward(self: Any, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"y": len(x) * x * mask[..., None] * self.mask, "mask": mask[:, ::2]}
+
+    model = of(forward, mask=torch.rand(4))
     given = {"x": torch.randn(2, 6, 4), "mask": torch.ones(2, 6)}
     told = (
         r"for axis 0 of 'x' and axis 0 of 'mask' of length 2 alone, though `model` takes others: torch fixed it, "
@@ -555,24 +493,22 @@ def test_names_are_made_different_and_fixed_axes_are_warned_of() -> None:
     )
     reports: list[ExportReport] = []
     with pytest.warns(UserWarning, match=told):
-        graph = torch_to_onnx(Returning(), given, report=reports.append).graph
+        graph = torch_to_onnx(model, given, report=reports.append).graph
     (report,) = reports
     x, mask = report.graphs[0].inputs
     assert (x.name, x.dtype, x.shape, x.varies) == ("x", "float32", (2, "x_length", 4), (1,))
-    assert x.fixed[0].startswith("torch fixed it, by `return ")
-    assert x.fixed[0].endswith(", though `model` takes others")
+    assert re.fullmatch("torch fixed it, by `return .*, though `model` takes others", x.fixed[0])
     assert x.fixed[2].startswith("`model` takes no other size")
     assert list(mask.fixed) == [0]
     assert {check.name for check in report.checks} == {"y", "output_mask"}
     assert all(check.error is not None and check.error <= check.gate for check in report.checks if check.gate)
-    assert f"axis 0 is 2: {x.fixed[0]}" in str(report)
-    assert "worst error" in str(report)
+    assert all(part in str(report) for part in (f"axis 0 is 2: {x.fixed[0]}", "worst error"))
     assert json.loads(report.to_json())["graphs"][0]["inputs"][0]["shape"] == [2, "x_length", 4]
     assert [value.name for value in (*graph.input, *graph.output)] == ["x", "mask", "y", "output_mask"]
     assert [tensor.name for tensor in graph.initializer if tensor.dims == [4]] == ["mask_2"]
     assert shapes(graph.input) == {"x": [2, "x_length", 4], "mask": [2, "x_length"]}
     with pytest.raises(ValueError, match=r"`output_names` must differ from the names of the inputs, .* got \['x'\]"):
-        torch_to_onnx(Returning(), given, output_names=["x", "kept"])
+        torch_to_onnx(model, given, output_names=["x", "kept"])
 
 
 def test_heads_and_widths_do_not_vary() -> None:
@@ -596,9 +532,8 @@ def test_a_length_that_only_the_model_refuses_is_warned_of() -> None:
         return x + 1
 
     choosy, reports = of(forward), list[ExportReport]()
-    with pytest.warns(
-        UserWarning, match=r"accepts inputs that `model` rejects, unchecked: inputs of x \(4,\) \(ValueError: too"
-    ):
+    told = r"accepts inputs that `model` rejects, unchecked: inputs of x \(4,\) \(ValueError: too"
+    with pytest.warns(UserWarning, match=told):
         torch_to_onnx(choosy, torch.randn(3))
     torch_to_onnx(choosy, torch.randn(3), vary={}, check=False, report=reports.append)
     assert str(reports[0]).splitlines()[1:] == [
@@ -608,23 +543,19 @@ def test_a_length_that_only_the_model_refuses_is_warned_of() -> None:
     torch_to_onnx(RelativeMultiheadAttention(BlockSpec(8, 2, Span.full(5))), torch.randn(2, 5, 8))  # without a warning
 
 
-class Changing(nn.Module):
-    """Takes no single number, and adds another one to four of them, which no graph can know."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_a_length_that_is_refused_hides_no_other() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Take no single number, and add another one to four of them, which no graph can know."""
         if torch.compiler.is_exporting():
             return x + 1
         if len(x) == 1:
             raise ValueError("too few")
         return x + 1 + 0.01 * (len(x) == 4)
 
-
-def test_a_length_that_is_refused_hides_no_other() -> None:
-    example = torch.rand(3)
     with pytest.raises(RuntimeError, match=r"output 'output' for inputs of x \(4,\) differs by"):
-        torch_to_onnx(Changing(), example)
+        torch_to_onnx(of(forward), torch.rand(3))
     with pytest.warns(UserWarning, match=r"inputs of x \(1,\)"):
-        torch_to_onnx(Changing(), example, tolerance=0.1)
+        torch_to_onnx(of(forward), torch.rand(3), tolerance=0.1)
 
 
 @pytest.mark.parametrize(("model", "mask"), [
@@ -635,12 +566,7 @@ def test_a_length_that_is_refused_hides_no_other() -> None:
 ])  # fmt: skip
 def test_masks_are_subtracted_from_a_number(model: Callable[[Tensor], Tensor], mask: Tensor) -> None:
     """XLNet and ProphetNet subtract integers from a float, where torch's exporter stops."""
-
-    class Inverted(nn.Module):
-        def forward(self, mask: Tensor) -> Tensor:
-            return model(mask)
-
-    made = torch_to_onnx(Inverted(), mask)
+    made = torch_to_onnx(of(lambda self, mask: model(mask)), mask)
     (got,) = opened(made).run(None, {"mask": mask.numpy()})
     want = model(mask).numpy()
     assert got.dtype == want.dtype
@@ -661,20 +587,15 @@ def test_torch_to_onnx_takes_names_and_thresholds(tmp_path: Path, capfd: pytest.
     assert path.stat().st_size > model.weight.nbytes
 
 
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(20), causal=True))
+def test_one_tensor_may_be_given_and_returned_twice() -> None:
+    """torch alone would take the two inputs for one; the check at other lengths has other numbers in each."""
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def forward(self: Any, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         y, (keys, values) = self.attention(x, past=(keys, values))
         return y, keys, values, keys
 
-
-def test_one_tensor_may_be_given_and_returned_twice() -> None:
-    """torch alone would take the two inputs for one; the check at other lengths has other numbers in each."""
-    nothing = torch.randn(2, 2, 3, 4)
-    graph = torch_to_onnx(Cached(), (torch.randn(2, 5, 8), nothing, nothing)).graph
+    attention, past = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(20), causal=True)), random(2, 2, 3, 4)
+    graph = torch_to_onnx(of(forward, attention=attention), (random(2, 5, 8), past, past)).graph
     assert [len(shapes(values)) for values in (graph.input, graph.output)] == [3, 4]
 
 
@@ -709,29 +630,18 @@ def test_models_without_results_and_of_another_kind_are_refused() -> None:
         torch_to_onnx(traced, torch.zeros(2, 3))
 
 
-class Tied(nn.Module):
+def test_shared_weights_are_stored_once(tmp_path: Path) -> None:
     """Two layers with one table, and an embedding that is the head."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        spec = BlockSpec(16, 2, Span.causal(REACH), causal=True)
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList([RelativeMultiheadAttention(spec), RelativeMultiheadAttention(spec)])
-        self.layers[1].rel_k = self.layers[0].rel_k
+    def forward(self: Any, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
+        x, first = self.first(self.embedding(tokens), past=past[0])
+        y, second = self.second(x, past=past[1])
+        return (x + y) @ self.embedding.weight.T, [first, second]
 
-    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
-        x = self.embedding(tokens)
-        present: list[Any] = []
-        for layer, cache in zip(self.layers, past, strict=True):
-            y, cache = layer(x, past=cache)
-            x, present = x + y, [*present, cache]
-        return x @ self.embedding.weight.T, present
-
-
-def test_shared_weights_are_stored_once(tmp_path: Path) -> None:
-    reports: list[ExportReport] = []
-    made = onnx.load(decoder_to_onnx(Tied(), tmp_path / "tied.onnx", report=reports.append))
+    one, two = (RelativeMultiheadAttention(BlockSpec(16, 2, Span.causal(REACH), causal=True)) for _ in range(2))
+    two.rel_k = one.rel_k
+    model = of(forward, embedding=nn.Embedding(VOCABULARY, 16), first=one, second=two)
+    made = onnx.load(decoder_to_onnx(model, tmp_path / "tied.onnx"))
     sizes = [tuple(tensor.dims) for tensor in made.graph.initializer]
     assert sizes.count((2, REACH + 1, 8)) == 1
     assert [size for size in sizes if VOCABULARY in size] == [(VOCABULARY, 16)]
@@ -793,3 +703,34 @@ def test_a_cast_model_computes_what_the_model_does(kind: str) -> None:
     assert y.dtype == np.float16
     assert np.abs(y - model(x).detach().numpy()).max() < 0.02
     assert {x.dtype for x in model.parameters()} <= {torch.float32}
+
+
+SPEC = BlockSpec(64, 2, Span.causal(64), causal=True)
+MODEL = to_onnx(SPEC, init_weights(SPEC, seed=0))
+EXPORTERS: dict[str, Callable[[Path], Any]] = {
+    "save": lambda path: save(MODEL, path, overwrite=True),
+    "save in two files": lambda path: save(MODEL, path, overwrite=True, external_threshold=0),
+    "quantize": lambda path: quantize(MODEL, path, overwrite=True),
+    "torch_to_onnx": lambda path: torch_to_onnx(nn.Linear(64, 64), torch.ones(2, 64), path, overwrite=True),
+    "decoder_to_onnx": lambda path: decoder_to_onnx(Bare(), path, overwrite=True, external_threshold=0, check=False),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "block.onnx"
+    path.write_text("old")
+    told = f"`path` cannot be written: File too large: {str(path)!r}"
+    with faults.full_disk(3000), pytest.raises(OSError, match=re.escape(told)):
+        EXPORTERS[name](path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    EXPORTERS[name](path)
+
+
+def test_the_command_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "block.onnx"
+    with faults.full_disk(3000):
+        error = error_of(capsys, "export", str(path), *BLOCK, "--length", "500")
+    assert error.endswith(f"{path}: `path` cannot be written: File too large\n")
+    assert not list(tmp_path.iterdir())
