@@ -150,28 +150,18 @@ def test_a_portable_call_of_a_known_kind_makes_few_python_calls_around_its_kerne
     assert 0 < whole - kernel <= MOST // 2
 
 
-FIRST = """
+OF_TORCH = """
 import sys, torch
+before = {name for name in sys.modules if name.startswith("sympy")}
 from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
 q, k, v = (torch.randn(1, 2, 512, 16, requires_grad=True) for _ in range(3))
 out, lse = relative_attention(q, k, v, torch.randn(512, 16), causal=True, return_lse=True)
 (out.sum() + lse.sum()).backward()
-print(*(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))))
+print(*{name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))} - before)
 """
 
 
-@needs_kernels
-@pytest.mark.no_cover
-def test_a_first_long_call_of_torch_imports_no_compiler() -> None:
-    before = "import sys, torch; print(*(name for name in sys.modules if name.startswith('sympy')))"
-    found, known = (
-        set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
-        for code in (FIRST, before)
-    )
-    assert not found - known
-
-
-FIRST_OF_JAX = """
+OF_JAX = """
 import sys
 import jax, jax.numpy as jnp
 q, table = jnp.ones((1, 2, 512, 16)), jnp.ones((512, 16))
@@ -182,28 +172,26 @@ relative_attention(q, q, q, table, causal=True).block_until_ready()
 print(*{name for name in sys.modules if "pallas" in name} - before)
 """
 
-
-@needs_kernels
-@pytest.mark.no_cover
-def test_a_first_call_of_jax_compiles_nothing_and_imports_no_language_of_kernels() -> None:
-    pytest.importorskip("jax")
-    run = subprocess.run([sys.executable, "-c", FIRST_OF_JAX], capture_output=True, text=True, check=True)
-    assert run.stdout == "\n"
-
-
-@pytest.mark.no_cover
-@pytest.mark.skipif(not hasattr(np, "__array_namespace_info__"), reason="NumPy before 2.1 needs a wrapper")
-@pytest.mark.parametrize("impl", ["portable", "auto"])
-def test_a_first_call_of_numpy_imports_nothing_else_of_numpy(impl: str) -> None:
-    """The wrapper of NumPy would import its compiler of Fortran and its tools for tests."""
-    code = f"""
+OF_NUMPY = """
 import sys, numpy as np
-before = {{name for name in sys.modules if name.startswith("numpy")}}
+before = {name for name in sys.modules if name.startswith("numpy")}
 from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
 x = np.ones((1, 2, 8, 4), "f4")
-relative_attention(x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")
-relative_attention_vjp(x, x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")
-print(*(name for name in sys.modules if name.startswith(("numpy", "array_api_compat.numpy")) and name not in before))
+for impl in ("portable", "auto"):
+    relative_attention(x, x, x, np.ones((8, 4), "f4"), causal=True, impl=impl)
+    relative_attention_vjp(x, x, x, x, np.ones((8, 4), "f4"), causal=True, impl=impl)
+print(*{name for name in sys.modules if name.startswith(("numpy", "array_api_compat.numpy"))} - before)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+"""The wrapper of NumPy would import its compiler of Fortran and its tools for tests."""
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(("library", "code"), [
+    pytest.param("torch", OF_TORCH, id="torch: no compiler", marks=needs_kernels),
+    pytest.param("jax", OF_JAX, id="jax: nothing compiled, no language of kernels", marks=needs_kernels),
+    pytest.param("numpy", OF_NUMPY, id="numpy: nothing else", marks=pytest.mark.skipif(
+        not hasattr(np, "__array_namespace_info__"), reason="NumPy before 2.1 needs a wrapper")),
+])  # fmt: skip
+def test_a_first_call_imports_and_compiles_nothing_that_it_does_not_need(library: str, code: str) -> None:
+    pytest.importorskip(library)
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
