@@ -36,7 +36,6 @@ CHANGES = {
 
 
 def add(package: Path) -> None:
-    """Add the array to a copy of the package."""
     for name, changes in CHANGES.items():
         path = package / "_kernel" / name
         text = path.read_text()
@@ -58,11 +57,8 @@ def check(row: Any, attend: Any, pull_back: Any) -> None:
     def called(function: Any, *given: str, **more: Any) -> Any:
         def call(arrays: dict[str, Any]) -> Any:
             found = function(**arrays, **options, **more)
-            return (
-                {"out": found}
-                if function is attend
-                else {name: getattr(found, name) for name in names if name in given}
-            )
+            gradients = [] if function is attend else [name for name in names if name in given]
+            return {name: getattr(found, name) for name in gradients} or {"out": found}
 
         found = row.wrap(call)({name: arrays[name] for name in given})
         return {name: row.to_numpy(x) for name, x in found.items()}

@@ -19,8 +19,6 @@ QUIET = [
 
 
 class Chromium:
-    """One browser with one page, a context manager."""
-
     def __init__(self, *flags: str) -> None:
         assert PROGRAM is not None
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
@@ -57,7 +55,6 @@ class Chromium:
         self._folder.cleanup()
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol."""
         self._asked += 1
         asked = {"id": self._asked, "method": method, "params": parameters, **self._session}
         os.write(self._to, json.dumps(asked).encode() + b"\0")
@@ -88,19 +85,19 @@ class Chromium:
             self.errors.append(given["entry"]["text"])
 
     def open(self, url: str) -> None:
-        """Go to a page."""
         self.ask("Page.navigate", url=url)
 
     def run(self, script: str) -> Any:
-        """Return what a script gives, once its promise has kept."""
         given = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in given:
             raise RuntimeError(given["exceptionDetails"]["exception"]["description"])
         return given["result"].get("value")
 
-    def screenshot(self, path: Path, width: int, height: int) -> None:
-        """Write a picture of the page at a size of the window."""
+    def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.ask("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self, path: Path, width: int, height: int) -> None:
+        self.resize(width, height)
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))

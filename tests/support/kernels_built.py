@@ -24,7 +24,6 @@ SOURCE = ROOT / "backends" / "_compiled" / "source"
 
 
 def asked_for(name: str) -> Any:
-    """Return a constant of setup.py."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return eval(ast.unparse(node.value), globals())
@@ -37,8 +36,6 @@ OF_LIBRARY = asked_for("OF_LIBRARY")
 
 
 class Unit(NamedTuple):
-    """What is compiled at once."""
-
     source: Path
     level: str | None
     flags: list[str]
@@ -70,19 +67,19 @@ def warnings(compiler: str, target: str = "") -> list[str]:
     return [*conversions, *([] if "clang" in compiler else ["-Wshadow=local"])]
 
 
+def _names(made: Path, *options: str) -> list[str]:
+    told = subprocess.run(["nm", *options, str(made)], capture_output=True, text=True, check=True)
+    return [line.split()[-1] for line in told.stdout.splitlines() if line.strip()]
+
+
 def linked_names(made: Path) -> list[str]:
     """Return the names of functions and data by which other objects can use what is in one."""
-    told = subprocess.run(
-        ["nm", "--extern-only", "--defined-only", str(made)], capture_output=True, text=True, check=True
-    )
-    return [line.split()[-1] for line in told.stdout.splitlines() if line.strip()]
+    return _names(made, "--extern-only", "--defined-only")
 
 
 def undefined_names(made: Path) -> list[str]:
     """Return the names of what a linked file takes from others, with versions such as ``expf@GLIBC_2.27``."""
-    command = ["nm", "--dynamic", "--undefined-only", "--with-symbol-versions", str(made)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [line.split()[-1] for line in told.stdout.splitlines()]
+    return _names(made, "--dynamic", "--undefined-only", "--with-symbol-versions")
 
 
 FOUND = next(filter(shutil.which, ("c++", "g++", "clang++")), None)

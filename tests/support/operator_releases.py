@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 from benchmarks.runtimes import Release, results
 from operator_runs import model_of
@@ -22,24 +23,18 @@ OLDEST = (1, 17)
 
 
 def releases() -> list[str]:
-    """Return what pip finds, the last one of each minor version."""
     told = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", "onnxruntime"], capture_output=True, text=True, check=True
     ).stdout
     found = re.search(r"Available versions: (.*)", told)
     assert found, told
-    last = dict[tuple[int, ...], str]()
-    for version in found[1].split(", "):  # the newest first
-        last.setdefault(tuple(map(int, version.split(".")[:2])), version)
-    return sorted((version for minor, version in last.items() if minor >= OLDEST), key=_numbers)
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
+    last = dict[tuple[int, ...], Version]()
+    for version in map(Version, found[1].split(", ")):  # the newest first
+        last.setdefault(version.release[:2], version)
+    return [str(version) for version in sorted(last.values()) if version.release[:2] >= OLDEST]
 
 
 def write(folder: Path) -> None:
-    """Write nodes of each type, with caches, and what they give; and the library."""
     shutil.copy(custom_ops_library(), folder)
     generator = np.random.default_rng(0)
     for dtype in ("float32", "float64"):
@@ -57,12 +52,11 @@ def write(folder: Path) -> None:
 
 
 def main(asked: list[str]) -> int:
-    """Say for each release whether its numbers are right; 1 if not."""
     wrong = 0
     with TemporaryDirectory() as temporary:
         write(Path(temporary))
         for version in asked or releases():
-            older = ("numpy==1.26.4",) if _numbers(version) < [1, 19] else ()  # compiled for NumPy 1
+            older = ("numpy==1.26.4",) if Version(version) < Version("1.19") else ()  # compiled for NumPy 1
             release = Release("onnxruntime", version, (f"onnxruntime=={version}", *older))
             release.install()
             failed = {name: why for name, why in results(release, Path(temporary)) if why}

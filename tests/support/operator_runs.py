@@ -19,12 +19,11 @@ needs_library = pytest.mark.skipif(found_library() is None, reason="no operator 
 
 def model_of(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), **attributes: Any) -> onnx.ModelProto:
     """Return one node with the inputs that are given and the outputs that are wanted."""
-    inputs = [name if name in arrays else "" for name in INPUTS]
-    while not inputs[-1]:
-        inputs.pop()
-    outputs = [name if name in wanted else "" for name in OUTPUTS]
-    while not outputs[-1]:
-        outputs.pop()
+    inputs, outputs = ([name if name in own else "" for name in names]
+                       for names, own in ((INPUTS, arrays), (OUTPUTS, wanted)))  # fmt: skip
+    for names in (inputs, outputs):
+        while not names[-1]:
+            names.pop()
     node = helper.make_node(NAME, inputs, outputs, domain=DOMAIN, **attributes)
     types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in arrays.items()}
     of_lse = TensorProto.DOUBLE if types["q"] == TensorProto.DOUBLE else TensorProto.FLOAT
@@ -40,7 +39,6 @@ def model_of(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), **attribu
 def session_of(
     arrays: dict[str, Any], wanted: Sequence[str] = ("out",), threads: int = 1, **attributes: Any
 ) -> onnxruntime.InferenceSession:
-    """Return a session of one node."""
     return opened(model_of(arrays, wanted, **attributes), library=True, intra_op_num_threads=threads)
 
 

@@ -28,6 +28,10 @@ def rows(n: int) -> Any:
     return randn(3, 2, n, 4)
 
 
+def always(given: Given) -> Made:
+    return lambda n: given
+
+
 def of_arrays(*names: str) -> Made:
     return lambda n: {name: rows(n) for name in names}
 
@@ -42,7 +46,6 @@ def with_prefix(n: int) -> Given:
 
 
 def by_axes(of_two: Made, of_any: Made) -> dict[str, Made]:
-    """What functions with two axes and with any number of axes take."""
     return {"_2d": of_two, "_nd": of_any}
 
 
@@ -86,30 +89,23 @@ REQUIRED: dict[str, Made] = {
 }  # fmt: skip
 """A call of each function, with what it needs."""
 
-NOT_COMPILED = {"init_weights"}
-"""Functions that models call when they are made, and not in a program."""
+NOT_COMPILED = {"init_weights"}  # functions that models call when they are made, and not in a program
 
+OF_ANY_LENGTH: Given = {
+    "align_corners": True, "axis": 0, "base": 100.0, "block_size": 4, "causal": True, "chunk_size": 12,
+    "direction": "future", "dtype": torch.float64, "impl": "native", "method": "cubic", "neighborhood": (3, 2),
+    "order": "interleaved", "return_lse": True, "softcap": 3.0, "window": (3, 1),
+}  # fmt: skip
 OPTIONS: dict[str, Made] = {
-    "align_corners": lambda n: {"align_corners": True},
-    "axis": lambda n: {"axis": 0},
-    "base": lambda n: {"base": 100.0},
-    "block_size": lambda n: {"block_size": 4},
+    **{name: always({name: x}) for name, x in OF_ANY_LENGTH.items()},
     "blocks_before": lambda n: {"block_size": 4, "blocks_before": 2},
-    "causal": lambda n: {"causal": True},
-    "chunk_size": lambda n: {"chunk_size": 12},
     "d_lse": lambda n: {"d_lse": randn(3, 2, n)},
-    "direction": lambda n: {"direction": "future"},
     "dropout": lambda n: {"dropout": 0.3, "seed": 4},
-    "dtype": lambda n: {"dtype": torch.float64},
-    "impl": lambda n: {"impl": "native"},
     "k_step": lambda n: {"q_step": (2, 1), "k_step": (2, 1)},
     "key_table": lambda n: {"key_table": randn(11, 4), "span": CLIP},
     "lse": of_results,
     "mask": lambda n: {"mask": randn(n, n) > -1},
-    "method": lambda n: {"method": "cubic"},
-    "neighborhood": lambda n: {"neighborhood": (3, 2)},
     "offset": lambda n: {"offset": n},
-    "order": lambda n: {"order": "interleaved"},
     "out": of_results,
     "positions": lambda n: {"positions": (arange(n).flip(0), arange(n)), "causal": True},
     "prefix": with_prefix,
@@ -120,14 +116,11 @@ OPTIONS: dict[str, Made] = {
     "rel_q": lambda n: {"rel_q": rows(n), "rel_k": randn(11, 4), "span": CLIP},
     "rel_scale": lambda n: {"rel_scale": randn(2), "rel_k": randn(11, 4), "span": CLIP},
     "rel_v": lambda n: {"rel_v": randn(11, 4), "span": CLIP},
-    "return_lse": lambda n: {"return_lse": True},
     "scale": lambda n: {"scale": randn(2)},
     "seed": lambda n: {"dropout": 0.3, "seed": torch.tensor(4)},
     "segments": lambda n: {"segments": arange(n) // 6},
     "sinks": lambda n: {"sinks": randn(2)},
-    "softcap": lambda n: {"softcap": 3.0},
     "span": lambda n: {"rel_k": randn(2 * n - 1, 4), "span": Span.full(n)},
-    "window": lambda n: {"window": (3, 1)},
     "xp": lambda n: {"like": None, "xp": torch},
 }
 """A value of each option, with what it needs."""
@@ -183,7 +176,6 @@ def cases() -> list[tuple[str, str]]:
 
 
 def arguments(name: str, option: str, n: int) -> Given:
-    """Return the arguments of a case at a length."""
     required = REQUIRED[name](n)
     if not option:
         return required

@@ -34,8 +34,6 @@ DECLARED = ("_kernel.call", "export._models.exported")
 
 
 class Stub:
-    """The text of a stub, and what it imports."""
-
     def __init__(self, package: str) -> None:
         self.module = importlib.import_module(package)
         self.imports: dict[str, set[str]] = {}
@@ -101,21 +99,14 @@ class Stub:
         elif both and "past" in parameters:
             past = parameters["past"]
             given = past.replace(annotation=past.annotation.removesuffix(" | None"), default=past.empty)
-            forms = [
-                (parameters | {"past": past.replace(annotation="None")}, alone),
-                (parameters | {"past": given}, f"tuple{both}"),
-            ]
+            forms = [(parameters | {"past": past.replace(annotation="None")}, alone)]
+            forms.append((parameters | {"past": given}, f"tuple{both}"))
         elif "like" in parameters:  # an array of the library of another one
             like, xp = parameters["like"], parameters["xp"]
             self.use("typing", "TypeVar")
-            forms = [
-                (
-                    parameters
-                    | {"xp": xp.replace(annotation="None"), "like": like.replace(annotation="A", default=like.empty)},
-                    "A",
-                ),
-                (parameters | {"xp": xp.replace(default=xp.empty), "like": like.replace(annotation="None")}, result),
-            ]
+            of_array = {"xp": xp.replace(annotation="None"), "like": like.replace(annotation="A", default=like.empty)}
+            of_module = {"xp": xp.replace(default=xp.empty), "like": like.replace(annotation="None")}
+            forms = [(parameters | of_array, "A"), (parameters | of_module, result)]
         if len(forms) > 1:
             self.use("typing", "overload")
         for each, result in forms:
@@ -123,11 +114,9 @@ class Stub:
             self.parts.append("@overload\n" * (len(forms) > 1) + declared)
 
     def declared(self, name: str, parameters: dict[str, Any], result: str, names: dict[str, Any]) -> str:
-        written, keyword_only = [], False
+        written: list[str] = []
         for p in parameters.values():
-            if p.kind is p.KEYWORD_ONLY and not keyword_only:
-                written.append("*")
-                keyword_only = True
+            written += ["*"] if p.kind is p.KEYWORD_ONLY and "*" not in written else []
             default = "" if p.default is p.empty else " = " + repr(p.default).replace("'", '"')
             written.append(f"{p.name}: {self.type_of(p.annotation, names)}{default}")
         line = f"def {name}({', '.join(written)}) -> {result}: ..."
