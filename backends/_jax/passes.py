@@ -89,9 +89,12 @@ def _run(call: ScannedCall, step: Callable[[Loop, Any, ChunkPlace], Any], carry:
         if len(loop.places.start) == 1:
             carry = step(loop, carry, ChunkPlace(*(x[0] for x in loop.places)))
         else:
-            turn = partial(step, loop)
-            carry, _ = lax.scan(lambda carry, place, turn=turn: (turn(carry, place), None), carry, loop.places)
+            carry, _ = lax.scan(partial(_turn, partial(step, loop)), carry, loop.places)
     return carry
+
+
+def _turn(step: Callable[[Any, ChunkPlace], Any], carry: Any, place: ChunkPlace) -> tuple[Any, None]:
+    return step(carry, place), None
 
 
 class CarriedSums:

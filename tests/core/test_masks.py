@@ -86,9 +86,14 @@ def test_biases_that_become_masks_do_not_warn() -> None:
 
 def test_traced_masks_do_not_warn() -> None:
     q, mask = torch.ones(1, N, 4), torch.as_tensor(FUTURE, dtype=torch.float32)
-    attend: Any = lambda mask: relative_attention(q, q, q, mask=mask)  # noqa: E731 - compiled below
-    assert not warned(lambda: torch.compile(attend, backend="eager", fullgraph=True)(mask))
-    assert not warned(lambda: torch.func.vmap(attend)(mask[None]))
+
+    def attend(mask: Any) -> Any:
+        return relative_attention(q, q, q, mask=mask)
+
+    compiled: Any = torch.compile(attend, backend="eager", fullgraph=True)
+    mapped: Any = torch.func.vmap(attend)
+    assert not warned(lambda: compiled(mask))
+    assert not warned(lambda: mapped(mask[None]))
     counter: Any = FlopCounterMode  # has no types
     with counter(display=False):
         assert not warned(lambda: attend(mask))

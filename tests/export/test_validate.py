@@ -88,8 +88,8 @@ def test_a_report_in_full() -> None:
 
 
 def test_a_difference_that_is_asked_to_be_smaller() -> None:
-    given: dict[str, Any]
-    for given, told in (({"atol": 1e-12}, ", more than atol "), ({"tolerance": 1e-12}, "")):
+    cases: list[tuple[dict[str, Any], str]] = [({"atol": 1e-12}, ", more than atol "), ({"tolerance": 1e-12}, "")]
+    for given, told in cases:
         report = validate(*exported(CAUSAL), lengths=[3], batches=[1], **given)
         assert wrong(report) == {"y"}
         assert all(told in check.detail for check in report.failures)
