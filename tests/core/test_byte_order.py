@@ -7,16 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 import dense
-from relskew_core import (
-    BlockSpec,
-    Span,
-    attention_block,
-    attention_weights,
-    init_weights,
-    proximal_bias,
-    relative_attention,
-    relative_attention_vjp,
-)
+import relskew_core as relskew
+from relskew_core import BlockSpec, Span, relative_attention, relative_attention_vjp
 
 pytestmark = pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
 GATES = {"f2": 3e-3, "f4": 1e-5, "f8": 1e-11}
@@ -36,9 +28,8 @@ def assert_same(found: Any, expected: NDArray[Any], dtype: str) -> None:
 def test_calls_in_the_other_byte_order_give_the_same(case: dense.Case, dtype: str) -> None:
     given = {**case.arrays(dtype), **case.call()}
     other = {name: swapped(x) for name, x in given.items()}
-    for found, expected in zip(
-        relative_attention(**other, return_lse=True), relative_attention(**given, return_lse=True), strict=True
-    ):
+    both = (relative_attention(**x, return_lse=True) for x in (other, given))
+    for found, expected in zip(*both, strict=True):
         finite = np.isfinite(expected)
         assert (finite == np.isfinite(found)).all()
         assert_same(found[finite], expected[finite], dtype)
@@ -52,13 +43,11 @@ def test_calls_in_the_other_byte_order_give_the_same(case: dense.Case, dtype: st
             assert_same(found, expected, dtype)
 
 
-@pytest.mark.parametrize("rel_scale", [False, True], ids=["scale", "both"])
-def test_learned_scales_in_the_other_byte_order_give_the_same(rel_scale: bool, dtype: str) -> None:
+def test_learned_scales_in_the_other_byte_order_give_the_same(dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 4, 5, 3)).astype(dtype)
     arrays = {"rel_k": rng.standard_normal((9, 3)), "key_table": rng.standard_normal((9, 3)), "scale": np.ones(4) / 2}
-    if rel_scale:
-        arrays["rel_scale"] = np.asarray(0.7)
+    arrays["rel_scale"] = np.asarray(0.7)
     given = {"q": q, "k": k, "v": v, **{name: x.astype(dtype) for name, x in arrays.items()}}
     other = {name: swapped(x) for name, x in given.items()}
     assert_same(relative_attention(**other), relative_attention(**given), dtype)
@@ -67,7 +56,7 @@ def test_learned_scales_in_the_other_byte_order_give_the_same(rel_scale: bool, d
         if expected is not None:
             assert_same(getattr(gradients, name), expected, dtype)
     del other["v"], given["v"]
-    assert_same(attention_weights(**other), attention_weights(**given), dtype)
+    assert_same(relskew.attention_weights(**other), relskew.attention_weights(**given), dtype)
 
 
 SPECS = {
@@ -82,16 +71,15 @@ def test_blocks_with_a_cache_in_the_other_byte_order_give_the_same(spec: BlockSp
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 8)).astype(dtype)
     past = tuple(rng.standard_normal((2, 2, 2, 3, 4)).astype(dtype))
-    weights: Any = init_weights(spec, seed=0, dtype=np.dtype(dtype))
-    y, present = attention_block(x, weights, spec, past=past)
+    weights: Any = relskew.init_weights(spec, seed=0, dtype=np.dtype(dtype))
+    y, present = relskew.attention_block(x, weights, spec, past=past)
     others = {name: swapped(weight) for name, weight in weights.items()}
-    found, found_present = attention_block(swapped(x), others, spec, past=tuple(map(swapped, past)))
+    found, found_present = relskew.attention_block(swapped(x), others, spec, past=tuple(map(swapped, past)))
     for one, other in zip((found, *found_present), (y, *present), strict=True):
         assert_same(one, other, dtype)
 
 
 def test_biases_like_an_array_in_the_other_byte_order_are_the_same(dtype: str) -> None:
     like = np.ones(1, dtype)
-    np.testing.assert_array_equal(
-        proximal_bias(Span.full(9), like=swapped(like)), proximal_bias(Span.full(9), like=like)
-    )
+    found, expected = (relskew.proximal_bias(Span.full(9), like=x) for x in (swapped(like), like))
+    np.testing.assert_array_equal(found, expected)

@@ -44,8 +44,8 @@ class Drawn:
             "rel_k": self.rng.standard_normal((4, 3)),
             "rel_v": self.rng.standard_normal((4, 2)),
         }
-        beyond = self.one_of(["clip", "zero"])
-        self.options: dict[str, Any] = {"span": Span(2, 1, beyond), "causal": self.one_of([True, False])}
+        self.options: dict[str, Any] = {"span": Span(2, 1, self.one_of(["clip", "zero"]))}
+        self.options["causal"] = self.one_of([True, False])
         if self.one_of([True, False]):
             self.options["window"] = self.one_of([None, *FAR]), self.one_of([None, *FAR])
         if self.one_of([True, False]):
@@ -79,15 +79,11 @@ class Drawn:
         return [max(-near, min(self.far(2**61) + int(self.rng.integers(-3, 4)), near)) for _ in range(2)]
 
     def expected(self) -> oracles.Attention:
-        offset = self.options.get("offset", 0)
-        found = []
-        for item in range(2):
-            own = {name: x[item] if name in ("q", "k", "v") else x for name, x in self.arrays.items()}
-            if "positions" in own:
-                own["positions"] = own["positions"][0][item], own["positions"][1]
-            options = {**self.options, "offset": offset if isinstance(offset, int) else offset[item]}
-            found.append(oracles.relative_attention(**own, **options))
-        return oracles.Attention(*(np.stack([each[which] for each in found]) for which in (0, 1)))
+        """Return what the loops give: of offsets, at the positions from there on."""
+        first = np.asarray(self.options.get("offset", 0)).reshape(-1, 1) + np.zeros((2, 1), int)
+        places = first + np.arange(self.arrays["q"].shape[-2]), np.arange(M)
+        options = {name: x for name, x in self.options.items() if name != "offset"}
+        return oracles.relative_attention(**{"positions": places, **self.arrays}, **options)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
@@ -130,21 +126,20 @@ NARROW = pytest.mark.usefixtures("narrow_jax")
 MANY = [sys.maxsize, 2**31 - 1, 2**62 - 1, 2**62, 2**62 + 1, 2**70]
 
 
-@pytest.mark.parametrize("impl", ["portable", "auto"])
-@pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name != "torch.compile"], ids=str)
+@pytest.mark.parametrize(("row", "impl"), [
+    (row, impl) for row in LIBRARIES for impl in ("portable", "auto")
+    if row.name != "torch.compile" and (row.name, impl) != ("dask", "portable")
+], ids=str)  # fmt: skip
 def test_very_many_blocks_are_all_of_the_past(row: Library, impl: Any) -> None:
     row.needed()
     rng = np.random.default_rng(1)
     given = {name: row.asarray(rng.standard_normal((1, 2, 40, 4)), "float32") for name in ("q", "k", "v")}
     every: list[dict[str, Any]] = [{}, {"offset": [0]}, {"causal": True}]
     for options in every[slice(1, 2) if row.compiled else slice(3)]:
-        if "dask" in row.name and impl == "portable":
-            continue
 
         def attend(before: int, options: dict[str, Any] = options) -> Any:
-            blocks = {"block_size": 4, "blocks_before": before, "impl": impl}
             with row.setting(), narrow(row.name):
-                out = row.call(relative_attention, given, **blocks, **options)
+                out = row.call(relative_attention, given, block_size=4, blocks_before=before, impl=impl, **options)
             return row.to_numpy(out)
 
         wanted = attend(10)
@@ -179,13 +174,9 @@ def test_a_block_as_large_as_all_integers_ends_at_zero() -> None:
 def test_positions_and_offsets_that_cannot_be_counted_from_are_refused(make: Any, kind: Any) -> None:
     q = make(np.ones((2, 1, 2, 2)))
     far, near = make(np.asarray([2**61, 2**61 + 1], kind)), make(np.asarray([0, 1], kind))
-    with pytest.raises(
-        ValueError, match=r"`positions\[1\]` must be of integers of at most .*, got 2305843009213693953"
-    ):
+    with pytest.raises(ValueError, match=rf"`positions\[1\]` must be of integers of at most .*, got {2**61 + 1}"):
         relative_attention(q, q, q, positions=(near, far))
-    with pytest.raises(
-        ValueError, match=r"`offset` must be an int of at most 2\*\*61 either way, got 2305843009213693953"
-    ):
+    with pytest.raises(ValueError, match=rf"`offset` must be an int of at most 2\*\*61 either way, got {2**61 + 1}"):
         relative_attention(q, q, q, offset=far)
 
 
@@ -201,8 +192,7 @@ def test_positions_may_be_as_far_as_the_limit(first: int) -> None:
 
 @NARROW
 def test_jax_refuses_unsigned_positions_whose_values_are_too_large() -> None:
-    jnp = pytest.importorskip("jax.numpy")
-    jax = pytest.importorskip("jax")
+    jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
     q, table = jnp.ones((1, 2, 2)), jnp.asarray([[0.0], [1.0], [5.0]])
     far = jnp.asarray([2**32 - 1, 1], "uint32")
     with pytest.raises(ValueError, match=r"`positions\[0\]` must be of integers of at most .*, got 4294967295"):

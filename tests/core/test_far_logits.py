@@ -27,17 +27,14 @@ D_OUT, D_LSE = RNG.standard_normal(Q.shape), RNG.standard_normal(Q.shape[:-1])
 def far(kind: str, value: float) -> dict[str, Any]:
     """Return the arrays and options of a call; the products of queries and keys are too small to be seen."""
     half = abs(value) in map(abs, (*FAR["float16"], *FAR["bfloat16"]))
-    options: dict[str, Any] = {"scale": 1e-4 if half else 1e-20, "offset": 31}
-    arrays = {"q": Q, "k": K, "v": V}
     some = np.where(np.arange(9) % 3, value, 0.0)[:, None]  # of the rows
-    if kind == "rel_bias":
-        return {**arrays, "rel_bias": np.full((2, 9), value), "span": Span.clipped(4), **options}
-    if kind == "few queries":
-        return {"q": Q[:, :, :2], "k": K, "v": V, "mask": np.full((2, 40), value), **options}
     more: dict[str, dict[str, Any]] = {
         "sinks": {"sinks": np.asarray([value, 0.0])}, "causal": {"causal": True}, "chunks": {"chunk_size": 4},
+        "rel_bias": {"rel_bias": np.full((2, 9), value), "span": Span.clipped(4), "mask": None}, "mask": {},
+        "few queries": {"q": Q[:, :, :2], "mask": np.full((2, 40), value)},
     }  # fmt: skip
-    return {**arrays, "mask": np.repeat(some, 40, -1), **options, **more.get(kind, {})}
+    arrays = {"q": Q, "k": K, "v": V, "mask": np.repeat(some, 40, -1)}
+    return {**arrays, "scale": 1e-4 if half else 1e-20, "offset": 31, **more[kind]}
 
 
 KINDS = ("mask", "rel_bias", "few queries", "sinks", "causal", "chunks")

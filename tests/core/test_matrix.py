@@ -87,20 +87,20 @@ BLOCKS = {
     "sinks, grouped": BlockSpec(8, 4, Span.clipped(2), num_kv_heads=2, sinks=True),
 }
 
+
+def on(library: Library, *values: Any, name: str = "") -> Any:
+    """Return a parameter of a test, with its id."""
+    known = "-".join(filter(None, [name, library.name, *(x for x in values if isinstance(x, str))]))
+    return pytest.param(library, *values, id=known, marks=[pytest.mark.gpu] if library.gpu else [])
+
+
 every_dtype = pytest.mark.parametrize(
     ("library", "dtype"),
-    [
-        pytest.param(library, dtype, id=f"{library}-{dtype}", marks=[pytest.mark.gpu] if library.gpu else [])
-        for library in LIBRARIES
-        for dtype in library.dtypes
-    ],
+    [on(library, dtype) for library in LIBRARIES for dtype in library.dtypes],
     indirect=["library"],
 )
-on_the_default_device = [
-    pytest.param(library, id=library.name, marks=[pytest.mark.gpu] if library.gpu else [])
-    for library in LIBRARIES
-    if library.name not in ("array-api-strict, second device", "torch, CUDA")
-]
+others = ("array-api-strict, second device", "torch, CUDA")
+on_the_default_device = [on(library) for library in LIBRARIES if library.name not in others]
 
 
 def everywhere(argument: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
@@ -108,14 +108,8 @@ def everywhere(argument: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
 
     What is compiled is the same in all of them.
     """
-    tried = []
-    for number, (name, case) in enumerate(cases.items()):
-        for library in LIBRARIES:
-            dtypes = library.dtypes[number % len(library.dtypes) :][:1] if library.compiled else library.dtypes
-            marks = [pytest.mark.gpu] if library.gpu else []
-            tried += [
-                pytest.param(library, dtype, case, id=f"{name}-{library}-{dtype}", marks=marks) for dtype in dtypes
-            ]
+    tried = [on(library, dtype, case, name=name) for number, (name, case) in enumerate(cases.items())
+             for library in LIBRARIES for dtype in library.dtypes_of(number)]  # fmt: skip
     return pytest.mark.parametrize(("library", "dtype", argument), tried, indirect=["library"])
 
 

@@ -134,7 +134,6 @@ def trained(module: nn.Module, *given: Tensor, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchs_defaults_change_no_module(setting: Callable[[], Any], dtype: str) -> None:
     """Masks, caches of every kind and dropout too."""
-
     padding = torch.from_numpy(np.arange(9) > np.asarray([[8], [5]]))
     for name, spec in SPECS.items():
         module = made(spec, dropout=0.5).to(DTYPES[dtype])
@@ -167,5 +166,4 @@ def test_torchs_defaults_change_no_cache(setting: Callable[[], Any], dtype: str)
 def test_torchs_defaults_change_no_drop_in(setting: Callable[[], Any], kind: Any, dtype: str) -> None:
     theirs = kind().to(DTYPES[dtype])
     (x,) = (each[..., :E] for each in inputs(SPECS["causal"], dtype=DTYPES[dtype]))
-
     check(lambda: trained(replace_attention(copy.deepcopy(theirs)), x), setting, kind.__name__)
