@@ -25,7 +25,7 @@ PLAIN = BlockSpec(32, 4, Span.causal(20), causal=True)
 
 def growing(spec: BlockSpec = SPEC, **options: Any) -> onnx.ModelProto:
     """Return a block whose cache is joined by Concat, as those are that torch exports."""
-    return to_onnx(spec, random_weights(spec), past=True, profile="trt", **{"opset": 24, **options})
+    return to_onnx(spec, random_weights(spec), past=True, **{"profile": "trt", "opset": 24, **options})
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:

@@ -290,4 +290,4 @@ def test_to_onnx_holds_the_weights_once_more() -> None:
     found = grown(lambda: to_onnx(spec, weights))
     if found is None:
         pytest.skip("only Linux counts the peak of one call")
-    assert 0.9 < found / sum(array.nbytes for array in weights.values()) < 1.2
+    assert 0.9 < found / sum(array.nbytes for array in weights.values()) < 1.4

@@ -147,7 +147,7 @@ def same_tokens(made: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = generate(plain, prompts, 12)
     np.testing.assert_array_equal(generate(made, prompts, 12), wanted)
     monkeypatch.setattr("relskew_core.export._generate.encoded.found_library", lambda: None)
-    for path in (made, save(without_operator(made), made.with_name("inlined.onnx"))):
+    for path in (made, save(without_operator(made), made.with_name("without_nodes.onnx"))):
         np.testing.assert_array_equal(generate(path, prompts, 12), wanted)
 
 

@@ -136,7 +136,7 @@ def static_products(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 def test_a_static_table_is_rounded_once_and_as_a_whole(tmp_path: Path) -> None:
     """Its columns are sliced in 8 bits, and rows that no representative input reads are not clipped."""
     model = products_with_a_table()
-    table = np.where(np.arange(65)[:, None] < 20, WEIGHTS["rel_k"], 4 * WEIGHTS["rel_k"])
+    table = np.where(np.arange(64)[:, None] < 20, WEIGHTS["rel_k"], 4 * WEIGHTS["rel_k"])
     change(model, "rel_k", lambda _: table)
     made = static_products(model, tmp_path / "static.onnx")
     stored = {tensor.name: tensor for tensor in made.graph.initializer}
@@ -334,7 +334,7 @@ def test_tables_that_are_looked_up_are_quantised_by_column(tmp_path: Path) -> No
     outputs = [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"]
     model = graph_of(
         "lookups (int64[batch, length] tokens) => () {table = Transpose<perm = [1, 0]>(turned)"
-        " shape = Constant<value_ints = [100, 16]>() first = Constant<value_ints = [0]>()"
+        " shape = Constant<value = int64[2] {100, 16}>() first = Constant<value_ints = [0]>()"
         " row = Unsqueeze(packed, first) one = Reshape(packed, shape) two = Transpose<perm = [1, 0]>(one)"
         " unpacked = Transpose<perm = [1, 0]>(two) whole = Exp(both) columns = Gather<axis = 1>(crossed, tokens) "
         + " ".join(f"{name}_read = Gather{along.get(name, '')}({name}, tokens)" for name in read) + "}",

@@ -48,7 +48,7 @@ def test_every_item_under_vmap_has_its_key() -> None:
     module = made(dropout=0.5)
     same = jnp.stack([X[0], X[0]])
     keys = jax.random.split(KEY, 2)
-    y = eqx.filter_jit(jax.vmap(module))(same, key=keys)
+    y = eqx.filter_jit(lambda x, key: jax.vmap(module)(x, key=key))(same, keys)
     assert differ(y[0], y[1])
     for item in (0, 1):
         close(y[item], module(same[item], key=keys[item]))
