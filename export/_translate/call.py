@@ -149,9 +149,10 @@ def repeated_rows(table: Any) -> tuple[Any, Any] | None:
     if node is None or node.op_type != "Gather":
         return None
     (source, places), axis = node.inputs, len(table.shape) - 2
-    count = source.shape[axis] if len(source.shape) == len(table.shape) else None
-    along = node.attributes.get_int("axis", 0) % len(table.shape) == axis
-    return (source, places) if along and isinstance(count, int) and 2 * count <= table.shape[axis] else None
+    if len(source.shape) != len(table.shape) or node.attributes.get_int("axis", 0) % len(table.shape) != axis:
+        return None
+    few, rows = source.shape[axis], table.shape[axis]
+    return (source, places) if isinstance(few, int) and isinstance(rows, int) and 2 * few <= rows else None
 
 
 def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:

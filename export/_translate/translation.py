@@ -210,8 +210,9 @@ def _related(
     # there.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
     before_queries = operands.key_table is not None and pattern.offset != 0
-    # Few rows that are repeated are multiplied once, and their products looked up by pair.
-    repeated = any(repeated_rows(x) for x in (operands.rel_k, operands.key_table)) and operands.rel_v is None
+    # Few rows that are repeated are multiplied once, and their products looked up by pair; blocks have their own form.
+    repeated = ends is None and pattern.block_size is None and operands.rel_v is None
+    repeated = repeated and any(repeated_rows(x) for x in (operands.rel_k, operands.key_table))
     unaligned = not call.aligned and (before_queries or pattern.block_size is not None)
     if before_keys or unaligned or repeated:
         options = replace(options, visibility=replace(pattern, by_value=True))

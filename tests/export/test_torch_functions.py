@@ -87,6 +87,17 @@ def test_products_with_repeated_rows_agree_at_every_length() -> None:
     assert [node.op_type for node in graph.node].count("GatherElements") == 1
 
 
+def test_rows_that_are_gathered_for_a_length_agree() -> None:
+    """Neither how many there are nor how far they reach is known."""
+
+    def forward(self: Any, q: Tensor, k: Tensor, offsets: Tensor) -> Any:
+        n = q.shape[2]
+        places = (torch.arange(1 - n, n).abs() // 4).clamp(max=6)
+        return relative_attention(q, q, q, self.few.index_select(1, places), Span(n - 1, n - 1))
+
+    agrees(of(forward, few=BY_HEAD[:, :7]), pieces, {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18)
+
+
 def test_grids_agree_at_every_size() -> None:
     def forward(self: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         grids: dict[str, Any] = {"q_grid": tuple(q.shape[2:4]), "k_grid": tuple(q.shape[2:4])}
