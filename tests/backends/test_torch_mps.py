@@ -13,11 +13,20 @@ import pytest
 import torch
 from layers.modules import SPECS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dense
-from relskew_core import BlockSpec, Span, relative_attention, relative_attention_2d, relative_attention_vjp
+from relskew_core import (
+    BlockSpec,
+    Span,
+    relative_attention,
+    relative_attention_2d,
+    relative_attention_vjp,
+    sinusoidal_table,
+)
 from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 
 torchgen = pytest.importorskip("torchgen")
@@ -53,7 +62,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)]
-        there = [x for x in tensors if x.is_meta and x.numel()]  # those on meta in the library itself are empty
+        there = [
+            x for x in tensors if (x.is_meta or x.is_mps) and x.numel()
+        ]  # those on meta in the library itself are empty
         assert not [x for x in there if x.dtype in (torch.float64, torch.complex128)], func
         if there:
             self.operators.add(func)
@@ -149,3 +160,12 @@ def test_modules_of_other_kinds_need_no_more() -> None:
 
     assert missing_of(as_in_torch, default=True) == []
     assert missing_of(with_sinusoids, default=True) == []
+
+
+def test_sinusoids_of_a_traced_length_need_no_more() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    varies: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    length: Any = mode.from_tensor(torch.ones(5), symbolic_context=varies).shape[0]
+    with mode, torch.device("mps"), Recorder() as recorder:
+        made: Any = sinusoidal_table(Span.full(length), 4, xp=torch)
+    assert (made.device.type, made.dtype, recorder.missing()) == ("mps", torch.float32, [])
