@@ -146,7 +146,7 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
         max_distance = check_int("max_distance", max_distance, minimum=size // 2 + 2)
     starts = [*range(size + 1)] if max_distance is None else _deberta_starts(size, max_distance)
     past = [min(size + bucket, 2 * size - 1) for bucket in _by_distance(starts, span.left)]
-    return (*reversed(past), *(size - bucket for bucket in _by_distance(starts, span.right)[1:]))
+    return (*reversed(past), *[size - bucket for bucket in _by_distance(starts, span.right)[1:]])
 
 
 def _deberta_starts(size: int, max_distance: int) -> list[int]:

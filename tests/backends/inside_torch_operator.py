@@ -109,7 +109,7 @@ def test_every_option_has_its_gradients(case: dense.Case, keeps: int, monkeypatc
     for asks in ("out lse", "out", "lse"):
         options: dict[str, Any] = {"return_lse": True, "chunk_size": 3} if "lse" in asks else {}
         found = gradients(case, relative_attention, asks=asks, **options)
-        torch.testing.assert_close(found, gradients(case, oracles.attention, asks=asks), rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, gradients(case, oracles.attention, asks=asks), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["v", "rel_bias", "mask"])
@@ -121,7 +121,7 @@ def test_one_array_may_require_grad_alone(name: str) -> None:
     expected = tensors(case)
     expected[name].requires_grad_()
     oracles.attention(**expected, **case.call()).out.sin().sum().backward()
-    torch.testing.assert_close(given[name].grad, expected[name].grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(given[name].grad, expected[name].grad, rtol=0, atol=1e-12)
     assert all(x.grad is None for other, x in given.items() if other != name)
 
 
@@ -207,7 +207,7 @@ def test_the_compiler_takes_every_option(place: int, case: dense.Case, monkeypat
     dynamic = True if case.name in PLAIN else None
     compiled: Any = torch.compile(relative_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     found = gradients(case, compiled, return_lse=True)
-    torch.testing.assert_close(found, gradients(case, relative_attention, return_lse=True), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, gradients(case, relative_attention, return_lse=True), rtol=0, atol=1e-12)
 
 
 @needs_kernels
@@ -326,7 +326,7 @@ def test_torch_func_equals_autograd(name: str) -> None:
         return attend(case, impl="auto")(*arrays).sin().sum()
 
     expected = torch.autograd.grad(loss(*given), given)
-    torch.testing.assert_close(torch.func.grad(loss, tuple(range(len(given))))(*given), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.func.grad(loss, tuple(range(len(given))))(*given), expected, rtol=0, atol=1e-12)
     plain = tuple(x.detach() for x in given)
     slope = torch.func.jvp(loss, plain, plain)[1]
     torch.testing.assert_close(

@@ -12,7 +12,14 @@ import torch
 
 import relskew_core
 from libraries import needs_kernels
-from relskew_core import relative_attention, relative_attention_2d, relative_attention_vjp
+from relskew_core import (
+    Span,
+    deberta_buckets,
+    relative_attention,
+    relative_attention_2d,
+    relative_attention_vjp,
+    t5_buckets,
+)
 from relskew_core._array import precision
 from relskew_core._functions import prepared
 from relskew_core._kernel import problem
@@ -148,6 +155,13 @@ def test_a_portable_call_of_a_known_kind_makes_few_python_calls_around_its_kerne
     kernel = python_calls(lambda: PORTABLE.attention(call.operands(), call.options, xp=call.xp))
     whole = python_calls(lambda: relative_attention(q, k, v, table, causal=True, impl="portable"))
     assert 0 < whole - kernel <= MOST // 2
+
+
+@pytest.mark.no_cover
+def test_boundaries_of_buckets_are_looked_for_and_not_the_bucket_of_every_position() -> None:
+    span = Span.full(100_000)
+    assert 0 < python_calls(lambda: t5_buckets(span, num_buckets=32, max_distance=100_000, bidirectional=True)) < 300
+    assert 0 < python_calls(lambda: deberta_buckets(span, position_buckets=256, max_distance=100_000)) < 300
 
 
 OF_TORCH = """

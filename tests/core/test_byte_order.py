@@ -19,44 +19,38 @@ def swapped(x: Any) -> Any:
     return x.astype(x.dtype.newbyteorder("S")) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
 
 
-def assert_same(found: Any, expected: NDArray[Any], dtype: str) -> None:
+def assert_same(found: Any, expected: NDArray[Any], dtype: str, gate: float | None = None) -> None:
+    largest = np.abs(expected[np.isfinite(expected)]).max(initial=1)
     assert found.dtype.newbyteorder("=") == expected.dtype
-    np.testing.assert_allclose(found, expected, rtol=0, atol=GATES[dtype] * np.abs(expected).max(initial=1))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=(GATES[dtype] if gate is None else gate) * largest)
 
 
-@pytest.mark.parametrize("case", dense.CASES, ids=str)
+LEARNED = dense.Case("learned numbers", n=5, m=5, heads=4, tables="rel_k key_table", by_head="scale rel_scale")
+
+
+@pytest.mark.parametrize("case", [*dense.CASES, LEARNED], ids=str)
 def test_calls_in_the_other_byte_order_give_the_same(case: dense.Case, dtype: str) -> None:
+    """To the bit by the portable code, which computes them by ``"auto"``, too: kernels read one byte order."""
     given = {**case.arrays(dtype), **case.call()}
+    if case is LEARNED:
+        given["rel_scale"] = np.asarray(given["rel_scale"][0])
     other = {name: swapped(x) for name, x in given.items()}
-    both = (relative_attention(**x, return_lse=True) for x in (other, given))
-    for found, expected in zip(*both, strict=True):
-        finite = np.isfinite(expected)
-        assert (finite == np.isfinite(found)).all()
-        assert_same(found[finite], expected[finite], dtype)
     d_out = case.d_out().astype(dtype)
-    gradients = relative_attention_vjp(swapped(d_out), **other)
-    for name, expected in relative_attention_vjp(d_out, **given)._asdict().items():
-        found = getattr(gradients, name)
-        assert (found is None) == (expected is None)
-        if expected is not None:
-            assert found.dtype == other[name].dtype, name
-            assert_same(found, expected, dtype)
-
-
-def test_learned_scales_in_the_other_byte_order_give_the_same(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 2, 4, 5, 3)).astype(dtype)
-    arrays = {"rel_k": rng.standard_normal((9, 3)), "key_table": rng.standard_normal((9, 3)), "scale": np.ones(4) / 2}
-    arrays["rel_scale"] = np.asarray(0.7)
-    given = {"q": q, "k": k, "v": v, **{name: x.astype(dtype) for name, x in arrays.items()}}
-    other = {name: swapped(x) for name, x in given.items()}
-    assert_same(relative_attention(**other), relative_attention(**given), dtype)
-    gradients = relative_attention_vjp(swapped(v), **other)
-    for name, expected in relative_attention_vjp(v, **given)._asdict().items():
-        if expected is not None:
-            assert_same(getattr(gradients, name), expected, dtype)
-    del other["v"], given["v"]
-    assert_same(relskew.attention_weights(**other), relskew.attention_weights(**given), dtype)
+    own: Any = {"impl": "portable"}
+    expected = *relative_attention(**given, return_lse=True, **own), *relative_attention_vjp(d_out, **given, **own)
+    for impl, gate in (("portable", 0), ("auto", None)):
+        own = {"impl": impl}
+        gradients = relative_attention_vjp(swapped(d_out), **other, **own)
+        for name, x in gradients._asdict().items():
+            assert x is None or not x.ndim or x.dtype == other[name].dtype, name
+        found = *relative_attention(**other, return_lse=True, **own), *gradients
+        for x, y in zip(found, expected, strict=True):
+            assert (x is None) == (y is None)
+            if y is not None:
+                assert_same(x, y, dtype, gate)
+    looked = given.keys() - {"v", "rel_v", "dropout", "seed"}
+    weights, of_other = (relskew.attention_weights(**{name: x[name] for name in looked}) for x in (given, other))
+    assert_same(of_other, weights, dtype, 0)
 
 
 SPECS = {
