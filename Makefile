@@ -32,7 +32,7 @@
 #   make mutants        small changes of the code, each of which a test must detect; takes hours; ONLY=relskew_core/_positions
 #                       for a part of it, SAMPLE=100 for a few of each suite, SEED=… for the same few, AGAIN=1 for survivors
 #   make check          the static checks
-#   make bench          time and memory of calls and of whole models, compared with the alternatives
+#   make bench          time and memory of calls, compared with the alternatives
 #   make bench-families models of transformers, with and without their attention replaced; T5 also generates
 #   make bench-jobs     whole jobs in transformers, with relskew, and in other runtimes
 #   make bench-options  the same for the options of a call, compared with dense masks
@@ -204,7 +204,6 @@ check-pyright: .venv/dev.stamp
 
 bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks calls
-	$(BIN)/python -m benchmarks models
 
 bench-families: .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks families

@@ -22,10 +22,11 @@ SECTIONS = {
     "bidirectional": ("plain", "sdpa-bias", "shaw", *RELSKEW),
     "bias": ("plain", "toeplitz-bias", "x-transformers", *RELSKEW),
 }
-LIMITS = {  # the largest length of a contender, to keep the run short
+LIMITS = {  # the largest length of a contender, to keep the run short and its memory below 8 GiB
     "forward": {"shaw": 2048, "flex": 2048, "huang": 4096},
     "training": {"shaw": 1024, "huang": 2048, "sdpa-bias": 2048},
     "memory": {"shaw": 2048, "sdpa-bias": 4096},
+    "memory with backward": {"shaw": 2048, "sdpa-bias": 4096, "huang": 4096},
     "blocks": {"sdpa-local": 2048},
     "window": {"sdpa-local": 2048},
     "bidirectional": {"shaw": 1024},
@@ -37,6 +38,11 @@ GATE = 2e-6
 def shape_of(case: Case) -> Shape:
     names = {field.name for field in fields(Shape)}
     return Shape(**{name: x for name, x in case.items() if name in names})
+
+
+def part_of(case: Case) -> str:
+    """Return the part of the page that shows a case."""
+    return case["section"] + " with backward" * (case["section"] == "memory" and case["backward"])
 
 
 class Calls(Benchmark):
@@ -67,9 +73,8 @@ class Calls(Benchmark):
         return prepare(CONTENDERS[contender], shape_of(case), backward=case["backward"])
 
     def skip(self, case: Case, contender: str) -> str | None:
-        reason = CONTENDERS[contender].skip(shape_of(case), backward=case["backward"])
-        limit = LIMITS.get(case["section"], {}).get(contender, case["length"])
-        return "left out to keep the run short" if reason is None and case["length"] > limit else reason
+        limit = LIMITS.get(part_of(case), {}).get(contender, case["length"])
+        return CONTENDERS[contender].missing or ("left out for its cost" if case["length"] > limit else None)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
         kind, backward = CONTENDERS[contender].kind, case["backward"]
@@ -90,8 +95,7 @@ class Calls(Benchmark):
     def texts(self, record: Record) -> dict[str, str]:
         parts = dict[str, list[Row]]()
         for row in record.rows:
-            half = " with backward" * (row.case["section"] == "memory" and row.case["backward"])
-            parts.setdefault(row.case["section"] + half, []).append(row)
+            parts.setdefault(part_of(row.case), []).append(row)
         tables = {name: _table(rows[0].case["section"], rows) for name, rows in parts.items()}
         return {"where": record.where, "targets": verdicts(outcomes(record)), **tables}
 

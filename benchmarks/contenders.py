@@ -145,9 +145,6 @@ def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:
     return seen if shape.window is None else seen & (r > -shape.window)
 
 
-MEMORY_LIMIT = 8 * 2**30  # of calls on a CPU, in bytes; others are skipped with that reason
-
-
 def plain(x: Inputs) -> Any:
     """Attention without relative positions: torch's SDPA, the lower bound."""
     return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal and not x.shape.first)
@@ -244,14 +241,7 @@ class Contender:
     function: Callable[[Inputs], Any]
     kind: Any = "full"  # the reference that it is compared with: "full", "clipped" or "plain"
     library: str = "torch"
-    floats: Callable[[Shape], float] = lambda _: 0.0  # roughly how many numbers it holds at once, if many
     missing: str | None = None  # the reason why it cannot run here
-
-    def skip(self, shape: Shape, *, backward: bool = False) -> str | None:
-        needed = 4 * self.floats(shape) * (1.6 if backward else 1)
-        if self.missing is None and shape.device == "cpu" and needed > MEMORY_LIMIT:
-            return f"needs about {needed / 2**30:.0f} GiB"
-        return self.missing
 
 
 def prepare(contender: Contender, shape: Shape, *, backward: bool = False) -> Callable[[], Any]:
@@ -310,10 +300,6 @@ def _causal_blocks(length: int, device: str) -> Any:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
 
 
-def _logits(buffers: float) -> Callable[[Shape], float]:
-    return lambda shape: buffers * shape.heads * shape.length**2
-
-
 def _native(library: str) -> str | None:
     return None if "native" in backends.available().get(library, []) else f"no native path for {library} here"
 
@@ -325,14 +311,14 @@ CONTENDERS = {
     "plain": Contender("plain SDPA, no relative positions", plain, "plain"),
     "sdpa-flash": Contender("SDPA, flash", sdpa_kernel([SDPBackend.FLASH_ATTENTION])(plain), "plain"),
     "sdpa-cudnn": Contender("SDPA, cuDNN", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])(plain), "plain"),
-    "huang": Contender("pad–reshape–slice (Huang)", huang, floats=_logits(4)),
+    "huang": Contender("pad–reshape–slice (Huang)", huang),
     "huang-local": Contender("local blocks (Huang)", huang_local),
-    "sdpa-bias": Contender("SDPA with a skewed bias", sdpa_skewed, floats=_logits(3)),
-    "sdpa-local": Contender("SDPA with a local bias", sdpa_local, floats=_logits(3)),
-    "shaw": Contender("gather (Shaw)", shaw, floats=lambda shape: shape.length**2 * (shape.dim + 3 * shape.heads)),
-    "flex": Contender("compiled FlexAttention", flex, floats=_logits(2), missing=COMPILER),
-    "toeplitz-bias": Contender("SDPA with a gathered bias", sdpa_gathered, floats=_logits(2)),
-    "x-transformers": Contender("x-transformers", x_transformers, floats=_logits(3), missing=X_TRANSFORMERS),
+    "sdpa-bias": Contender("SDPA with a skewed bias", sdpa_skewed),
+    "sdpa-local": Contender("SDPA with a local bias", sdpa_local),
+    "shaw": Contender("gather (Shaw)", shaw),
+    "flex": Contender("compiled FlexAttention", flex, missing=COMPILER),
+    "toeplitz-bias": Contender("SDPA with a gathered bias", sdpa_gathered),
+    "x-transformers": Contender("x-transformers", x_transformers, missing=X_TRANSFORMERS),
     "torch-portable": Contender("relskew on torch, portable", portable),
     "torch": Contender("relskew on torch", relskew, missing=_native("torch")),
     "torch-clipped": Contender("relskew on torch, a clipped table",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.families import built, find
 from benchmarks.graphs import open_session
-from benchmarks.models import MODELS, CausalModel, loss_of, step
+from benchmarks.models import Attention, CausalModel, loss_of, step, with_module
 from benchmarks.runner import ROOT, Benchmark, Call, Case, Record, as_memory, as_time, left_out
 from benchmarks.runtimes import apart
 from relskew_core._files import whole
@@ -79,8 +79,8 @@ def of(
     return Job(built(name, None, **options), cases, others, task, unit, floats)
 
 
-def music(attention: str) -> CausalModel:
-    return CausalModel(MODELS[attention], 2048, layers=6).eval()
+def music(attention: Callable[[int], nn.Module]) -> CausalModel:
+    return CausalModel(attention, 2048, layers=6).eval()
 
 
 BASE: Case = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -98,7 +98,7 @@ JOBS = {
         pos_att_type=["p2c", "c2p"], position_biased_input=False, type_vocab_size=0, **BASE),
     "MPNet-base": of("MPNetModel", ((1, 128, 0), (1, 384, 0), (1, 512, 0)), (*ENCODED, ROWS),
                      max_position_embeddings=514),
-    "Music Transformer": Job(lambda: music("pad, reshape, slice"), ((1, 1024, 256), (4, 1024, STEP)),
+    "Music Transformer": Job(lambda: music(Attention), ((1, 1024, 256), (4, 1024, STEP)),
                              (PLAIN, OPERATOR, INT8), CONTINUING),
     "MPT-125M": of("MptForCausalLM", ((1, 1024, 32),), (BASELINE, OPERATOR), CONTINUING, d_model=768, n_heads=12,
                     n_layers=12, vocab_size=32000, use_cache=True),
@@ -137,8 +137,8 @@ def pair(name: str) -> tuple[Any, Any]:
     if hasattr(model, "config"):
         return model, replace_attention(copy.deepcopy(model))
     if isinstance(model, CausalModel):
-        other = music("RelativeMultiheadAttention")
-        other.load_state_dict({key.replace(".table", ".rel_k"): x for key, x in model.state_dict().items()})
+        other = music(with_module)
+        other.load_state_dict(model.state_dict())
         return model, other
     config, arrays = load_vits_encoder({f"enc_p.{key}": x for key, x in model.state_dict().items()})
     encoder = find("vits.VitsTextEncoder")(find("VitsConfig")(**config)).eval()

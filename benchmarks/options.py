@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
@@ -19,81 +20,74 @@ HEADS, DIM, REACH, DROPOUT, SOFTCAP = 8, 64, 64, 0.1, 30.0
 LENGTHS = (1024, 4096)
 
 
-class OptionInputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: Tensor  # (2 · REACH + 1, D), clipped
-    sinks: Tensor
-    scale: Tensor
-    documents: Tensor
-    stamps: Tensor
-    steps: Tensor
-    padding: Tensor
-    future: Tensor
+def drawn(length: int, *, gradients: bool) -> Any:
+    """Draw the arrays of all options, by name."""
+    generator, steps = torch.Generator().manual_seed(0), torch.arange(length)
+    sizes = dict.fromkeys("qkv", (1, HEADS, length, DIM)) | {"table": (2 * REACH + 1, DIM)}
+    sizes |= dict.fromkeys(("sinks", "scale"), (HEADS,))
+    floats = {name: torch.randn(size, generator=generator).requires_grad_(gradients) for name, size in sizes.items()}
+    stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
+    padding = (steps < length * 7 // 8)[None, None, None]
+    labels = {"documents": steps * 64 // length, "stamps": stamps, "steps": steps, "padding": padding}
+    return SimpleNamespace(**floats, **labels, future=future(length))
 
-    @classmethod
-    def draw(cls, length: int, *, gradients: bool) -> OptionInputs:
-        generator, steps = torch.Generator().manual_seed(0), torch.arange(length)
-        sizes = [(1, HEADS, length, DIM)] * 3 + [(2 * REACH + 1, DIM), (HEADS,), (HEADS,)]
-        floats = [torch.randn(shape, generator=generator).requires_grad_(gradients) for shape in sizes]
-        stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
-        padding = (steps < length * 7 // 8)[None, None, None]
-        return cls._make([*floats, steps * 64 // length, stamps, steps, padding, future(length)])
+
+def but(x: Any, **others: Tensor) -> Any:
+    return SimpleNamespace(**vars(x) | others)
 
 
 def _rows(keys: Tensor, queries: Tensor) -> Tensor:
     return (keys[None, :] - queries[:, None]).clamp(-REACH, REACH) + REACH
 
 
-def _relative(x: OptionInputs, rows: Tensor | None = None) -> Tensor:
+def _relative(x: Any, rows: Tensor | None = None) -> Tensor:
     return picked(x.q * DIM**-0.5, x.table, _rows(x.steps, x.steps) if rows is None else rows)
 
 
-def _sums(x: OptionInputs) -> Tensor:
+def _sums(x: Any) -> Tensor:
     return x.q @ x.k.mT * DIM**-0.5 + _relative(x)
 
 
-def _sdpa(x: OptionInputs, hidden: Tensor | None = None, rows: Tensor | None = None, **options: Any) -> Tensor:
+def _sdpa(x: Any, hidden: Tensor | None = None, rows: Tensor | None = None, **options: Any) -> Tensor:
     bias = _relative(x, rows).masked_fill(x.future if hidden is None else hidden, -torch.inf)
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, **options)
 
 
-def _relskew(x: OptionInputs, **options: Any) -> Any:
+def _relskew(x: Any, **options: Any) -> Any:
     return relative_attention(x.q, x.k, x.v, x.table, Span.clipped(REACH), **options)
 
 
 _causal = partial(_relskew, causal=True)
 
 
-def _dense_sinks(x: OptionInputs) -> Tensor:
+def _dense_sinks(x: Any) -> Tensor:
     logits = _sums(x).masked_fill(x.future, -torch.inf)
     sinks = x.sinks[:, None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
-def _offsets(x: OptionInputs) -> Any:
+def _offsets(x: Any) -> Any:
     """Attend with the heads as items of the batch."""
-    items = x._replace(q=x.q.movedim(1, 0), k=x.k.movedim(1, 0), v=x.v.movedim(1, 0))
+    items = but(x, q=x.q.movedim(1, 0), k=x.k.movedim(1, 0), v=x.v.movedim(1, 0))
     return _causal(items, offset=[*range(HEADS)]).movedim(0, 1)
 
 
-def _dense_offsets(x: OptionInputs) -> Tensor:
+def _dense_offsets(x: Any) -> Tensor:
     r = x.steps[None, :] - (x.steps + torch.arange(HEADS)[:, None])[..., None]
     return _sdpa(x, r > 0, r.clamp(-REACH, REACH) + REACH)
 
 
-def _dense_key_table(x: OptionInputs) -> Tensor:
+def _dense_key_table(x: Any) -> Tensor:
     bias = _relative(x) + picked(x.k * DIM**-0.5, x.table, _rows(x.steps, x.steps).mT).mT
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
 
 
-def _dense_blocks(x: OptionInputs) -> Tensor:
+def _dense_blocks(x: Any) -> Tensor:
     behind = (x.steps // 128)[:, None] - x.steps // 128
     return _sdpa(x, (behind < 0) | (behind > 2))
 
 
-OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInputs], Tensor]]] = {
+OPTIONS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "none": ("causal alone", _causal, _sdpa),
     "sinks": ("sinks=(H,)", lambda x: _causal(x, sinks=x.sinks), _dense_sinks),
     "softcap": ("softcap=30", lambda x: _causal(x, softcap=SOFTCAP),
@@ -109,7 +103,7 @@ OPTIONS: dict[str, tuple[str, Callable[[OptionInputs], Any], Callable[[OptionInp
     "positions": ("positions, time stamps", lambda x: _causal(x, positions=(x.stamps, x.stamps)),
                   lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x.stamps, x.stamps))),
     "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale),
-              lambda x: _sdpa(x._replace(q=x.q * x.scale[:, None, None] * DIM**0.5))),
+              lambda x: _sdpa(but(x, q=x.q * x.scale[:, None, None] * DIM**0.5))),
     "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1),
                 lambda x: _sdpa(x, dropout_p=DROPOUT)),
 }  # fmt: skip
@@ -131,11 +125,11 @@ class OptionsOfCalls(Benchmark):
             yield {"option": option, "length": length, "backward": backward}
 
     def prepare(self, case: Case, contender: str) -> Call:
-        x = OptionInputs.draw(case["length"], gradients=case["backward"])
+        x = drawn(case["length"], gradients=case["backward"])
         function: Any = OPTIONS[case["option"]][1 + self.names.index(contender)]
         if not case["backward"]:
             return lambda: function(x)
-        d_out, wanted = torch.ones_like(x.v), [y for y in x if y.is_floating_point()]
+        d_out, wanted = torch.ones_like(x.v), [y for y in vars(x).values() if y.is_floating_point()]
         return lambda: torch.autograd.grad(function(x), wanted, d_out, allow_unused=True)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:

@@ -68,13 +68,10 @@ def tiny(name: str) -> list[str]:
     changes, only, who = {
         "calls": ("length=64 block_size=16 window=16", sections, " ".join(set(CONTENDERS) - set(slow))),
         "compiled": ("length=40", some, ""),
-        "peak": ("length=40", ["training=False"], ""),
         "half": ("queries=70 keys=70", ["training=True"], ""),
-        "grids": ("items=1 heads=2 width=8 side=4", ["training=True"], ""),
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
         "first": ("length=32", ["first=relskew --help", "first=None"], ""),
         "options": ("length=96", [], ""),
-        "models": ("size=6", [], ""),
         "families": ("", [], ""),
         "jobs": ("", [], ""),
         "export": ("width=16 reach=16 length=7", [f"form={each}" for each in ("causal", "blocks", "decoding")], ""),
@@ -118,13 +115,12 @@ class Twice(torch.nn.Module):
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Make small what no option makes small, and what is not installed here."""
     monkeypatch.setattr(models, "WIDTH", 32)
-    monkeypatch.setattr("benchmarks.operator.LAYERS", 1)
     model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
     monkeypatch.setattr(families, "MODELS", {"twice": model, "pixels": replace(model, generating=None, lengths=(5,))})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
     music = jobs.JOBS["Music Transformer"]._replace(cases=((1, 6, 2), (2, 6, jobs.STEP)))
     monkeypatch.setattr(jobs, "JOBS", {"Music Transformer": music})
-    monkeypatch.setattr(jobs, "music", lambda name: models.CausalModel(models.MODELS[name], 16, layers=1).eval())
+    monkeypatch.setattr(jobs, "music", lambda made: models.CausalModel(made, 16, layers=1).eval())
     monkeypatch.setattr(jobs, "KEPT", tmp_path / "jobs")
     # another test measures it in separate processes
     monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})
@@ -354,25 +350,22 @@ def test_calls_take_turns() -> None:
 
 
 def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same weights, at once and token by token; the model without positions differs."""
+    """With the same weights, at once and token by token."""
     monkeypatch.setattr(models, "WIDTH", 32)
-    relative = [name for name in models.MODELS if name != models.PLAIN]
-    first, *others = (models.CausalModel(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
-    weights = first.state_dict()
-    tokens = torch.randint(models.VOCABULARY, (2, 9))
+    made = (models.Attention, models.with_module)
+    first, other = (models.CausalModel(attention, 12, layers=2).eval() for attention in made)
+    other.load_state_dict(first.state_dict())
+    tokens = torch.randint(models.VOCABULARY, (1, 9))
     with torch.inference_mode():
         expected = first(tokens)
-        for number, model in enumerate(others):
-            theirs = model.state_dict()
-            model.load_state_dict({name: weights[name.replace(".table", ".rel_k")] for name in theirs})
-            assert torch.allclose(model(tokens), expected, atol=1e-5) == (number < len(others) - 1)
-        for model in (first, *others[:-1]):
-            logits, past = model(tokens[:1, :5], model.caches(12))
+        for model in (first, other):
+            torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+            logits, past = model(tokens[:, :5], [attention.empty_cache(1) for attention in model.attention])
             parts = [logits]
-            for token in tokens[:1, 5:].split(1, dim=1):
+            for token in tokens[:, 5:].split(1, dim=1):
                 logits, past = model(token, past)
                 parts.append(logits)
-            torch.testing.assert_close(torch.cat(parts, dim=1), expected[:1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-5)
 
 
 def test_targets_compare_with_the_promise() -> None:
