@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from cli.commands import BLOCK, Capture, error_of, output_of, python, relskew
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-
-onnx = pytest.importorskip("onnx")
 
 
 def spec_in(path: str) -> BlockSpec:
@@ -156,7 +155,6 @@ def test_weights_from_a_file_are_the_models(capsys: Capture, ending: str, key: s
     assert Path("m.onnx").read_bytes() == Path("seed.onnx").read_bytes()
     told = capsys.readouterr().out
     assert f"relskew validate m.onnx --weights {path} --prefix layer.0." in told
-    pytest.importorskip("onnxruntime")
     assert relskew("validate", "m.onnx", "--weights", str(path), "--prefix", "layer.0.") == 0
     assert "--prefix 'layer.0.'" in error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", str(path))
     assert "has no q_proj.weight" in error_of(capsys, "validate", "m.onnx", "--weights", str(path))
@@ -197,7 +195,6 @@ def test_weights_that_do_not_fit(capsys: Capture) -> None:
 
 
 def test_validate_says_yes_and_no(capsys: Capture) -> None:
-    pytest.importorskip("onnxruntime")
     assert relskew("export", "m.onnx", *BLOCK, "--length", "5", "--seed", "4") == 0
     assert output_of(capsys, "validate", "m.onnx", "--seed", "4").endswith("\nok\n")
     told = output_of(capsys, "validate", "m.onnx", status=1)
@@ -212,7 +209,6 @@ def test_validate_says_yes_and_no(capsys: Capture) -> None:
 
 
 def test_validate_on_a_provider_that_is_not_there(capsys: Capture) -> None:
-    pytest.importorskip("onnxruntime")
     assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0
     told = output_of(capsys, "validate", "m.onnx", "--provider", "NoSuchProvider", "--provider", "cpu", status=1)
     assert "NoSuchProvider is not available here" in told
@@ -276,36 +272,116 @@ HUGE = "99999999999999999999999999"
     ("draw call --queries 99999", "`n_queries` times `n_keys` must make at most 1048576 cells, got 9999800001"),
     ("draw call --queries 3 --past 999999", "got 3000006"),
     (f"draw call --queries {HUGE}", "--queries"),
-    (f"draw call --queries 3 --past {HUGE}", "--past"),
-    (f"draw call --queries 3 --length {HUGE}", "--length"),
     (f"draw call --queries 3 --window {HUGE},1", "--window must reach 1048576 at most"),
     ("draw call --queries 3 --window 1048577,1", "--window must reach 1048576 at most"),
     (f"draw call --queries 3 --segments {HUGE}", "--segments"),
-    (f"draw call --queries 3 --block-size {HUGE}", "--block-size"),
-    (f"draw call --queries 3 --block-size 2 --blocks-before {HUGE}", "--blocks-before"),
-    (f"draw span --length {HUGE}", "--length"),
-    (f"draw span --clip {HUGE}", "--clip"),
     ("draw weights BLOCK --clip 3 --queries 1025", "--queries"),
     ("draw weights --embed-dim 8 --num-heads 8 --clip 3 --queries 512", "must make at most 1048576 cells"),
     ("draw weights BLOCK --clip 1048576 --queries 4 --rel-values --head-dim 64", "random weights must be 67108864"),
     ("draw weights --embed-dim 999999 --num-heads 1 --clip 3", "random weights must be 67108864 numbers at most"),
-    (f"export x.onnx --embed-dim {HUGE} --num-heads 1 --clip 3", "--embed-dim"),
-    (f"export x.onnx --embed-dim 8 --num-heads {HUGE} --clip 3", "--num-heads"),
-    (f"export x.onnx BLOCK --clip 3 --num-kv-heads {HUGE}", "--num-kv-heads"),
-    (f"export x.onnx BLOCK --clip 3 --head-dim {HUGE}", "--head-dim"),
     ("export x.onnx BLOCK --head-dim 1048576 --clip 64", "random weights must be 67108864 numbers at most"),
     ("export x.onnx BLOCK --length 1048577", "--length"),
-    (f"export x.onnx BLOCK --clip 3 --max-length {HUGE}", "--max-length"),
-    (f"export x.onnx BLOCK --clip 3 --chunk-size {HUGE}", "--chunk-size"),
     (f"export x.onnx BLOCK --clip 3 --opset {HUGE}", "`opset` must be"),
-    (f"validate x.onnx --length {HUGE}", "--length"),
     (f"validate x.onnx --batch {HUGE}", "--batch"),
     ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
 ])  # fmt: skip
 def test_a_size_above_its_limit_is_refused_with_the_limit(
     capsys: Capture, tmp_path: Path, argv: str, named: str
 ) -> None:
+    """Those that typer compares, of which tests/cli/inside_cli.py lists all, and those that follow from several."""
     told = error_of(capsys, *words(argv))
     assert named in told
     assert re.search(r"\d", told.replace(HUGE, ""))
     assert not list(tmp_path.iterdir())
+
+
+# Every form from the command line, checkpoints, devices, advice
+
+CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
+
+
+def exported(*options: str) -> onnx.ModelProto:
+    assert relskew("export", "m.onnx", *BLOCK, "--overwrite", *options) == 0
+    return onnx.load("m.onnx")
+
+
+@pytest.mark.parametrize(("options", "inputs"), [
+    (["--segments", "--mask"], ["x", "mask", "segments"]),
+    (["--past", "--in-place", "--causal"], ["x", "past_key", "past_value", "past_lengths"]),
+    (["--no-projections", "--causal"], ["q", "k", "v"]),
+    (["--rel-bias", "--no-rel-keys"], ["x"]),
+    (["--rel-bias", "--rel-values"], ["x"]),
+    (["--causal", "--operator"], ["x"]),
+    (["--chunk-size", "4", "--mask"], ["x", "mask"]),
+], ids=["segments", "in place", "core", "bias", "values", "operator", "chunks"])  # fmt: skip
+def test_an_exported_model_validates_with_its_seed_alone(options: list[str], inputs: list[str]) -> None:
+    model = exported("--length", "9", "--seed", "3", *options)
+    assert [value.name for value in model.graph.input] == inputs
+    assert bool(model.functions) == ("--operator" in options)
+    assert relskew("validate", "m.onnx", "--seed", "3", "--length", "1", "--length", "4", "--batch", "2") == 0
+    assert relskew("validate", "m.onnx", "--length", "4", "--batch", "2") == 1
+
+
+def test_a_device_chooses_the_chunks(capsys: Capture) -> None:
+    def chunk(*options: str) -> str | None:
+        return {entry.key: entry.value for entry in exported(*options).metadata_props}.get("relskew.chunk_size")
+
+    assert chunk("--length", "9") is None
+    for device in ((), ("--device", "cpu")):
+        assert chunk("--length", "300", *device) == "256"
+    assert "chunks of 256" in capsys.readouterr().out
+    assert chunk("--length", "9", "--device", "cpu", "--chunk-size", "3") == "3"
+    assert chunk("--length", "300", "--device", "cuda") is None
+    told = error_of(capsys, "export", "n.onnx", *BLOCK, "--length", "9", "--device", "npu")
+    assert "--device must be cpu or cuda, got 'npu'" in told
+
+
+def test_device_and_provider(capsys: Capture) -> None:
+    exported("--length", "9")
+    report = json.loads(output_of(capsys, "validate", "m.onnx", "--device", "cpu", "--batch", "1", "--json"))
+    assert {check["provider"] for check in report["checks"]} >= {"CPUExecutionProvider"}
+    assert {check["case"].partition(",")[0] for check in report["checks"] if check["case"]} == {"batch 1"}
+    error_of(capsys, "validate", "m.onnx", "--device", "cpu", "--provider", "cpu")
+    told = error_of(capsys, "validate", "m.onnx", "--device", "tpu")
+    assert "--device must be cpu or cuda, got 'tpu'" in told
+
+
+def test_atol(capsys: Capture) -> None:
+    exported("--length", "9")
+    assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-4") == 0
+    told = output_of(capsys, "validate", "m.onnx", "--batch", "1", "--atol", "1e-12", status=1)
+    assert "more than atol 1e-12" in told
+    assert "atol: the relative errors keep their tolerances" in told
+    told = output_of(capsys, "validate", "m.onnx", "--atol", "-1", status=1)
+    assert "`atol` must be a finite number > 0" in told
+
+
+def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
+    np.savez("weights.npz", **init_weights(CAUSAL, seed=5))
+    model = exported("--causal", "--no-projections", "--weights", "weights.npz")
+    assert [tensor.name for tensor in model.graph.initializer if not tensor.name.startswith("relskew/")] == ["rel_k"]
+    assert relskew("validate", "m.onnx", "--weights", "weights.npz", "--batch", "1") == 0
+
+
+def test_a_model_in_bfloat16_is_validated_where_it_runs(capsys: Capture) -> None:
+    exported("--length", "5", "--dtype", "bfloat16", "--seed", "3")
+    told = capsys.readouterr().out
+    (line,) = [line for line in told.splitlines() if line.startswith("next ")]
+    assert relskew(*line.split()[2:], "--length", "4", "--batch", "1") == 0
+    assert "--device cuda" in told
+    told = output_of(capsys, "validate", "m.onnx", "--seed", "3", status=1)
+    assert "onnxruntime computes in bfloat16 on CUDA only" in told.splitlines()[-1]
+    exported("--length", "5", "--dtype", "bfloat16", "--device", "cuda")
+    assert "relskew validate m.onnx --device cuda" in capsys.readouterr().out
+
+
+def test_json_of_an_export(capsys: Capture) -> None:
+    exported("--length", "9", "--seed", "3")
+    Path("n.onnx.bak").touch()  # a file of the user
+    found = json.loads(output_of(capsys, "export", "n.onnx", *BLOCK, "--length", "9", "--seed", "3", "--json"))
+    props = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}
+    assert found["graphs"][0]["inputs"][0]["shape"][:2] == ["batch", "query_length"]
+    assert found["bytes"] == Path("n.onnx").stat().st_size
+    assert (found["path"], found["files"], found["metadata"]["relskew.profile"]) == ("n.onnx", ["n.onnx"], "ort")
+    assert found["validate"] == ["relskew", "validate", "n.onnx", "--seed", "3"]
+    assert BlockSpec.from_dict(found["spec"]) == BlockSpec.from_dict(json.loads(props["relskew.spec"]))
