@@ -242,20 +242,6 @@ def test_a_file_has_limits_and_a_model_those_asked_for(monkeypatch: pytest.Monke
         assert asked[0].model_or_path == (os.fspath(path) if model is not made else made)
 
 
-def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = save(exported(CAUSAL)[0], tmp_path / "block.onnx")
-    given: dict[str, Any] = {"providers": ["cpu"], "runtimes": ["reference"], "lengths": [3], "batches": [2]}
-    steps: list[str] = []
-    asked: Any = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
-    assert {name: getattr(asked[0], name) for name in given} == given
-    assert (asked[0].spec, asked[0].atol, asked[0].tolerance, asked[0].seed) == (CAUSAL, 1.0, 2.0, 7)
-    assert type(asked[0].atol) is type(asked[0].tolerance) is float
-    assert asked[0].weights.keys() == random_weights(CAUSAL).keys()
-    assert all(isinstance(array, np.ndarray) for array in asked[0].weights.values())
-    asked[4]("step")
-    assert steps == ["step"]
-
-
 @pytest.mark.parametrize(("name", "value", "told"), [
     ("lengths", [3, 0], "ValueError: `lengths` must be ints >= 1, got [3, 0]"),
     ("lengths", [], "ValueError: `lengths` must be ints >= 1, got []"),

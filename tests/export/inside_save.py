@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import multiprocessing
 import os
 import shutil
 import stat
@@ -242,11 +241,13 @@ def test_save_passes_where_others_remove_files_meanwhile(tmp_path: Path, monkeyp
 
 def test_arguments_and_paths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    path, long = tmp_path / "block.onnx", "b" * 300
+    path, long, broken = tmp_path / "block.onnx", "b" * 300, model()
+    broken.graph.node[0].input[0] = "nobody"
     of_one = "`path` must be a str or a path-like object of one, got "
     too_long = r"`path` cannot be written: File name too long: '.*b\.onnx'"
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((b"model", path), {}, TypeError, "`model` must be an onnx"),
+        ((broken, path), {}, onnx.checker.ValidationError, "nobody"),
         ((model(), path), {"overwrite": 1}, TypeError, "`overwrite` must be a bool"),
         ((model(), path), {"external_threshold": -1}, ValueError, "`external_threshold` must be an int >= 0"),
         ((model(), tmp_path / "no" / "b"), {}, FileNotFoundError, "`path` must lie in a directory that exists"),
@@ -270,14 +271,6 @@ def test_arguments_and_paths_that_do_not_fit_are_refused(tmp_path: Path) -> None
         with pytest.raises(error, match=message):
             save(*given, **options)
     assert names(tmp_path) == ["pipe"]
-
-
-def test_a_model_that_is_not_valid_is_not_saved(tmp_path: Path) -> None:
-    made = model()
-    made.graph.node[0].input[0] = "nobody"
-    with pytest.raises(onnx.checker.ValidationError):
-        save(made, tmp_path / "block.onnx")
-    assert not names(tmp_path)
 
 
 def test_a_check_sees_the_finished_file_first(tmp_path: Path) -> None:
@@ -446,33 +439,20 @@ def test_a_save_that_was_killed_is_repeated_at_once(deaths: list[Path]) -> None:
         assert not kept or ballast(folder / "copy.onnx") == 0
 
 
-def held(path: Path, ready: Any, done: Any) -> None:
-    """Save, and stop in the middle for as long as another process likes."""
-    real = onnx.checker.check_model
+def test_a_save_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save in the same folder removes nothing, however long the first one takes."""
+    path, real = tmp_path / "block.onnx", onnx.checker.check_model
 
-    def check(*args: Any) -> None:
-        ready.set()
-        done.wait()
+    def others_meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(onnx.checker, "check_model", real)
+        for other in (tmp_path / "other.onnx", path):
+            age(tmp_path)
+            save(model(2), other, overwrite=True)
         real(*args)
 
-    onnx.checker.check_model = check  # type: ignore[assignment]
+    monkeypatch.setattr(onnx.checker, "check_model", others_meanwhile)
     save(model(1), path, external_threshold=0, overwrite=True)
-
-
-def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
-    """Another save in the same folder removes nothing, however long the first one takes."""
-    context = multiprocessing.get_context("spawn")
-    ready, done = context.Event(), context.Event()
-    process = context.Process(target=held, args=(tmp_path / "block.onnx", ready, done))
-    process.start()
-    assert ready.wait(60)
-    age(tmp_path)
-    save(model(2), tmp_path / "other.onnx")
-    age(tmp_path)
-    save(model(2), tmp_path / "block.onnx", overwrite=True)
-    done.set()
-    process.join()
-    assert (process.exitcode, ballast(tmp_path / "block.onnx")) == (0, 1)
+    assert [ballast(tmp_path / name) for name in PAIR] == [1, 2]
 
 
 @pytest.mark.parametrize("lock", ["free", "held", "unknown"])
@@ -501,32 +481,3 @@ def test_temporary_folders_of_killed_saves_are_removed(
         save(model(), tmp_path / "block.onnx")
     left = set(hours) - (set() if other else {"old", "written in", "young"} if lock == "free" else {"old"})
     assert names(tmp_path) == sorted([*(f".{name}.relskew-saving" for name in left), link.name, "block.onnx"])
-
-
-def reading(path: Path, started: Any, done: Any, answers: Any) -> None:
-    """Load the model repeatedly; ``None``: it is neither of the models."""
-    found: list[int | None] = []
-    while not done.is_set():
-        found.append(None)
-        with contextlib.suppress(Exception):
-            found[-1] = ballast(path)
-        started.set()
-    answers.put(found)
-
-
-def test_a_reader_meanwhile_finds_a_whole_model(tmp_path: Path) -> None:
-    path = tmp_path / "block.onnx"
-    save(model(0), path, external_threshold=0)
-    context = multiprocessing.get_context("spawn")
-    started, done, answers = context.Event(), context.Event(), context.Queue()
-    reader = context.Process(target=reading, args=(path, started, done, answers))
-    reader.start()
-    assert started.wait(60)
-    models = [model(seed) for seed in range(4)]
-    for count in range(60):
-        save(models[count % 4], path, external_threshold=0, overwrite=True)
-    done.set()
-    found = answers.get(timeout=60)
-    reader.join()
-    assert len(found) > 20
-    assert None not in found

@@ -164,30 +164,3 @@ def test_a_wrong_band_past_a_clip_is_noticed(profile: Any) -> None:
         before = LessOrEqual(r, near) within = And(after, before) added = CastLike(within, old) new = Add(old, added)
     """)  # fmt: skip
     assert "y" in {check.name for check in validate(model, spec, weights, batches=(2,)).failures}
-
-
-RANGES: dict[str, tuple[BlockSpec, dict[str, Any], list[tuple[str, int, int]]]] = {
-    "past a clip": (BlockSpec(8, 2, Span.clipped(6)), {}, [("x", 36, 60), ("x", 4, 6), ("x", 150, 230)]),
-    "between chunks": (BlockSpec(8, 2, Span.clipped(6)), {"chunk_size": 100}, [("x", 130, 195), ("x", 20, 30)]),
-    "of a long table": (BlockSpec(8, 2, Span.causal(400), causal=True), {}, [("x", 45, 70), ("x", 200, 300)]),
-    "of a past": (BlockSpec(8, 2, Span.causal(6, beyond="clip"), causal=True), {"past": True},
-                  [("past_key", 36, 60), ("past_key", 120, 190), ("x", 36, 60)]),
-    "of a memory": (BlockSpec(8, 2, Span.clipped(6), cross=True), {}, [("x", 36, 60), ("memory", 36, 60)]),
-}  # fmt: skip
-"""Inputs with a length in one range, the first and the last, are wrong."""
-
-
-@pytest.mark.parametrize("kind", RANGES)
-def test_wrong_results_in_a_range_of_lengths_are_noticed(kind: str) -> None:
-    """No edge of the table or of a chunk is in the range."""
-    spec, options, ranges = RANGES[kind]
-    weights = init_weights(spec, seed=0)
-    for name, first, last in ranges:
-        model, axis = to_onnx(spec, weights, **options), 2 if name == "past_key" else 1
-        recomputed(model, "y", f"""
-            first = Constant<value_int = {first}>() last = Constant<value_int = {last}>()
-            length = Shape<start = {axis}, end = {axis + 1}>({name}) from = GreaterOrEqual(length, first)
-            to = LessOrEqual(length, last) in = And(from, to) added = CastLike(in, old) new = Add(old, added)
-        """)  # fmt: skip
-        report = validate(model, spec, weights, runtimes=["reference"])
-        assert "y" in {check.name for check in report.failures}, (name, first, last)

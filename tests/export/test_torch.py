@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,110 +12,8 @@ from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.layers.torch import RelativeMultiheadAttention
-from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
-from torch_exports import SIZES, VARY, agrees, assert_same, export, of, random, session
-
-
-def flat(results: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(x for result in results for x in (result if isinstance(result, tuple) else (result,)))
-
-
-def heads(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-    return random(batch, 4, queries, 6, seed=1), random(batch, 2, keys, 6, seed=2), random(batch, 2, keys, 5, seed=3)
-
-
-def across(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-    """Return queries and keys of different lengths, and a mask that hides all keys of some queries."""
-    mask = random(batch, 1, queries, keys, seed=4) > 0
-    mask[0, :, 0] = False
-    return *heads(batch, queries, keys), mask
-
-
-def along(batch: int, length: int, _: int) -> tuple[Tensor, ...]:
-    return random(batch, 4, length, 6, seed=1), random(batch, 1, 1, length, seed=2) > -1
-
-
-def placed(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-    """Return positions in any order and segments, too."""
-    generator = torch.Generator().manual_seed(7)
-    labels = [
-        torch.randint(*limits, (batch, length), generator=generator)
-        for limits in ((-4, 5), (0, 3)) for length in (queries, keys)
-    ]  # fmt: skip
-    return *heads(batch, queries, keys), *labels
-
-
-def call_across(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
-    calls = ({"offset": 0, **call, "mask": shown} for call in self.calls for shown in (None, mask))
-    return flat(relative_attention(q, k, v, **call) for call in calls)
-
-
-def call_along(self: Any, x: Tensor, mask: Tensor) -> Any:
-    """Lengths of queries and keys are known to be equal."""
-    q, k = x, x[:, :2] * 2
-    return flat(relative_attention(q, k, k - 1, **call, mask=shown) for call in self.calls for shown in (None, mask))
-
-
-def call_placed(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, at: Tensor, keys_at: Tensor, of: Tensor, keys_of: Tensor
-) -> Any:
-    every = (((at, keys_at), None), ((at[0], keys_at), (of, keys_of[0])))
-    documents: dict[str, Any] = {"offset": 0, "segments": (of, keys_of)}
-    return flat([
-        *(relative_attention(q, k, v, **call, positions=x, segments=y) for call in self.calls for x, y in every),
-        relative_attention(q, k, v, TABLE, CLIP, **documents),
-        relative_attention(q, k, v, TABLE, CLIP, **documents, rel_v=VALUES, sinks=TABLE[:, 0, 0]),
-        relative_attention(q[None], k[None], v[None], TABLE, CLIP, offset=0, segments=(of[None], keys_of[0])),
-        relative_attention(q[0], k[0], v[0], TABLE, CLIP, positions=(at[0], keys_at[0])),
-    ])  # fmt: skip
-
-
-def call_in_other_shapes(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
-    """A mask that is added, arrays with fewer axes and with more."""
-    additive, behind = torch.where(mask, q[:, :1, :, :1], -torch.inf), k.shape[2] - q.shape[2]
-    return flat([
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, mask=additive, rel_v=VALUES, rel_q=q + 1),
-        relative_attention(q, k, v, TABLE, CLIP, offset=0, sinks=q[..., 0], return_lse=True),
-        relative_attention(q[0], k[0], v[0], TABLE, CLIP, offset=0, mask=mask[0]),
-        relative_attention(q[0, 0], k[0, 0], v[0, 0], TABLE[0], CLIP, offset=0),
-        relative_attention(q[None] * 2, k[None], v[None], TABLE, CLIP, offset=0, return_lse=True),
-        relative_attention(q[0], k[0], v[0], TABLE, CLIP, offset=0, return_lse=True),
-        # More queries than keys: the first ones are before all keys.
-        relative_attention(q, k, v, TABLE, CLIP, offset=behind, causal=True),
-        relative_attention(q, k[:, :1], v[:, :1], key_table=TABLE, span=CLIP, offset=behind),
-    ])  # fmt: skip
-
-
-HEADS, LABELS = {0: VARY, 2: VARY}, {0: VARY, 1: VARY}
-ACROSS: dict[str, Any] = {**dict.fromkeys("qkv", HEADS), "mask": {0: VARY, 2: VARY, 3: VARY}}
-VARYING: dict[Any, dict[str, Any]] = {
-    call_across: ACROSS,
-    call_along: {"x": HEADS, "mask": {0: VARY, 3: VARY}},
-    call_placed: {**dict.fromkeys("qkv", HEADS), **dict.fromkeys(("at", "keys_at", "of", "keys_of"), LABELS)},
-    call_in_other_shapes: ACROSS,
-}
-
-
-@pytest.mark.no_cover
-@pytest.mark.parametrize(("forward", "inputs", "calls", "opset"), [
-    (call_across, across, [*CROSS.values()][::3], 18), (call_across, across, [*CROSS.values()][1::4], 23),
-    (call_along, along, [*ALONG.values()][1::2], 18), (call_along, along, [*ALONG.values()][::2], 23),
-    (call_placed, placed, [*PLACED.values()][::2], 18), (call_placed, placed, [*PLACED.values()][1::2], 23),
-    (call_in_other_shapes, across, [], 18),
-])  # fmt: skip
-def test_exported_calls_give_torchs_numbers_at_every_size(forward: Any, inputs: Any, calls: Any, opset: int) -> None:
-    """Some calls, because torch's exporter takes seconds; `inside_translation.py` has all of them without it."""
-    model = of(forward)
-    model.calls = calls
-    program = export(model, inputs(2, 5, 7), VARYING[forward], opset)
-    if forward is call_along:
-        attentions = [node for node in program.model.graph if node.op_type == "Attention"]
-        causal = sum(node.attributes.get_int("is_causal", 0) for node in attentions)
-        unmasked = sum("causal" in x and "blocks_before" not in x for x in calls if "rel_v" not in x)
-        assert causal == (unmasked if opset == 23 else 0)  # with a mask it is part of the condition
-    run = session(program)
-    for shape in SIZES:
-        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+from torch_calls import CLIP, FULL, LONG, TABLE
+from torch_exports import VARY, agrees, assert_same, of, random, session
 
 
 def call_with_a_gap(self: Any, q: Tensor, k: Tensor, gap: Tensor) -> Any:

@@ -264,9 +264,27 @@ def with_a_bias(self: Any, x: Any, mask: Any) -> tuple[Any, ...]:
     )
 
 
+def of_labels_and_shapes(self: Any, x: Any, mask: Any) -> tuple[Any, ...]:
+    """Positions and segments of items and of all, other lengths of keys, numbers by query, fewer axes and more."""
+    table, n = self.table, x.shape[-2]
+    half: Any = torch.arange(n, dtype=torch.int64, device=x.device) // 2
+    of_items: Any = half + torch.arange(len(x), device=x.device)[:, None]
+    keys, own = torch.cat([x, x.flip(-2)], -2), (of_items, torch.cat([of_items, of_items], -1))
+    two: dict[str, Any] = {"span": FAR, "segments": (of_items[None], half)}
+    return (
+        relative_attention(x, x, x, table, FAR, positions=(half, of_items), segments=(of_items, half), causal=True),
+        relative_attention(x, keys, keys, table, FAR, positions=own, rel_v=table, sinks=x[..., 0]),
+        *cast(Any, relative_attention(x, keys, keys, table, FAR, offset=-2, sinks=x[..., 0], return_lse=True)),
+        relative_attention(x, keys, keys, key_table=table, span=FAR, offset=1, segments=own, scale=self.bias[:, 0]),
+        relative_attention(x[None] * 2, x[None], x[None], table, **two, softcap=3.0, rel_scale=self.bias[0, 0]),
+        relative_attention(x[0, 0], x[0, 0], x[0, 0], table[0], FAR, mask=mask[0, 0]),
+        relative_attention(x, x[:, :1], x[:, :1], table, FAR, block_size=3, blocks_before=1, positions=(half, half)),
+    )
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("opset", [18, 23])
-@pytest.mark.parametrize("forward", [of_every_kind, with_a_bias])
+@pytest.mark.parametrize("forward", [of_every_kind, with_a_bias, of_labels_and_shapes])
 def test_chunks_agree_at_any_length(forward: Any, opset: int) -> None:
     """Chunks share the logits of a bias, and hide keys in their products."""
     model = of(forward, table=random(2, 13, 4, seed=1), bias=random(2, 13, seed=3)).eval()

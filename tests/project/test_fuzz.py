@@ -196,14 +196,6 @@ def test_a_slip_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert re.search(named, failure_of(TARGETS[target], **changes))
 
 
-def test_a_slip_is_made_small_and_printed_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "forms", lambda found, given: with_bad(found, lambda out: out + float(is_scattered(given["k"]))))
-    failure = str(turn(TARGETS["forms"], 2, examples=600).failure)
-    assert re.search(r"^# numpy, float\d\d; layouts: \{.*'k': '[a-z ]*records'", failure, re.MULTILINE)
-    assert re.search(r"^    q=asarray", failure, re.MULTILINE)
-    assert "rel_k=" not in failure
-
-
 TRANSFORMED: dict[str, Callable[[], bool]] = {
     "inference": torch.is_inference_mode_enabled,
     "autocast": lambda: torch.is_autocast_enabled("cpu"),

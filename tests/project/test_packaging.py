@@ -394,8 +394,13 @@ def test_the_lowest_releases_are_the_lower_bounds() -> None:
 
 EXPORTING = (
     "from relskew_core import BlockSpec, Span, init_weights, export;"
-    "spec = BlockSpec(4, 2, Span.causal(3), causal=True);"
-    "export.to_onnx(spec, init_weights(spec, seed=0))"
+    "spec = BlockSpec(4, 2, Span.causal(3), causal=True); weights = init_weights(spec, seed=0);"
+    "assert export.validate(export.to_onnx(spec, weights), spec, weights, runtimes=['reference']).ok"
+)
+GENERATING = (
+    "sys.path.append('tests/support'); import small_decoder, tempfile; from relskew_core import export;"
+    "path = export.save(small_decoder.growing(), tempfile.mkdtemp() + '/decoder.onnx');"
+    "assert export.generate(path, [1, 2, 3], 4).tolist() == small_decoder.greedy([[1, 2, 3]], 4)[0].tolist()"
 )
 
 
@@ -404,6 +409,7 @@ EXPORTING = (
     [
         *((f"import relskew_core{name}", ARRAY_LIBRARIES) for name in ("", ".papers", ".backends", ".cli")),
         (EXPORTING, {"torch", "onnxruntime", "jax", "cupy", "openvino"}),
+        (GENERATING, {"torch", "onnxscript", "onnx_ir", "jax", "cupy", "openvino"}),
     ],
 )
 def test_what_is_not_needed_is_not_imported(code: str, absent: set[str]) -> None:
