@@ -18,7 +18,6 @@ def relskew(*arguments: str) -> int:
 
 
 def output_of(capsys: Capture, *arguments: str, status: int = 0) -> str:
-    """Return what a command prints."""
     capsys.readouterr()
     assert relskew(*arguments) == status
     return capsys.readouterr().out
@@ -37,6 +36,5 @@ def error_of(capsys: Capture, *arguments: str) -> str:
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in another process."""
     command, env = [sys.executable, *arguments], os.environ | environment
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)

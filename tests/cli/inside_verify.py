@@ -128,9 +128,7 @@ def _raising(*args: Any, **kwargs: Any) -> Any:
     pytest.param(lambda *given, **more: attention_block(*given, **more)[:, 1:, :], "a shape differs", id="shape"),
     pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
 ])  # fmt: skip
-def test_a_broken_function_is_found(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any], detail: str
-) -> None:
+def test_a_broken_function_is_found(capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: Any, detail: str) -> None:
     monkeypatch.setattr(_verify, "attention_block", broken)
     (row,) = rows_of(capsys, 1, "--library", "numpy", "--case", "causal", "--dtype", "float32")
     assert row["ok"] is False

@@ -285,9 +285,7 @@ HUGE = "99999999999999999999999999"
     (f"validate x.onnx --batch {HUGE}", "--batch"),
     ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
 ])  # fmt: skip
-def test_a_size_above_its_limit_is_refused_with_the_limit(
-    capsys: Capture, tmp_path: Path, argv: str, named: str
-) -> None:
+def test_a_size_above_its_limit_is_refused_with_it(capsys: Capture, tmp_path: Path, argv: str, named: str) -> None:
     """Those that typer compares, of which tests/cli/inside_cli.py lists all, and those that follow from several."""
     told = error_of(capsys, *words(argv))
     assert named in told

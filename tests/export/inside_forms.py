@@ -36,18 +36,15 @@ REFUSALS = re.compile(r"running (\w+) node\. Name:'([^']*)'")
 
 
 def planned(form: str, options: dict[str, Any]) -> tuple[onnx.ModelProto, GraphPlan]:
-    """Return a graph and its plan."""
     spec, own, weights = made(form)
     return to_onnx(spec, weights, **own, **options), make_plan(spec, np.dtype(np.float32), **own, **options)
 
 
 def tried(plan: GraphPlan, lengths: list[int] | None = None) -> list[Feeds]:
-    """Return inputs that fit, in batches of two."""
     return [make_inputs(plan, trial, seed) for trial, seed in make_trials(plan, lengths, (2,), 0) if trial.fits]
 
 
 def shapes(plan: GraphPlan, trial: Trial) -> list[tuple[int, ...]]:
-    """Return what the outputs should be like."""
     spec, width = plan.spec, plan.spec.head_dim
     heads = (0, spec.num_heads, trial.queries, width)
     cache = (0, spec.num_kv_heads, trial.cache or trial.keys, width)
@@ -141,7 +138,6 @@ def test_equal_symbols_are_equal_lengths(form: str) -> None:
 
 
 def results(model: onnx.ModelProto, feeds: Feeds, *, library: bool = False) -> list[Any] | None:
-    """Return what a session gives, nothing where it fails."""
     session = opened(model, library=library)
     try:
         return list(session.run(None, feeds))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,54 +30,33 @@ CAUSAL = FORMS["causal"][0]
 module = importlib.import_module("relskew_core.export._check.validate")
 
 
-class Onnxruntime:
-    """The interface of onnxruntime, with every provider, and with a given placement of nodes."""
+def opened(
+    monkeypatch: pytest.MonkeyPatch, provider: Any, placed: Any, used: Any = None, path: Any = "model.onnx"
+) -> tuple[Any, runtimes.Runner]:
+    """Open a model in a stand-in for onnxruntime with every provider, which places nodes as it is told."""
+    levels = SimpleNamespace(ORT_ENABLE_ALL="all", ORT_DISABLE_ALL="none")
+    fake: Any = SimpleNamespace(__version__="9.9", GraphOptimizationLevel=levels, sessions=[], preloaded=[])
+    every = ["CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"]
+    fake.get_available_providers = lambda: every
+    fake.preload_dlls = lambda: fake.preloaded.append(print("what is missing"))
 
-    __version__ = "9.9"
-    GraphOptimizationLevel = SimpleNamespace(ORT_ENABLE_ALL="all", ORT_DISABLE_ALL="none")
-
-    def __init__(self, placed: Mapping[str, Sequence[str]], used: Mapping[str, str]) -> None:
-        self.placed, self.used = placed, used
-        self.sessions: list[tuple[Any, ...]] = []
-        self.preloaded = 0
-
-    def get_available_providers(self) -> list[str]:
-        return ["CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"]
-
-    def preload_dlls(self) -> None:
-        self.preloaded += 1
-        print("what is missing")
-
-    def SessionOptions(self) -> Any:  # noqa: N802 -- its name there
+    def options() -> Any:
         entries: dict[str, str] = {}
         return SimpleNamespace(entries=entries, add_session_config_entry=entries.__setitem__)
 
-    def InferenceSession(self, content: Any, settings: Any, providers: Any) -> Any:  # noqa: N802 -- its name there
-        self.sessions.append((content, settings.graph_optimization_level, settings.log_severity_level, providers))
-        assert settings.entries == {"session.record_ep_graph_assignment_info": "1"}
+    def session(content: Any, settings: Any, providers: Any) -> Any:
         level = settings.graph_optimization_level
-        nodes = [
-            (where, [SimpleNamespace(name=name, op_type="MatMul")])
-            for where, names in self.placed.items()
-            for name in names
-        ]
+        fake.sessions.append((content, level, settings.log_severity_level, providers))
+        assert settings.entries == {"session.record_ep_graph_assignment_info": "1"}
+        nodes = [(where, SimpleNamespace(name=x, op_type="MatMul")) for where, names in placed.items() for x in names]
+        parts = [SimpleNamespace(ep_name=where, get_nodes=lambda node=node: [node]) for where, node in nodes]
         return SimpleNamespace(
             run=lambda names, feeds: [level, names, feeds],
-            get_provider_options=lambda: {"CUDAExecutionProvider": self.used},
-            get_provider_graph_assignment_info=lambda: [
-                SimpleNamespace(ep_name=where, get_nodes=lambda found=found: found) for where, found in nodes
-            ],
+            get_provider_options=lambda: {"CUDAExecutionProvider": used or {}},
+            get_provider_graph_assignment_info=lambda: parts,
         )
 
-
-def opened(
-    monkeypatch: pytest.MonkeyPatch,
-    provider: Any,
-    placed: Mapping[str, Sequence[str]],
-    used: Mapping[str, str] | None = None,
-    path: str | None = "model.onnx",
-) -> tuple[Onnxruntime, runtimes.Runner]:
-    fake = Onnxruntime(placed, used or {})
+    fake.SessionOptions, fake.InferenceSession = options, session
     monkeypatch.setattr(runtimes, "_import", {"onnxruntime": fake}.__getitem__)
     return fake, runtimes.open_onnxruntime(runtimes.Source(onnx.ModelProto(ir_version=9), path), provider)
 
@@ -87,7 +65,7 @@ def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.Mon
     fake, runner = opened(monkeypatch, "cpu", {"CPUExecutionProvider": ["a", "b"]})
     providers: list[Any] = [("CPUExecutionProvider", {})]
     assert fake.sessions == [("model.onnx", level, 4, providers) for level in ("all", "none")]
-    assert (fake.preloaded, runner.runtime, runner.provider) == (0, "onnxruntime 9.9", "CPUExecutionProvider")
+    assert (fake.preloaded, runner.runtime, runner.provider) == ([], "onnxruntime 9.9", "CPUExecutionProvider")
     assert (runner.misplaced, runner.detail) == ((), "2 nodes on CPUExecutionProvider")
     feeds = {"x": np.zeros(2, np.float32)}
     assert runner.unoptimised is not None
@@ -105,13 +83,13 @@ def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, caps
         fake, runner = opened(monkeypatch, ("cuda", given), placed, {"use_tf32": used, "device_id": "0"})
         assert given == before
         assert fake.sessions[0][3] == [("CUDAExecutionProvider", {"use_tf32": "0", **given})]
-        assert fake.preloaded == 1
+        assert len(fake.preloaded) == 1
         assert runner.detail == f"1 nodes on CUDAExecutionProvider; use_tf32={used}"
     written = capsys.readouterr()
     assert (written.out, written.err) == ("", "what is missing\n" * 2)
     fake, _ = opened(monkeypatch, ("tensorrt", {"trt_fp16_enable": True}), {})
     assert fake.sessions[0][3] == [("TensorrtExecutionProvider", {"trt_fp16_enable": True})]
-    assert fake.preloaded == 0
+    assert not fake.preloaded
 
 
 def test_nodes_on_another_provider_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,9 +342,7 @@ def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyP
     ("memory", "hard", "expected"),
     [(100, -1, (100, -1)), (100, 50, (50, 50)), (100, 200, (100, 200)), (None, -1, None)],
 )
-def test_memory_is_limited_on_linux_alone(
-    monkeypatch: pytest.MonkeyPatch, memory: int | None, hard: int, expected: tuple[int, int] | None
-) -> None:
+def test_memory_is_limited_on_linux(monkeypatch: pytest.MonkeyPatch, memory: Any, hard: int, expected: Any) -> None:
     resource = pytest.importorskip("resource")
     assert resource.RLIM_INFINITY == -1
     limits: list[tuple[int, tuple[int, int]]] = []

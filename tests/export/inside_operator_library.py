@@ -46,7 +46,6 @@ def random(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
 
 
 def call(length: int = 50) -> dict[str, Any]:
-    """Two items of four heads in two groups, with a table."""
     q, k, v = (random(2, heads, length, 16, seed=heads + place) for place, heads in enumerate((4, 2, 2)))
     return {"q": q, "k": k, "v": v, "rel_k": random(4, 64, 16)}
 
@@ -126,7 +125,6 @@ def test_sinks_may_be_of_each_query() -> None:
 
 
 def past_of(arrays: dict[str, Any], filled: int, room: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the inputs behind a past, and the past, in caches of some length."""
     new = {**arrays, **{name: arrays[name][:, :, filled:] for name in "qkv"}}
     caches = {}
     for name, x in (("past_key", arrays["k"]), ("past_value", arrays["v"])):
@@ -416,8 +414,6 @@ def test_wrong_arguments_are_named() -> None:
     for form in ("cross, clip, short", "cross, zero, short"):
         with pytest.raises(ValueError, match=r"`operator=True` requires a `max_length` that cuts both ends .* got 5"):
             exported(form, operator=True)
-    with pytest.raises(TypeError, match=r"`operator` must be"):
-        exported(SMALL, operator=1)
     with pytest.raises(ValueError, match=r"`model_or_path` must have nodes relskew::RelativeAttention"):
         without_operator(exported(SMALL)[0])
     with pytest.raises(TypeError, match=r"`model_or_path` must be an onnx.ModelProto or a path, got int 3"):
@@ -446,7 +442,6 @@ class Array(ctypes.Structure):
 
 @cache
 def call_type() -> type[ctypes.Structure]:
-    """Return the structure of a call as the header declares it."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
     (body,) = re.findall(r"typedef struct relskew_call \{(.*?)\}", text, re.DOTALL)
     types = {**C_TYPES, "relskew_array": Array}
@@ -462,7 +457,6 @@ def view(x: Any) -> Array:
 
 
 def attend(views: dict[str, Array], library: ctypes.CDLL | None = None, **numbers: Any) -> str:
-    """Make a causal call, and return its error."""
     made: Any = call_type()(type=1, window_left=-1, window_right=-1, blocks_before=-1, causal=1, **numbers, **views)
     made.size, made.scale, made.rel_scale = ctypes.sizeof(made), np.nan, np.nan
     error = ctypes.create_string_buffer(200)

@@ -32,9 +32,7 @@ Results = list[np.ndarray[Any, Any]]
 class Asked:
     """The checks that a question leads to, and the inputs that the runtime got for it."""
 
-    def __init__(
-        self, spec: BlockSpec, *, atol: Any = None, tolerance: Any = None, scale: float = 1.0, **options: Any
-    ) -> None:
+    def __init__(self, spec: Any, *, atol: Any = None, tolerance: Any = None, scale: Any = 1, **options: Any) -> None:
         _, _, weights = exported(spec, **options)
         weights = {key: scale * array if key.startswith("q_proj") else array for key, array in weights.items()}
         subject = inspect_model(to_onnx(spec, weights, **options), spec, weights, lambda check: None)
@@ -45,12 +43,10 @@ class Asked:
         self.fed: list[Feeds] = []
 
     def right(self, feeds: Feeds) -> Results:
-        """Answer by definition."""
         self.fed.append(feeds)
         return [output.astype(self.subject.plan.dtype) for output in expected_outputs(self.subject, feeds)[0]]
 
     def about(self, change: Callable[[Results], Results] = list, **runner: Any) -> Questions:
-        """Ask a runtime whose results are changed."""
         asked = Runner("fake 1", "here", lambda feeds: change(self.right(feeds)), **runner)
         return Questions(self.subject, asked, self.checks.append, self.atol, self.tolerance)
 
@@ -63,7 +59,6 @@ def raising(*args: Any) -> Results:
 
 
 def raised(index: int, by: float) -> Callable[[Results], Results]:
-    """Let one number of one output be too large."""
 
     def change(results: Results) -> Results:
         results[index].flat[3] += by
@@ -307,9 +302,7 @@ DECODED = [
 
 
 @pytest.mark.parametrize(("spec", "length", "sizes"), DECODED)
-def test_decoding_gives_each_piece_the_presents_of_the_one_before(
-    spec: BlockSpec, length: int, sizes: list[int]
-) -> None:
+def test_decoding_gives_each_piece_the_presents_of_the_one_before(spec: Any, length: int, sizes: list[int]) -> None:
     asked = Asked(spec, **PAST)
     asked.about().decoding(length)
     case = f"batch 2, queries {length}, keys {length}, past 0, in pieces"
@@ -391,7 +384,6 @@ def text(trial: Trial) -> str:
 
 
 def summary(found: list[Trial]) -> str:
-    """Write every trial once, and with how many batches it is tried."""
     return " ".join(f"{name}×{count}" if count > 1 else name for name, count in Counter(map(text, found)).items())
 
 
@@ -419,7 +411,6 @@ TRIED = {name: texts for name, *texts in (re.split(r" \| ?", line) for line in L
 
 
 def parts(found: list[Trial]) -> tuple[str, str, str]:
-    """Write those that fit, those with large logits and those that do not fit."""
     large = [trial for trial in found if trial.large_logits]
     plain = [trial for trial in found if trial.fits and not trial.large_logits]
     return summary(plain), summary(large), summary([trial for trial in found if not trial.fits])

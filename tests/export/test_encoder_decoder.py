@@ -208,9 +208,7 @@ def test_a_model_of_features_takes_vectors(tmp_path: Path, monkeypatch: pytest.M
         generate(folder, [1, 2], 3)
 
 
-def test_files_appear_together_or_not_at_all(
-    made: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_appear_together_or_not_at_all(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = made
     graphs = itertools.cycle(map(onnx.load, (folder / name for name in FILES)))
 

@@ -216,15 +216,3 @@ def test_chunks_give_what_all_queries_at_once_do() -> None:
     whole, *chunked = (run(to_onnx(spec, random_weights(spec), chunk_size=size), x=x) for size in (None, "auto", 200))
     for y in chunked:
         np.testing.assert_allclose(y, whole, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("form", "options", "error", "message"), [
-    ("blocks", {"chunk_size": 4}, ValueError, r"`chunk_size` excludes `spec.block_size`"),
-    ("causal", {"chunk_size": 0}, ValueError, "`chunk_size` must be an int >= 1"),
-    ("causal", {"chunk_size": "all"}, ValueError, "`chunk_size` must be an int, 'auto' or None, got 'all'"),
-    ("causal", {"chunk_size": 2.0}, TypeError, "`chunk_size` must be an int"),
-    ("causal", {"device": "npu"}, ValueError, "`device` must be one of 'cpu', 'cuda', got 'npu'"),
-])  # fmt: skip
-def test_chunks_and_devices_that_do_not_fit_are_refused(form: str, options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        exported(form, **options)

@@ -130,9 +130,7 @@ def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, 
     ({"providers": "CPUExecutionProvider"}, TypeError, "`providers` must be a list of names, got 'CPUExec"),
     ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
 ], ids=str)  # fmt: skip
-def test_generate_refuses_what_does_not_fit(
-    made: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_generate_refuses_what_does_not_fit(made: Path, changes: dict[str, Any], error: Any, message: str) -> None:
     arguments = {"model": made, "prompt": [1, 2, 3], "n": 2, **changes}
     with pytest.raises(error, match=message):
         generate(arguments.pop("model"), arguments.pop("prompt"), arguments.pop("n"), **arguments)
@@ -159,7 +157,6 @@ def renamed(model: onnx.ModelProto, old: str, new: str) -> onnx.ModelProto:
 
 
 def changed(model: onnx.ModelProto, kind: str | None = None) -> onnx.ModelProto:
-    """Call the caches something else, or add an input."""
     if kind is None:
         model.graph.input.append(helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["batch"]))
     helper.set_model_props(model, {} if kind is None else {"relskew.decoder": kind})

@@ -149,6 +149,16 @@ def test_sinks_of_other_heads_are_noticed(form: str) -> None:
     assert {"weights", "y"} <= wrong(form, model)
 
 
+def test_a_past_that_is_the_same_for_all_rows_is_noticed() -> None:
+    model = onnx.ModelProto.FromString(right("in place: cache"))
+    (scatter,) = (node for node in model.graph.node if node.output[0] == "present_key")
+    for node in onnx.parser.parse_graph("g () => () {longest = ReduceMax(past_lengths) rows = Shape(past_lengths) "
+                                        "same = Expand(longest, rows)}").node[::-1]:  # fmt: skip
+        model.graph.node.insert(0, node)
+    scatter.input[2] = "same"
+    assert wrong("in place: cache", model) >= {"y", "present_key"}
+
+
 @pytest.mark.parametrize("profile", ["ort", "portable"])
 def test_a_wrong_band_past_a_clip_is_noticed(profile: Any) -> None:
     """Some positions far past the table do not have the logits of its edge: only an input that is long has them."""

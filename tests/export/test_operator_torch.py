@@ -152,9 +152,7 @@ def same_tokens(made: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
-def test_decoders_with_a_bias_for_the_length_that_comes(
-    cache_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoders_with_a_bias_by_length(cache_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ALiBi, made for the keys that there are."""
 
     def forward(self: Any, tokens: Tensor, past: Any) -> Any:
@@ -197,9 +195,7 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"in_place": True, "opset": 25}, {"in_place": True, "length": 20}], ids=str)
-def test_decoders_give_the_same_tokens(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoders_give_the_same_tokens(options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder()
     plain = decoder_to_onnx(model, tmp_path / "plain.onnx")
     made = decoder_to_onnx(model, tmp_path / "operator.onnx", operator=True, **options)

@@ -261,9 +261,7 @@ def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
-def test_static_models_of_every_profile_hide_masked_keys(
-    profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path
-) -> None:
+def test_static_models_hide_masked_keys(profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
     """Masked logits before a softmax or an ``Attention`` get no range, and onnxruntime loads the rest."""
     spec = BlockSpec(64, 2, Span.causal(64), causal=True, window=window)
     model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)

@@ -72,8 +72,6 @@ def test_a_window_longer_than_any_length_is_none(window: tuple[int, int], profil
     weights, x = init_weights(spec, seed=0), np.random.default_rng(0).standard_normal((2, 7, 8)).astype(np.float32)
     found = opened(to_onnx(spec, weights, profile=profile), **NOTHING_OPTIMISED).run(None, {"x": x})[0]
     np.testing.assert_allclose(found, np.asarray(attention_block(x, weights, spec)), atol=1e-5)
-    with pytest.raises(ValueError, match=r"`spec.window` must be at most 16777216 .* or be None, got "):
-        exported(BlockSpec(8, 2, Span.clipped(2), window=(2**30, 1)))  # no table is lengthened without end
 
 
 CAUSAL = BlockSpec(8, 2, Span.causal(6), causal=True)

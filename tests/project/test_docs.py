@@ -67,7 +67,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
-    """Run a doctest if the block shows a prompt, else a program."""
     if not block.code.startswith(">>> "):
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
         return
@@ -235,7 +234,6 @@ def test_every_extra_is_named() -> None:
 
 
 def cell(page: str, heading: str, row: str, column: str) -> str:
-    """Return a cell of the first table under a heading."""
     section = page.partition(f"# {heading}\n")[2]
     lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     return next(cells for cells in lines if cells[0] == row)[lines[0].index(column)]

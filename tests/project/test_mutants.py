@@ -96,36 +96,32 @@ def test_a_part_leaves_the_record_of_the_others_alone(path: Path) -> None:
     assert survivors(path, "Not looked at") == new[1:]
 
 
-def test_a_sample_counts_where_nothing_better_is_known(path: Path) -> None:
-    update(path, tried("survived", "killed", "killed", "killed"), size=40)
-    assert "| `pkg.one` | 40 | 4 | 3 | 75.0 % |" in path.read_text()
-    update(path, tried("killed", "survived"), size=2)
-    assert "| `pkg.one` | 2 | 2 | 1 | 50.0 % |" in path.read_text()
-    whole = path.read_text()
-    update(path, tried("survived"), size=2)
-    assert path.read_text() == whole
+ONE, SOME = "pkg.one.f: return 1 → return None", tried("killed", "survived", "survived", "killed")
+RUNS: dict[str, tuple[list[tuple[list[tuple[Mutant, str]], dict[str, Any]]], str]] = {
+    "a sample": ([(SOME[1:], {"size": 40})], "| `pkg.one` | 40 | 3 | 1 | 33.3 % |"),
+    "all, after a sample": ([(SOME[1:], {"size": 40}), (SOME[:2], {})], "| `pkg.one` | 2 | 2 | 1 | 50.0 % |"),
+    "a sample, after all": ([(SOME[:2], {}), (SOME[:1], {"size": 2})], "| `pkg.one` | 2 | 2 | 1 | 50.0 % |"),
+    "a sample leaves the survivors": ([(SOME[:2], {}), (SOME[:1], {"size": 2})], f"```text\n{ONE}\n```"),
+    "suites": ([(SOME[:2], {"size": 40, "samples": {"core": Sample(5, 40, 2, 1), "layers": Sample(6, 9, 1, 1)}}),
+                (SOME[:2], {"size": 40, "samples": {"core": Sample(7, 40, 2, 2)}}), (SOME[:1], {})],
+               "| core | 7 | 40 | 2 | 2 |\n| layers | 6 | 9 | 1 | 1 |\n"),
+    "a module in another": ([(tried("survived", module="pkg.one.two"), {}), (SOME[:1], {})],
+                            "```text\npkg.one.two.f: return 1 → return None\n```"),
+    "survivors alone": ([(SOME, {}), (tried("killed", "killed", "survived")[1:], {"size": 5, "again": True})],
+                        "| `pkg.one` | 5 | 4 | 3 | 75.0 % |"),  # the fifth was not tried
+    "survivors of a sample": ([(SOME, {"size": 50}),
+                               (tried("killed", "killed", "survived")[1:], {"size": 50, "again": True})],
+                              "| `pkg.one` | 50 | 4 | 3 | 75.0 % |"),
+}  # fmt: skip
 
 
-def test_the_last_sample_of_each_suite_is_kept(path: Path) -> None:
-    for samples in ({"core": Sample(5, 40, 2, 1), "layers": Sample(6, 9, 1, 1)}, {"core": Sample(7, 40, 2, 2)}):
-        update(path, tried("survived", "killed"), size=40, samples=samples)
-    update(path, tried("killed"), size=1)
-    assert "| core | 7 | 40 | 2 | 2 |\n| layers | 6 | 9 | 1 | 1 |\n" in path.read_text()
+@pytest.mark.parametrize(("runs", "shown"), RUNS.values(), ids=RUNS)
+def test_a_record_shows_what_several_runs_found(path: Path, runs: Any, shown: str) -> None:
+    for run, kind in runs:
+        update(path, run, **kind)
+    assert shown in path.read_text()
 
 
-def test_a_module_in_another_has_its_own_lines(path: Path) -> None:
-    update(path, tried("survived", module="pkg.one.two"))
-    update(path, tried("killed", module="pkg.one"))
-    assert survivors(path, "Not looked at") == ["pkg.one.two.f: return 1 → return None"]
-
-
-def test_survivors_alone_are_tried_again(path: Path) -> None:
-    update(path, tried("killed", "survived", "survived", "killed"))
-    run = tried("killed", "killed", "survived", "killed")
-    assert recorded(path) == {mutant.line for mutant, _ in run[1:3]}
-    update(path, run[1:3], size=5, again=True)
-    assert "| `pkg.one` | 5 | 4 | 3 | 75.0 % |" in path.read_text()  # the fifth was not tried
-    sampled = path.with_name("sampled.md")
-    update(sampled, tried("killed", "survived", "survived", "killed"), size=50)
-    update(sampled, run[1:3], size=50, again=True)
-    assert "| `pkg.one` | 50 | 4 | 3 | 75.0 % |" in sampled.read_text()
+def test_the_survivors_of_a_record_are_read_back(path: Path) -> None:
+    update(path, SOME)
+    assert recorded(path) == {mutant.line for mutant, _ in SOME[1:3]}

@@ -56,15 +56,6 @@ def test_the_first_cell_says_what_for_whom_and_with_extras_that_bring_what_is_im
 
 
 @each_notebook
-def test_links_lead_somewhere(path: Path) -> None:
-    text = "\n".join(cell.source for cell in cells_of(path) if cell.kind == "markdown")
-    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text)
-    assert targets
-    for target in targets:
-        assert target.startswith("https://") or (path.parent / target).exists(), target
-
-
-@each_notebook
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -198,9 +199,7 @@ def test_only_what_has_changed_is_compiled_again(built: dict[str, Path], tmp_pat
         ("v3, v4_bf16", "", "base and v3 and v4 and v4_bf16"),
     ],
 )
-def test_a_clone_compiles_for_its_own_processor_and_others_on_request(
-    asked: str, macros: str, levels: str, tmp_path: Path
-) -> None:
+def test_a_clone_compiles_for_its_processor_or_as_asked(asked: str, macros: str, levels: str, tmp_path: Path) -> None:
     copy_to(tmp_path, Path.symlink_to)
     compiler = tmp_path / "compiler"  # it answers only what the processor has
     lines = " ".join(f"'#define __{name}__ 1'" for name in ["x86_64", *macros.split()])
@@ -226,9 +225,7 @@ def test_kernels_need_a_c_library_alone_and_an_old_one(built: dict[str, Path], t
             assert newer <= LATER_VERSIONS, "RELEASING.md, docs/install.md and pyproject.toml promise glibc 2.28"
 
 
-def test_a_wheel_without_kernels_is_for_every_platform_with_the_same_bytes_each_time(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_without_kernels_is_for_every_platform_with_the_same_bytes(source: Path, tmp_path: Path) -> None:
     """`make release-check` compares wheels with kernels too."""
     copy_to(tmp_path, Path.symlink_to)
     env = {"RELSKEW_PURE": "1", "SOURCE_DATE_EPOCH": "1700000000"}
@@ -317,9 +314,7 @@ def test_an_editable_install_needs_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [pytest.param(Path.symlink_to, marks=with_links), written_as_text])
-def test_an_editable_install_is_a_path_where_there_are_links(
-    link: Callable[[Path, Path], None], tmp_path: Path
-) -> None:
+def test_an_editable_install_is_a_path_where_there_are_links(link: Any, tmp_path: Path) -> None:
     """Type checkers and editors follow a path, and no hook."""
     source = tmp_path / "source"
     copy_to(source, link)
@@ -375,7 +370,6 @@ def test_what_the_library_asks_to_install_exists() -> None:
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
-    """Names and lower bounds, or exact versions."""
     found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?(?:>=|==)([\d.]+)", line) for line in requirements)
     return {match[1]: match[2] for match in found if match}
 

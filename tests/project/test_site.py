@@ -210,17 +210,6 @@ def test_the_reference_groups_arguments_and_leads_to_the_code(site: Path, pages:
     assert any(link.startswith("../_modules/relskew_core/") for link in page.links)
 
 
-def test_large_functions_show_their_uses_and_their_neighbours(site: Path, pages: dict[Path, Page]) -> None:
-    for name in (
-        "relative_attention", "relative_attention_2d", "relative_attention_nd", "paged_attention", "export.to_onnx",
-        "export.torch_to_onnx", "export.decoder_to_onnx", "huggingface.replace_attention",
-    ):  # fmt: skip
-        page = site / "reference" / f"relskew_core.{name}.html"
-        assert "see also" in pages[page].texts["article"].lower(), name
-        examples = page.read_text().partition("Examples</p>")[2].partition("</article>")[0]
-        assert examples.count("<pre>") >= 2, name
-
-
 def test_code_in_the_pages_leads_to_the_reference(site: Path, pages: dict[Path, Page]) -> None:
     links = pages[site / "chooser.html"].links
     for name in ("huggingface.replace_attention", "relative_attention", "conventions.load_vits", "export.quantize"):

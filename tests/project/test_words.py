@@ -16,7 +16,6 @@ CEILING = 2  # how often words of the list are there today. Lower it when a page
 
 
 def listed() -> list[str]:
-    """Return the words of the first column of the table in CONTRIBUTING."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text.partition("\n## Words\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| .+ \|$", section, re.MULTILINE)[1:]
@@ -51,7 +50,6 @@ def counted(text: str, words: list[str]) -> Counter[str]:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Yield the words of a module's name and of every name in it."""
     texts = [path.stem]
     if path.suffix in (".py", ".pyi"):
         tokens = tokenize.generate_tokens(io.StringIO((ROOT / path).read_text()).readline)

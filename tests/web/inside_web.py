@@ -25,7 +25,6 @@ class Web(Node):
     """A process of Node with a model in it, as a runtime of relskew."""
 
     def open(self, source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
-        """Load a model, as relskew's own runtimes do."""
         version = self.load(source.model.SerializeToString())
         return runtimes.Runner(f"onnxruntime-web {version}", "wasm", self.run)
 

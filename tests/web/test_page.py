@@ -64,7 +64,6 @@ def browser(url: str) -> Iterator[Chromium]:
 
 
 def until(browser: Chromium, part: str, seconds: float = 60) -> str:
-    """Wait until the page says something, and return all that it says."""
     said = None
     for _ in range(int(seconds * 10)):
         said = browser.run("document.getElementById('status')?.textContent")
