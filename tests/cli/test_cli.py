@@ -153,8 +153,7 @@ def test_weights_from_a_file_are_the_models(capsys: Capture, ending: str, key: s
     assert spec_in("m.onnx") == spec
     assert relskew("export", "seed.onnx", *BLOCK, "--length", "5", "--seed", "7") == 0
     assert Path("m.onnx").read_bytes() == Path("seed.onnx").read_bytes()
-    told = capsys.readouterr().out
-    assert f"relskew validate m.onnx --weights {path} --prefix layer.0." in told
+    assert f"relskew validate m.onnx --weights {path} --prefix layer.0." in capsys.readouterr().out
     assert relskew("validate", "m.onnx", "--weights", str(path), "--prefix", "layer.0.") == 0
     assert "--prefix 'layer.0.'" in error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", str(path))
     assert "has no q_proj.weight" in error_of(capsys, "validate", "m.onnx", "--weights", str(path))
@@ -181,8 +180,7 @@ def test_a_pickle_is_not_run(capsys: Capture) -> None:
 
 
 def test_weights_that_do_not_fit(capsys: Capture) -> None:
-    weights = init_weights(BlockSpec(8, 2, Span(3, 2)), seed=0)
-    write_weights(Path("w.npz"), weights)
+    write_weights(Path("w.npz"), init_weights(BlockSpec(8, 2, Span(3, 2)), seed=0))
     assert "not symmetric" in error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "w.npz")
     narrow = error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "w.npz", "--length", "5")
     assert "`weights['rel_k']`" in narrow

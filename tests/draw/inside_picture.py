@@ -161,8 +161,7 @@ def test_weights_are_drawn_on_one_scale() -> None:
 
 def test_weights_of_other_libraries_and_of_one_head() -> None:
     torch = pytest.importorskip("torch")
-    weights = torch.full((2, 2), 0.5, dtype=torch.bfloat16, requires_grad=True)
-    (panel,) = draw_weights(weights).panels
+    (panel,) = draw_weights(torch.full((2, 2), 0.5, dtype=torch.bfloat16, requires_grad=True)).panels
     assert [cell.text for cell in panel.cells[0]] == [".50", ".50"]
 
 

@@ -71,8 +71,7 @@ def test_a_sink_is_a_column_beside_the_keys() -> None:
 
 
 def test_titles_name_what_was_asked() -> None:
-    segments = np.asarray([0, 0, 1])
-    picture = draw_call(3, causal=True, window=None, offset=0, segments=segments)
+    picture = draw_call(3, causal=True, window=None, offset=0, segments=np.asarray([0, 0, 1]))
     assert picture.title == "3 queries and keys, causal, segments"
     assert draw_call(1).title == "1 query, 1 key"
     assert draw_call(1, 4, window=(2, 0), offset=3).title == "1 query, 4 keys, window=(2, 0), offset=3"

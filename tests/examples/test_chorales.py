@@ -149,8 +149,7 @@ def test_a_sliding_cache_makes_the_same_music() -> None:
 def test_training_on_one_tune_learns_it() -> None:
     torch.manual_seed(0)
     piece: list[Voice] = [[(60, 1), (62, 1), (64, 2)]]
-    music = Music([piece], [piece], 1)
-    model = train(Decoder("relative", SMALL), music, 80, seed=0)
+    model = train(Decoder("relative", SMALL), Music([piece], [piece], 1), 80, seed=0)
     tokens = crops([piece], 8, 64, np.random.default_rng(3))
     with torch.no_grad():
         logits, _ = model(tokens[:, :-1])
@@ -273,8 +272,7 @@ def test_furthest_look_ignores_near_and_held_notes() -> None:
     weights[0, 2, 0] = 0.7  # before the first note that counts
     weights[1, 5, 0], weights[1, 5, 1] = 0.3, 0.2
     weights[1, 6, 1] = 0.4
-    look = pictures.furthest_look([weights], tokens, first=3, near=2)
-    assert look[:3] == (0, 1, 5)
+    assert pictures.furthest_look([weights], tokens, first=3, near=2)[:3] == (0, 1, 5)
 
 
 def test_transposed_tokens_stay_in_range() -> None:

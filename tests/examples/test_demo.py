@@ -68,8 +68,7 @@ def test_features_count_what_two_notes_have_in_common(name: str) -> None:
 def test_the_panels_are_what_the_text_says(name: str) -> None:
     numbers = shown(MELODIES[name])
     embedded = features(numbers.tune)
-    table = recurrence(embedded)
-    rates = embedded @ table.T
+    rates = embedded @ recurrence(embedded).T
     i, c = np.indices(rates.shape)
     seen = (c >= len(rates) - 1 - i) & (c < len(rates) - 1)
     expected = melody_file.GAIN * rates / rates[seen].max()
@@ -93,8 +92,7 @@ def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
     diagonals = [numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
     assert int(np.argmax(diagonals)) == stripe.lag
     # The block attends there, too: all notes except the first few, whose context differs.
-    looked_at = np.argmax(np.nan_to_num(numbers.attention)[rows], axis=1)
-    assert np.array_equal(looked_at[2:], rows[2:] - stripe.lag)
+    assert np.array_equal(np.argmax(np.nan_to_num(numbers.attention)[rows], axis=1)[2:], rows[2:] - stripe.lag)
     assert numbers.on_stripe(stripe) > 0.9 > 0.1 > numbers.by_chance(stripe)
 
 

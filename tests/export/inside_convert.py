@@ -296,8 +296,7 @@ PRODUCT, PAIR = of(lambda self, x, y: x @ y), of(lambda self, x, y, z: (x + y, z
 def test_axes_that_the_model_takes_longer_are_found_in_groups(model: Any, shapes: Any, known: Any, groups: Any) -> None:
     flat = Flat(model.train(), [torch.randn(shape) for shape in shapes], {})
     assert fixed_by_chance(flat, known, frozenset()) == groups
-    meant = frozenset(axis for group in groups for axis in group)
-    assert fixed_by_chance(flat, known, meant) == []
+    assert fixed_by_chance(flat, known, frozenset(axis for group in groups for axis in group)) == []
     assert model.training
 
 

@@ -195,8 +195,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[An
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "run_isolated", lambda *given: asked.append(given))
     monkeypatch.setattr(module, "run", lambda *given: None)
-    report = validate(model, CAUSAL, random_weights(CAUSAL), **options)
-    assert not report.failures
+    assert not validate(model, CAUSAL, random_weights(CAUSAL), **options).failures
     return asked[0] if asked else None
 
 
@@ -403,8 +402,7 @@ def test_a_missing_operator_library_is_reported(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("there is no operator library here")
 
     monkeypatch.setattr(runtimes, "custom_ops_library", missing)
-    report = validate(*exported(CAUSAL, operator=True), batches=(1,), lengths=[3])
-    (failed,) = report.failures
+    (failed,) = validate(*exported(CAUSAL, operator=True), batches=(1,), lengths=[3]).failures
     assert (failed.name, failed.runtime) == ("loads", runtimes.WITH_OPERATOR)
     assert "there is no operator library here" in failed.detail
     assert custom_ops_library().is_file()

@@ -57,8 +57,7 @@ CAUSAL: dict[str, Any] = {"left": 63, "right": 0, "causal": 1}
 
 def node_of(case: dense.Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a case for a node, with four axes, and its attributes."""
-    given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
-    made = problem(Arguments(**given, **case.call()))
+    made = problem(Arguments(**{name: narrow(x, dtype) for name, x in case.arrays().items()}, **case.call()))
     operands, options = made.operands(), made.options
     arrays = {} if made.sinks is None else {"sinks": np.ascontiguousarray(made.sinks)}
     for name, x in operands._asdict().items():

@@ -148,8 +148,7 @@ def test_weights_in_use_stay_whatever_the_clock_says(tmp_path: Path, monkeypatch
 def test_files_of_others_are_left(tmp_path: Path) -> None:
     """Only weights that an earlier save of this very path wrote are removed with it."""
     path = tmp_path / "block.onnx"
-    made = model(0)
-    onnx.save(made, path, save_as_external_data=True, location="weights.bin", size_threshold=100)
+    onnx.save(model(0), path, save_as_external_data=True, location="weights.bin", size_threshold=100)
     lookalike = tmp_path / "block.onnx.0123456789abcdef.data"
     lookalike.write_text("precious")
     for _ in range(2):

@@ -49,8 +49,7 @@ def test_caches_in_place_give_the_numbers_of_growing_ones(batch: int) -> None:
     assert list(sizes) == ["x", "past_key", "past_value", "past_length", "y", "present_key", "present_value"]
     assert sizes["past_key"] == sizes["present_value"] == ["batch", 2, "cache_length", 8]
     assert sizes["past_length"] == [1]
-    kinds = [node.op_type for node in changed.graph.node]
-    assert kinds.count("TensorScatter") == 2
+    assert [node.op_type for node in changed.graph.node].count("TensorScatter") == 2
     x = np.random.default_rng(0).standard_normal((batch, ROOM, 32)).astype(np.float32)
     grows, fixed, start = empty(0, batch), empty(ROOM, batch), 0
     for size in (4, 1, 3, 4):
@@ -319,5 +318,4 @@ def test_rows_of_different_lengths_in_one_buffer() -> None:
             np.testing.assert_allclose(y[row, 0], whole[row, length], atol=1e-5)
         lengths = lengths + 1
     # Row 1 was padded to 6 positions, and the others have their own.
-    filled = caches["past_key"].numpy()[:, 0].any(-1).sum(-1)
-    assert filled.tolist() == [max(6, length) for length in lengths]
+    assert caches["past_key"].numpy()[:, 0].any(-1).sum(-1).tolist() == [max(6, length) for length in lengths]

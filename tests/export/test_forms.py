@@ -198,8 +198,7 @@ def test_chunks_are_chosen_for_long_inputs() -> None:
         return any(node.op_type == "If" for node in graph.node)
 
     long, clip = BlockSpec(4, 2, Span.causal(257), causal=True), BlockSpec(4, 2, Span.clipped(3))
-    crossing = BlockSpec(4, 2, Span.causal(256), causal=True, cross=True)
-    assert all(map(chunks, (long, clip, crossing)))
+    assert all(map(chunks, (long, clip, BlockSpec(4, 2, Span.causal(256), causal=True, cross=True))))
     assert chunks(long, device="cpu")
     assert chunks(clip, device="cuda", chunk_size=4)
     short = BlockSpec(4, 2, Span.causal(256), causal=True), BlockSpec(4, 2, Span.full(256))

@@ -41,8 +41,7 @@ def test_tokens_are_those_of_the_formula(make: Callable[[], onnx.ModelProto], pr
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_generate_takes_caches_of_other_dtypes(dtype: Any, tmp_path: Path) -> None:
-    path = save(growing(dtype), tmp_path / "decoder.onnx")
-    assert np.array_equal(generate(path, [[7]], 2), greedy([[7]], 2))
+    assert np.array_equal(generate(save(growing(dtype), tmp_path / "decoder.onnx"), [[7]], 2), greedy([[7]], 2))
 
 
 def test_a_stop_ends_rows_and_then_the_whole(made: Path) -> None:

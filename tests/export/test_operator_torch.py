@@ -71,8 +71,7 @@ def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_node_takes_the_type_of_the_model(dtype: Any) -> None:
     model, x = calls(17, span=SPAN).to(dtype), random(2, 4, 6, 8).to(dtype)
-    made = torch_to_onnx(model, x, vary={"x": [0, 2]}, operator=True)
-    assert len(nodes(made)) == 1
+    assert len(nodes(torch_to_onnx(model, x, vary={"x": [0, 2]}, operator=True))) == 1
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
@@ -81,8 +80,7 @@ def test_masks_and_documents_are_inputs_of_the_node(kind: str) -> None:
     shown = torch.rand(2, 1, 6, 6) < 0.8
     mask = shown if kind == "boolean" else torch.where(shown, 0.5, -torch.inf)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 5, 5, 6, 6]])
-    made = torch_to_onnx(masked, (torch.randn(2, 4, 6, 8), mask, segments), vary={}, operator=True)
-    (node,) = nodes(made)
+    (node,) = nodes(torch_to_onnx(masked, (torch.randn(2, 4, 6, 8), mask, segments), vary={}, operator=True))
     assert node.input[8 if kind == "boolean" else 9]
 
 
@@ -106,8 +104,7 @@ def test_torchs_own_exporter_writes_nodes() -> None:
     spec = BlockSpec(16, 4, Span.causal(40), causal=True, num_kv_heads=2)
     model, x, table = RelativeMultiheadAttention(spec).eval(), random(2, 6, 16), torch_translation_table(operator=True)
     vary: Any = ({0: VARY, 1: VARY},)
-    program = export(model, (x,), vary, 23, custom_translation_table=table, optimize=True)
-    made = table.model(program)
+    made = table.model(export(model, (x,), vary, 23, custom_translation_table=table, optimize=True))
     onnx.checker.check_model(made, full_check=True)
     (node,) = nodes(made)
     assert node.overload == "call_1_q4x4_k2x4_v2x4_out4"

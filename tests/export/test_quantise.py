@@ -34,8 +34,7 @@ def graph_of(text: str, opset: int = 21, /, **stored: np.ndarray) -> onnx.ModelP
 
 
 def inputs(factor: float = 1.0) -> list[dict[str, np.ndarray]]:
-    drawn = np.random.default_rng(0).standard_normal((2, 64, 64))
-    return [{"x": (factor * drawn).astype(np.float32)}]
+    return [{"x": (factor * np.random.default_rng(0).standard_normal((2, 64, 64))).astype(np.float32)}]
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
@@ -186,8 +185,7 @@ def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:.*keeps weights in float32")
 @pytest.mark.parametrize("kind", ["weights-8", "dynamic"])
 def test_a_table_that_is_a_result_stays(kind: Any, tmp_path: Path) -> None:
-    path = quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind)
-    session = opened(path)
+    session = opened(quantize(products_with_a_table("rel_k"), tmp_path / "products.onnx", kind))
     q = np.ones((1, 2, 3, 32), np.float32)
     y, table = session.run(None, {"q": q, "end": np.array([40])})
     np.testing.assert_array_equal(table, WEIGHTS["rel_k"])
@@ -242,8 +240,7 @@ def test_weights_of_convolutions_and_classifiers_are_quantised(kind: Any, form: 
     assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES[kind] / 2 * np.linalg.norm(wanted)
     made = onnx.load(path).graph
     assert all(np.prod(tensor.dims) < 1024 for tensor in made.initializer if tensor.data_type == TensorProto.FLOAT)
-    ops = {node.op_type for node in made.node}
-    assert ("DequantizeLinear" in ops) == (kind == "static" or not product)
+    assert ("DequantizeLinear" in {node.op_type for node in made.node}) == (kind == "static" or not product)
 
 
 def test_weights_that_stay_in_float32_are_named(tmp_path: Path) -> None:
@@ -341,8 +338,7 @@ def test_tables_that_are_looked_up_are_quantised_by_column(tmp_path: Path) -> No
     assert kept - {"shape"} == in_bits | {"both", "small", "given", "packed", "crossed"}
     assert all(node.name for node in made.node)
     tokens = rng.integers(0, 64, (3, 5))
-    session = opened(path)
-    found = dict(zip(outputs, session.run(None, {"tokens": tokens}), strict=True))
+    found = dict(zip(outputs, opened(path).run(None, {"tokens": tokens}), strict=True))
     for name in read:  # each column has a separate scale, or each row if columns are looked up
         axis = 1 if name == "wide" else 0
         bound = np.max(np.abs(tables[name]), axis=axis, keepdims=True) / 250 + 1e-6
@@ -391,8 +387,7 @@ def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
         " {rows = Slice(table, first, end, axis) turned = Transpose(rows) y = MatMul(x, turned)}",
         18, first=np.array([3]), axis=np.array([1]), table=table,
     )  # fmt: skip
-    path = quantize(model, tmp_path / "turned.onnx", "dynamic")
-    session = opened(path)
+    session = opened(quantize(model, tmp_path / "turned.onnx", "dynamic"))
     x = np.random.default_rng(1).standard_normal((16, 3, 5)).astype(np.float32)
     (found,) = session.run(None, {"x": x, "end": np.array([8])})
     assert np.abs(found - x @ table[:, 3:8].T).max() < 0.2

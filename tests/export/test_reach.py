@@ -129,7 +129,6 @@ def test_an_input_shorter_than_a_block_costs_what_it_is_long(before: int, length
     names = [f"relskew/compute/blocks/{name}" for name in ("queries", "keys_values_folded")]
     for name in names:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    session = opened(model)
-    queries, keys = list[Any](session.run(names, {"x": np.ones((2, length, 8), np.float32)}))
+    queries, keys = list[Any](opened(model).run(names, {"x": np.ones((2, length, 8), np.float32)}))
     assert queries.shape == (2 * blocks, size, 8)
     assert keys.shape == (2 * blocks, (1 + before) * size, 16)

@@ -132,8 +132,7 @@ def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[s
     sizes = {"x": [0, 2, 3, 4], **shapes}
     given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
     graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])
-    opsets = [onnx.helper.make_opsetid("", 23)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
     session = opened(model)
     feeds = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
     if node.op_type == "MatMul" and BROADCASTS_EMPTY:

@@ -95,8 +95,7 @@ def exported(model: Any, given: Any, vary: Any, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.key_padding_mask. hides every key of an item")
 def test_blocks_of_any_length_give_the_numbers_of_torch_with_one_warning() -> None:
     model = Blocks().eval()
-    vary = ({0: VARY, 1: VARY}, {0: VARY, 1: VARY})
-    program, told = exported(model, inputs(2, 5), vary)
+    program, told = exported(model, inputs(2, 5), ({0: VARY, 1: VARY}, {0: VARY, 1: VARY}))
     ((message, file),) = told
     assert "relskew_core.export.torch_to_onnx" in message
     assert file == __file__

@@ -346,8 +346,7 @@ def test_chunks_are_chosen_where_longer_inputs_are_faster_so(options: dict[str, 
 def test_onnxruntime_leaves_sums_and_layer_norms_apart(tmp_path: Path) -> None:
     """Its node for both takes longer than the two of them on CPUs."""
     model = of(lambda self, x, y: self.norm(x + y), norm=nn.LayerNorm(16)).eval()
-    given = {"x": random(2, 5, 16), "y": random(2, 5, 16, seed=1)}
-    torch_to_onnx(model, given, tmp_path / "norm.onnx")
+    torch_to_onnx(model, {"x": random(2, 5, 16), "y": random(2, 5, 16, seed=1)}, tmp_path / "norm.onnx")
     opened(tmp_path / "norm.onnx", optimized_model_filepath=str(tmp_path / "optimised.onnx"))
     kinds = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
     assert kinds == {"Sum", "LayerNormalization"}

@@ -53,8 +53,7 @@ def test_notices_a_forgotten_past() -> None:
     model, _, weights = exported(CACHE, profile="portable", **CACHE_OPTIONS)
     (concat,) = (node for node in model.graph.node if node.name == "relskew/compute/cache/present_key")
     concat.input[0] = "past_value"
-    found = wrong(validate(model, CACHE, weights, batches=(1,)))
-    assert {"y", "present_key", "decoding"} <= found
+    assert {"y", "present_key", "decoding"} <= wrong(validate(model, CACHE, weights, batches=(1,)))
 
 
 def test_a_report_in_full() -> None:
@@ -279,8 +278,7 @@ def test_a_provider_that_did_not_run_the_nodes() -> None:
     """The Azure provider is listed wherever onnxruntime is built with it, yet every node runs on the CPU."""
     if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime is built without AzureExecutionProvider")
-    report = validate(*exported(CAUSAL), providers=["AzureExecutionProvider"], batches=(1,))
-    (check,) = report.failures
+    (check,) = validate(*exported(CAUSAL), providers=["AzureExecutionProvider"], batches=(1,)).failures
     assert check.name == "placement"
     assert "relskew/compute/attention on CPUExecutionProvider" in check.detail
     assert "no node on AzureExecutionProvider" in check.detail

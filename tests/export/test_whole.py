@@ -196,8 +196,7 @@ class Bare(nn.Module):
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
         ((keys, values),) = past
-        x = self.embedding[tokens]
-        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        q = self.embedding[tokens].unflatten(-1, (2, 4)).transpose(1, 2)
         keys, values = torch.cat([keys, q + 1], dim=2), torch.cat([values, q * 2], dim=2)
         offset = keys.shape[2] - q.shape[2]
         calls = ((q, keys, values, table, self.span) for table in self.tables)
@@ -537,8 +536,7 @@ def test_a_length_that_is_refused_hides_no_other() -> None:
 ])  # fmt: skip
 def test_masks_are_subtracted_from_a_number(model: Callable[[Tensor], Tensor], mask: Tensor) -> None:
     """XLNet and ProphetNet subtract integers from a float, where torch's exporter stops."""
-    made = torch_to_onnx(of(lambda self, mask: model(mask)), mask)
-    (got,) = opened(made).run(None, {"mask": mask.numpy()})
+    (got,) = opened(torch_to_onnx(of(lambda self, mask: model(mask)), mask)).run(None, {"mask": mask.numpy()})
     want = model(mask).numpy()
     assert got.dtype == want.dtype
     assert np.array_equal(got, want)

@@ -300,8 +300,7 @@ def test_memory_sees_what_a_call_allocates() -> None:
 @pytest.mark.parametrize(("library", "mib"), [("torch", 25), ("NumPy", 15), ("JAX", 25)])
 def test_a_first_call_takes_little_memory(library: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short, "PROCESSES", 2)
-    found = short.First().memory("first", {"first": library}, "relskew")
-    assert 0 < found["bytes"] <= mib * 2**20
+    assert 0 < short.First().memory("first", {"first": library}, "relskew")["bytes"] <= mib * 2**20
 
 
 def test_the_pictures_of_the_page(tmp_path: Path) -> None:

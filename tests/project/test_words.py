@@ -80,6 +80,5 @@ def test_code_and_names_are_no_prose(tmp_path: Path) -> None:
     (page := tmp_path / "page.md").write_text(
         "It meets a\ntable of its\nown.\n```python\nmeets\n```\n`stands` and <https://stands>, Standing."
     )
-    words = ["meets", "of its own", "stands", "standing"]
-    found = counted(prose(page), words)
+    found = counted(prose(page), ["meets", "of its own", "stands", "standing"])
     assert found == {"meets": 1, "of its own": 1, "standing": 1}

@@ -137,8 +137,7 @@ def test_a_missing_provider_is_named(browser: Chromium) -> None:
     until(browser, "WebAssembly")
     browser.run("choice = document.getElementById('provider'); choice.value = 'webgpu'")
     browser.run("choice.dispatchEvent(new Event('change'))")
-    said = until(browser, "Not on WebGPU")
-    assert said.endswith(". Ready on WebAssembly.")
+    assert until(browser, "Not on WebGPU").endswith(". Ready on WebAssembly.")
     browser.run("document.getElementById('make').click()")
     assert until(browser, "a second").startswith("Not on WebGPU: ")
 
