@@ -26,8 +26,7 @@ def output_of(capsys: Capture, *arguments: str, status: int = 0) -> str:
 def error_of(capsys: Capture, *arguments: str) -> str:
     """Run what must fail: exit 2, one line on stderr, no traceback."""
     capsys.readouterr()
-    status = relskew(*arguments)
-    captured = capsys.readouterr()
+    status, captured = relskew(*arguments), capsys.readouterr()
     assert status == 2, captured
     assert captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("relskew: error: ")

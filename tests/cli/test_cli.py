@@ -145,8 +145,7 @@ def write_weights(path: Path, weights: dict[str, Any], key: str | None = None) -
     (".ckpt", "model"), (".ckpt", "state_dict"),
 ])  # fmt: skip
 def test_weights_from_a_file_are_the_models(capsys: Capture, ending: str, key: str | None) -> None:
-    spec = BlockSpec(8, 2, Span.full(5))
-    path = Path("weights").with_suffix(ending)
+    spec, path = BlockSpec(8, 2, Span.full(5)), Path("weights").with_suffix(ending)
     write_weights(path, {f"layer.0.{name}": weight for name, weight in init_weights(spec, seed=7).items()}, key)
     # The table determines its span.
     assert relskew("export", "m.onnx", *BLOCK, "--weights", str(path), "--prefix", "layer.0.") == 0
@@ -338,8 +337,7 @@ def test_device_and_provider(capsys: Capture) -> None:
     assert {check["provider"] for check in report["checks"]} >= {"CPUExecutionProvider"}
     assert {check["case"].partition(",")[0] for check in report["checks"] if check["case"]} == {"batch 1"}
     error_of(capsys, "validate", "m.onnx", "--device", "cpu", "--provider", "cpu")
-    told = error_of(capsys, "validate", "m.onnx", "--device", "tpu")
-    assert "--device must be cpu or cuda, got 'tpu'" in told
+    assert "--device must be cpu or cuda, got 'tpu'" in error_of(capsys, "validate", "m.onnx", "--device", "tpu")
 
 
 def test_atol(capsys: Capture) -> None:

@@ -77,8 +77,7 @@ def test_nothing_reaches_beyond_the_edge_or_into_other_text(picture: Picture) ->
 
 @pytest.mark.parametrize("n", [3, 40])
 def test_a_png_has_the_colours_of_the_cells(n: int, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    picture = draw_call(n, causal=True)
+    image, picture = pytest.importorskip("matplotlib.image"), draw_call(n, causal=True)
     pixels = image.imread(picture.save(tmp_path / f"{n}.png"))
     assert pixels.shape[1] == 1200
     for cell in (Cell(-1.0), Cell(0.0), Cell()):

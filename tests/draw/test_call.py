@@ -33,8 +33,7 @@ def texts(picture: Picture) -> list[list[str]]:
 def test_cells_are_seen_as_the_call_sees(n: int, m: int | None, arguments: dict[str, Any], sees: Sees) -> None:
     offset = arguments.get("offset", 0)
     keys = n + offset if m is None else m
-    picture = draw_call(n, m, **arguments)
-    queries = range(offset, offset + n)
+    picture, queries = draw_call(n, m, **arguments), range(offset, offset + n)
     assert texts(picture) == [[str(j - i) if sees(i, j) else "" for j in range(keys)] for i in queries]
     assert picture.panels[0].rows == [str(i) for i in queries]
 
@@ -130,8 +129,7 @@ def test_pictures_are_small_and_follow_the_theme() -> None:
 
 
 def test_the_still_picture_shows_the_skew() -> None:
-    x = np.asarray([range(-3, 4)] * 4)
-    text = (PICTURES / "skew.svg").read_text()
+    x, text = np.asarray([range(-3, 4)] * 4), (PICTURES / "skew.svg").read_text()
     rows: dict[float, list[tuple[float, int]]] = {}
     for place, height, number in NUMBER.findall(text):
         rows.setdefault(float(height), []).append((float(place), int(number.replace("−", "-"))))

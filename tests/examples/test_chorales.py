@@ -136,8 +136,7 @@ def test_only_a_model_without_positions_ignores_the_order(kind: str) -> None:
 
 def test_a_sliding_cache_makes_the_same_music() -> None:
     torch.manual_seed(0)
-    model = Decoder("relative", SMALL).eval()
-    prompt = [NEW, 30, HELD, 32, 30]
+    model, prompt = Decoder("relative", SMALL).eval(), [NEW, 30, HELD, 32, 30]
     new = sample.go_on(model, prompt, 40, sample.Choice(seed=1))  # far past the window of 12
     with torch.no_grad():
         logits, _ = model(torch.tensor([[*prompt, *new]]))
@@ -193,8 +192,7 @@ def test_weights_in_pictures_are_those_of_the_model() -> None:
     torch.manual_seed(0)
     model = Decoder("relative", SMALL).eval()
     tokens = [NEW, 30, HELD, 32, 30, 33, 35, HELD, 30, 31, 32, 33, 34, 35, 36, 37]
-    before = model(torch.tensor([tokens]))[0]
-    seen = pictures.attention(model, tokens)
+    before, seen = model(torch.tensor([tokens]))[0], pictures.attention(model, tokens)
     assert torch.equal(model(torch.tensor([tokens]))[0], before)  # the hooks are removed
     assert [one.shape for one in seen] == [(2, 16, 16)] * 2
     np.testing.assert_allclose(seen[0].sum(axis=-1), 1, atol=1e-5)
@@ -265,8 +263,7 @@ def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_furthest_look_ignores_near_and_held_notes() -> None:
-    tokens = [30, 31, HELD, 33, 34, 35, 36, 37]
-    weights = np.zeros((2, 8, 8))
+    tokens, weights = [30, 31, HELD, 33, 34, 35, 36, 37], np.zeros((2, 8, 8))
     weights[0, 7, 5] = 0.9  # two steps back, which is near
     weights[0, 6, 2] = 0.8  # to a held note
     weights[0, 2, 0] = 0.7  # before the first note that counts

@@ -89,8 +89,7 @@ def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
     columns = np.nan_to_num(numbers.before[rows], nan=-np.inf).mean(axis=0)
     assert int(np.argmax(columns)) == len(numbers.tune.notes) - 1 - stripe.lag
     # After the skew: the diagonal.
-    diagonals = [numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
-    assert int(np.argmax(diagonals)) == stripe.lag
+    assert int(np.argmax([numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)])) == stripe.lag
     # The block attends there, too: all notes except the first few, whose context differs.
     assert np.array_equal(np.argmax(np.nan_to_num(numbers.attention)[rows], axis=1)[2:], rows[2:] - stripe.lag)
     assert numbers.on_stripe(stripe) > 0.9 > 0.1 > numbers.by_chance(stripe)

@@ -514,8 +514,7 @@ def test_arrays_in_int8_are_what_they_round_to(narrow: str, rows: int, queries: 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_library_stays_for_threads_that_begin_after_it_is_closed(tmp_path: Path) -> None:
     copy = shutil.copy(custom_ops_library(), tmp_path)
-    library = ctypes.CDLL(str(copy))
-    given = arrays(70, 600, 16)
+    library, given = ctypes.CDLL(str(copy)), arrays(70, 600, 16)
     assert not attend({name: view(x) for name, x in given.items()}, library, left=599, offset=530, threads=8)
     _ctypes.dlclose(library._handle)
     assert str(copy) in Path("/proc/self/maps").read_text()

@@ -133,8 +133,7 @@ def test_a_given_tolerance_grows_with_large_logits() -> None:
 
 @pytest.mark.parametrize("core", [False, True])
 def test_the_rest_of_a_cache_in_place_must_not_change(core: bool) -> None:
-    spec = BlockSpec(16, 2, Span(9, 0, "clip"), causal=True)
-    asked = Asked(spec, in_place=True, projections=not core, **PAST)
+    asked = Asked(BlockSpec(16, 2, Span(9, 0, "clip"), causal=True), in_place=True, projections=not core, **PAST)
 
     def change(feeds: Feeds) -> Results:
         results = asked.right(feeds)
@@ -150,8 +149,7 @@ def test_the_rest_of_a_cache_in_place_must_not_change(core: bool) -> None:
 def test_inputs_grow_within_bounds_for_large_logits(scale: float, factor: float) -> None:
     asked, trial = Asked(CAUSAL, scale=scale), Trial(2, 3, 3, 0, True, large_logits=True)
     asked.about().trial(trial, 5)
-    wanted = make_inputs(asked.subject.plan, trial, 5, factor=factor)
-    np.testing.assert_array_equal(asked.fed[0]["x"], wanted["x"])
+    np.testing.assert_array_equal(asked.fed[0]["x"], make_inputs(asked.subject.plan, trial, 5, factor=factor)["x"])
 
 
 def test_an_input_that_is_too_long_must_fail_or_give_nan() -> None:
@@ -309,8 +307,7 @@ def test_decoding_gives_each_piece_the_presents_of_the_one_before(spec: Any, len
     told = {(check.name, check.case, check.ok, check.gate) for check in asked.checks}
     assert told == {("decoding", case, True, 2e-6)}
     assert (len(asked.checks), asked.pieces()) == (3, sizes)
-    pasts = [0, *itertools.accumulate([0, *sizes[1:-1]])]
-    assert asked.pieces("past_key") == asked.pieces("past_value") == pasts
+    assert asked.pieces("past_key") == asked.pieces("past_value") == [0, *itertools.accumulate([0, *sizes[1:-1]])]
     np.testing.assert_array_equal(np.concatenate([feeds["x"] for feeds in asked.fed[1:]], 1), asked.fed[0]["x"])
 
 

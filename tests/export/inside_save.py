@@ -45,8 +45,7 @@ PAIR = ("block.onnx", "other.onnx")
 
 
 def save_pair(folder: Path, seed: int) -> None:
-    targets = [folder / name for name in PAIR]
-    texts = {"config.json": str(seed)}
+    targets, texts = [folder / name for name in PAIR], {"config.json": str(seed)}
     write([model(seed), model(seed)], targets, overwrite=True, external_threshold=0, texts=texts)
 
 
@@ -297,8 +296,7 @@ def test_a_failure_at_any_line_leaves_whole_files_and_nothing_else(
     start.mkdir()
     if old:
         with_a_copy(start)
-    before = contents(start)
-    outcomes = set()
+    before, outcomes = contents(start), set()
     for number in itertools.count(1):
         folder = Path(shutil.copytree(start, tmp_path / f"{number}"))
         passes = contextlib.suppress(KeyboardInterrupt, OSError)

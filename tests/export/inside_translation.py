@@ -191,8 +191,7 @@ def test_an_input_that_is_left_out_is_none() -> None:
 def test_calls_of_a_graph_are_counted() -> None:
     with exporting(18) as translate:
         first = translate(PAST)
-        second = translate(PAST, behind=first)
-        other = translate(PAST)
+        second, other = translate(PAST, behind=first), translate(PAST)
     for traced, start in ((first, "attention_1"), (second, "attention_2"), (other, "attention_1")):
         names = [value.name for _, value in traced.values if value.name.startswith("relskew/compute/")]
         assert {name.split("/")[2] for name in names} == {start}

@@ -40,8 +40,7 @@ def empty(length: int, batch: int = 1, heads: int = 2) -> dict[str, Any]:
 def test_caches_in_place_give_the_numbers_of_growing_ones(batch: int) -> None:
     model = growing()
     helper.set_model_props(model, {"relskew.decoder": "growing"})
-    before = model.SerializeToString()
-    changed = caches_in_place(model, **NAMES)
+    before, changed = model.SerializeToString(), caches_in_place(model, **NAMES)
     assert model.SerializeToString() == before
     onnx.checker.check_model(changed, full_check=True)
     assert changed.metadata_props[0].value == "in_place"
@@ -290,8 +289,7 @@ def test_a_mask_by_head_where_no_table_makes_logits() -> None:
     spec = BlockSpec(4, 2, Span.causal(6), causal=True, rel_keys=False, rel_values=True)
     model, _, weights = exported(spec, past=True, in_place=True, mask=True)
     valid(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,))
-    session = opened(model)
-    draw = np.random.default_rng(0)
+    session, draw = opened(model), np.random.default_rng(0)
     x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
     past = np.zeros((1, 2, 6, 2), np.float32)
     feeds = {"x": x, "past_key": past, "past_value": past, "past_lengths": np.array([0]), "mask": mask}

@@ -128,15 +128,13 @@ def greedy(model: Any, source: Tensor, mask: Tensor, n: int) -> np.ndarray[Any, 
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     with pytest.MonkeyPatch.context() as patch:
         _transformers.__wrapped__(patch)  # type: ignore[attr-defined]
-        model = Model().train()
-        folder = tmp_path_factory.mktemp("made") / "folder"
+        model, folder = Model().train(), tmp_path_factory.mktemp("made") / "folder"
         assert (encoder_decoder_to_onnx(model, folder), model.training) == (folder, True)
     return model.eval(), folder
 
 
 def test_graphs_have_the_names_of_optimum(made: tuple[Model, Path]) -> None:
-    graphs = [onnx.load(made[1] / name) for name in FILES]
-    width = WIDTH // HEADS
+    graphs, width = [onnx.load(made[1] / name) for name in FILES], WIDTH // HEADS
     text, memory = (["batch", HEADS, length, width] for length in ("length", "memory_length"))
     kinds = [f"0.{of}.{kind}" for of in ("decoder", "encoder") for kind in ("key", "value")]
     encoder, across, later, first = (model.graph for model in graphs)
@@ -202,8 +200,7 @@ def test_a_model_of_features_takes_vectors(tmp_path: Path, monkeypatch: pytest.M
     assert {check.name for check in reports[0].checks} >= {"last_hidden_state", "logits", "present.0.encoder.key"}
     assert onnx.load(folder / "encoder_model.onnx").graph.input[0].name == "input_features"
     source = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
-    want = greedy(model, source[None], torch.ones(1, 6), 10)
-    assert np.array_equal(generate(folder, source.numpy(), 10), want[0])
+    assert np.array_equal(generate(folder, source.numpy(), 10), greedy(model, source[None], torch.ones(1, 6), 10)[0])
     with pytest.raises(TypeError, match=r"`prompt` must be vectors \(length, width\)"):
         generate(folder, [1, 2], 3)
 

@@ -27,8 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("make", [growing, in_place, lambda: in_place(19)], ids=range(3))
 @pytest.mark.parametrize("prompt", [PROMPT, np.asfortranarray(PROMPT, np.uint8), [[7]]], ids=range(3))
 def test_tokens_are_those_of_the_formula(make: Callable[[], onnx.ModelProto], prompt: Any, tmp_path: Path) -> None:
-    path = save(make(), tmp_path / "decoder.onnx")
-    n = 20 - len(prompt[0])
+    path, n = save(make(), tmp_path / "decoder.onnx"), 20 - len(prompt[0])
     got = generate(str(path), prompt, n)
     assert got.dtype == np.int64
     assert np.array_equal(got, greedy(prompt, n))
@@ -85,8 +84,7 @@ def test_draws_are_those_of_the_seed(made: Path) -> None:
     "case", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_p": 1}, {"top_k": 4, "top_p": 0.8}, {"top_k": 2 * VOCABULARY}]
 )
 def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, Any]) -> None:
-    count = 4000
-    shares = np.exp(small_decoder.logits([[1, 2, 3]])[0, -1] / 3)
+    count, shares = 4000, np.exp(small_decoder.logits([[1, 2, 3]])[0, -1] / 3)
     order = np.argsort(-shares)
     kept = shares[order]
     kept[case.get("top_k", VOCABULARY) :] = 0

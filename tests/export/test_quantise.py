@@ -174,8 +174,7 @@ def test_static_tables_with_other_readers_stay(other: str, tmp_path: Path) -> No
     if other != "result":
         model.graph.node.append(helper.make_node(other, ["rel_k"], ["other"], name="other"))
     made = static_products(model, tmp_path / "static.onnx")
-    session = opened(tmp_path / "static.onnx")
-    q = np.ones((1, 2, 3, 32), np.float32)
+    session, q = opened(tmp_path / "static.onnx"), np.ones((1, 2, 3, 32), np.float32)
     y, second = session.run(None, {"q": q, "end": np.array([10])})
     assert np.linalg.norm(second - wanted) < 0.02 * np.linalg.norm(wanted)
     assert np.linalg.norm(y - q @ table[:, :10].swapaxes(1, 2)) < 0.5 * np.linalg.norm(y)
@@ -197,8 +196,7 @@ def test_matrices_in_a_batch_are_int8_unless_static(kind: Any, tmp_path: Path) -
     """onnxruntime's static form has no scale for each column of them."""
     draw = np.random.default_rng(0)
     weights, x = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, 32, 40), (1, 2, 3, 32)))
-    text = "graph (float[b,2,n,32] x) => (float[b,2,n,40] y) {y = MatMul(x, weights)}"
-    model = graph_of(text, weights=weights)
+    model = graph_of("graph (float[b,2,n,32] x) => (float[b,2,n,40] y) {y = MatMul(x, weights)}", weights=weights)
     left = pytest.warns(UserWarning, match="keeps weights in float32, .*: 0.0098 MiB of MatMul")
     with left if kind == "static" else nullcontext():
         path = quantize(model, tmp_path / "batch.onnx", kind, inputs=[{"x": x}] if kind == "static" else None)

@@ -40,8 +40,7 @@ def portable() -> dict[str, Graph]:
 def test_each_opset_runs_where_the_page_says(profile: Any, opset: int) -> None:
     spec = BlockSpec(8, 2, Span.causal(9), causal=True)
     weights = init_weights(spec, seed=0)
-    model = to_onnx(spec, weights, profile=profile, opset=opset, past=True)
-    ran = {}
+    model, ran = to_onnx(spec, weights, profile=profile, opset=opset, past=True), {}
     for runtime in ("onnxruntime", "openvino", "reference"):
         report = validate(model, spec, weights, runtimes=[runtime], lengths=[1, 5], batches=(2,))
         ran[runtime] = report.ok
@@ -132,8 +131,7 @@ def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[s
     sizes = {"x": [0, 2, 3, 4], **shapes}
     given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
     graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
-    session = opened(model)
+    session = opened(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10))
     feeds = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
     if node.op_type == "MatMul" and BROADCASTS_EMPTY:
         assert session.run(None, feeds)[0].shape == (0, 2, 3, 3)

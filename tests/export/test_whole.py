@@ -124,8 +124,7 @@ def test_a_decoders_graph_has_the_models_names(made: tuple[Decoder, Path]) -> No
 @pytest.fixture(scope="module", params=[{"length": 18}, {}], ids=str)
 def fixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Decoder, Path, int]:
     """Caches in place, and how many positions they or the tables take."""
-    model = Decoder(heads=2)
-    path = tmp_path_factory.mktemp("fixed") / "decoder.onnx"
+    model, path = Decoder(heads=2), tmp_path_factory.mktemp("fixed") / "decoder.onnx"
     decoder_to_onnx(model, path, in_place=True, **request.param)
     return model.eval(), path, request.param.get("length", REACH)
 

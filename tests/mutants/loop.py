@@ -43,7 +43,7 @@ UNFIT = 0.01  # the share of tests that may fail without a mutant
 OTHERS = (
     "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "ndonnx",
     "[arm", "[x86-64", "new_array", "compilers_warn", "forked", "first_long", "own_threads",
-    "limits_of_time", "test_chunks.py::test_memory", "same_bytes", "the_compiler", "compiled_training",
+    "limits_of_time", "test_forms.py::test_memory", "same_bytes", "the_compiler", "compiled_training",
 )  # fmt: skip
 
 # The same examples each time, without shrinking: any failure is enough.

@@ -172,8 +172,7 @@ def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_shows_the_newest_record(name: str, tmp_path: Path) -> None:
-    benchmark = cli.load(name)
-    record = Record.newest(name)
+    benchmark, record = cli.load(name), Record.newest(name)
     page = Path(shutil.copy(ROOT / "docs" / benchmark.page, tmp_path))
     for part, text in benchmark.texts(record).items():
         put(page, name, part, text)

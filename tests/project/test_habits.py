@@ -57,8 +57,7 @@ def test_workflows_together_run_every_part() -> None:
     "path", [*WORKFLOWS, ROOT / ".forgejo/workflows/ci.yml"], ids=lambda path: f"{path.parts[-3]}-{path.stem}"
 )
 def test_actions_are_pinned_by_commit_and_may_only_read(path: Path) -> None:
-    workflow = read(path)
-    used = re.findall(r"uses: (\S+) ?(.*)", path.read_text())
+    workflow, used = read(path), re.findall(r"uses: (\S+) ?(.*)", path.read_text())
     assert used
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) and "# v" in version for action, version in used)
     assert path.parts[-3] == ".forgejo" or workflow["permissions"] == {"contents": "read"}

@@ -349,8 +349,7 @@ def test_one_line_installs_the_library_everywhere() -> None:
         for line, extras in re.findall(r"(pip install [^\[\]\n`]*\[([\w,-]+)\][^\s`\\]*)", text):
             assert line.replace("--editable ", "") == install_line(*extras.split(",")), page
             found.append(page.name)
-        compiles = re.findall(r"pip install --force-reinstall [^\n`]+", page.read_text())
-        assert set(compiles) <= {compile_line()}, page
+        assert set(re.findall(r"pip install --force-reinstall [^\n`]+", page.read_text())) <= {compile_line()}, page
     assert len(set(found)) > 10
     assert {"install.md", "training.ipynb"} <= set(found)
 

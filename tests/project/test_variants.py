@@ -1,4 +1,4 @@
-"""docs/variants.md row by row: every call runs, equals plain loops where they have it, and its comparison exists."""
+"""docs/variants.md and docs/chooser.md: calls run, equal plain loops where they have them, and are compared."""
 
 import ast
 import json
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import oracles
+from docs.site.marks import full_name
 from tracked import ROOT
 
 PAGE = (ROOT / "docs" / "variants.md").read_text()
@@ -192,3 +193,60 @@ def test_a_wrong_call_would_be_seen() -> None:
 
     call = "relative_attention(q, k, v, table(2 * M - 1, D), Span.full(M), offset=3)"
     assert oracles.relative_error(evaluate(call), evaluate(call, relative_attention=elsewhere)) > 1e-3
+
+
+# docs/chooser.md line by line: each runs after the page's own setup, or stands in a page that runs elsewhere
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHOOSER = (DOCS / "chooser.md").read_text()
+(SETUP_OF_CHOOSER, *_) = re.findall(r"^```python\n(.*?)^```$", CHOOSER, re.MULTILINE | re.DOTALL)
+ON_OTHER_PAGES = {
+    "model = replace_attention(model)": ("huggingface.md", "model = replace_attention("),
+    "model = replace_rotary(model)": ("huggingface.md", "model = replace_rotary(model)"),
+    'register_attention("alibi")': ("huggingface.md", 'register_attention("alibi")'),
+    'register_attention("sinks", rel_bias=None)': ("huggingface.md", 'register_attention("sinks", rel_bias=None)'),
+    'load_vits_encoder("voice.onnx")': ("piper.md", "load_vits_encoder(PATH)"),
+    'decoder_to_onnx(model, "decoder.onnx")': ("decoders.md", 'decoder_to_onnx(model, "decoder.onnx")'),
+    "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)": ("decoders.md", "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)"),
+}
+"""Lines that need a model, and the page that runs them."""
+
+
+line_cells = [
+    [cell.strip("| ") for cell in line.split(" | ")] for line in CHOOSER.splitlines() if line.startswith("| ")
+]
+LINE_ROWS = [row for row in line_cells if len(row) == 3 and row[1] != "what you write"]  # other tables have two columns
+LINES = sorted({row[1].strip("`") for row in LINE_ROWS if re.fullmatch(r"`[^`]*[(=][^`]*`", row[1])})
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if line in ON_OTHER_PAGES:
+        page, there = ON_OTHER_PAGES[line]
+        assert there in (DOCS / page).read_text()
+        return
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(SETUP_OF_CHOOSER, names)
+    exec(line, names)
+
+
+def test_every_row_has_a_line_a_name_or_a_link() -> None:
+    assert len(LINE_ROWS) > 30
+    assert all(("`" in row[1] or "](" in row[2]) for row in LINE_ROWS)
+
+
+def test_the_names_next_to_the_lines_are_public() -> None:
+    theirs = {"relative_key", "relative_key_query", "nn.TransformerEncoderLayer", "query − key"}
+    beside = {
+        name for row in LINE_ROWS for cell in (row[0], row[2]) for name in re.findall(r"`([^`]+)`", cell)
+    } - theirs
+    assert len(beside) > 10
+    assert all(full_name(name) for name in beside), beside
+
+
+def test_every_replaced_family_is_there() -> None:
+    (families,) = re.findall(r"## Families\n(.*?)\n## ", (DOCS / "huggingface.md").read_text(), re.DOTALL)
+    names = re.findall(r"^\| ((?:[A-Z])[^|]*) \|", families, re.MULTILINE)
+    assert len(names) > 10
+    assert not [name for name in ", ".join(names).split(", ") if re.sub("-v[23]|Swinv2", "", name) not in CHOOSER]
