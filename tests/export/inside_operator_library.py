@@ -24,7 +24,7 @@ import oracles
 from compiled_cases import close, narrow
 from export_forms import exported
 from libraries import GATES
-from onnx_sessions import opened
+from onnx_sessions import opened, step
 from operator_runs import needs_library, run, session_of, side_by_side
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._kernel.call import Arguments
@@ -153,28 +153,22 @@ def test_caches_are_written_in_place_where_each_item_ends() -> None:
         past["past_value"][item, :, :n] = arrays["v"][item, :, :n]
     segments = np.repeat(np.array([[0, 1], [3, 4]]), 30, axis=1)
     mask = np.random.default_rng(1).random((2, 1, 10, 60)) < 0.8
-    given = {**arrays, **heads, **past, "mask": mask, "k_segments": segments, "offset": np.array(filled)}
+    given = {**arrays, **heads, "mask": mask, "k_segments": segments, "offset": np.array(filled)}
     names = ("out", "present_key", "present_value")
-    session = session_of(given, names, num_heads=4, kv_num_heads=2, **CAUSAL)
-    binding = session.io_binding()
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(given[name]) for name in given}
-    for name, value in values.items():
-        binding.bind_ortvalue_input(name, value)
-    binding.bind_output("out")
-    for name in ("key", "value"):
-        binding.bind_ortvalue_output(f"present_{name}", values[f"past_{name}"])
-    session.run_with_iobinding(binding)
-    copied = session.run(list(names), given)
+    session = session_of({**given, **past}, names, num_heads=4, kv_num_heads=2, **CAUSAL)
+    copied = session.run(list(names), {**given, **past})
+    caches = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x.copy()) for name, x in past.items()}
+    found = step(session, caches, **given)
     for item, n in enumerate(filled):
         expected = oracles.relative_attention(
             arrays["q"][item, :, n : n + 10], arrays["k"][item, :, : n + 10], arrays["v"][item, :, : n + 10],
             arrays["rel_k"], SPAN, causal=True, offset=n, mask=mask[item, :, :, : n + 10],
             segments=(segments[item, n : n + 10], segments[item, : n + 10]),
         ).out  # fmt: skip
-        for out in (binding.get_outputs()[0].numpy(), copied[0]):
+        for out in (found, copied[0]):
             assert oracles.relative_error(out[item], side_by_side(expected[None])[0]) < GATES["float32"]
         for place, name in enumerate(("key", "value"), 1):
-            written = values[f"past_{name}"].numpy()[item, :, : n + 10]
+            written = caches[f"past_{name}"].numpy()[item, :, : n + 10]
             np.testing.assert_array_equal(written, arrays[name[0]][item, :, : n + 10])
             np.testing.assert_array_equal(copied[place][item, :, : n + 10], written)
             assert not copied[place][item, :, n + 10 :].any()

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from export_forms import IN_PLACE, exported, random_weights, valid
-from onnx_sessions import opened, shapes
+from onnx_sessions import opened, shapes, step
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import caches_in_place, to_onnx
 
@@ -64,18 +64,6 @@ def test_caches_in_place_give_the_numbers_of_growing_ones(batch: int) -> None:
     for more in (1, 2):
         with pytest.raises(Exception, match="TensorScatter"):
             run(changed, {"x": x[:, :more], **fixed, "past_length": np.array([ROOM + 1 - more])})
-
-
-def step(session: onnxruntime.InferenceSession, caches: dict[str, onnxruntime.OrtValue], **feeds: Any) -> Any:
-    binding = session.io_binding()
-    for name, x in feeds.items():
-        binding.bind_cpu_input(name, np.ascontiguousarray(x))
-    binding.bind_output("y")
-    for name, cache in caches.items():
-        binding.bind_ortvalue_input(name, cache)
-        binding.bind_ortvalue_output(name.replace("past", "present"), cache)
-    session.run_with_iobinding(binding)
-    return binding.get_outputs()[0].numpy()
 
 
 def test_onnxruntime_writes_into_the_given_cache() -> None:

@@ -122,24 +122,37 @@ def test_every_name_of_the_core_shows_an_example(name: str) -> None:
     assert "\nExamples\n--------\n>>> " in text
 
 
-LARGE = (
-    "relskew_core.attention_weights", "relskew_core.paged_attention", "relskew_core.relative_attention",
-    "relskew_core.relative_attention_2d", "relskew_core.relative_attention_nd", "relskew_core.relative_attention_vjp",
-    "relskew_core.relative_logits", "relskew_core.relative_logits_2d", "relskew_core.relative_logits_nd",
-    "relskew_core.distributed.jax.ring_attention", "relskew_core.distributed.torch.context_parallel_attention",
-    "relskew_core.export.decoder_to_onnx", "relskew_core.export.encoder_decoder_to_onnx",
-    "relskew_core.export.generate", "relskew_core.export.to_onnx", "relskew_core.export.torch_to_onnx",
-    "relskew_core.export.validate", "relskew_core.huggingface.register_attention",
-    "relskew_core.huggingface.replace_attention", "relskew_core.huggingface.replace_rotary",
-    "relskew_core.layers.torch.MultiheadAttention", "relskew_core.layers.torch.RelativeMultiheadAttention",
-)  # fmt: skip
+LARGE = [
+    "attention_weights",
+    "paged_attention",
+    "relative_attention",
+    "relative_attention_2d",
+    "relative_attention_nd",
+    "relative_attention_vjp",
+    "relative_logits",
+    "relative_logits_2d",
+    "relative_logits_nd",
+    "distributed.jax.ring_attention",
+    "distributed.torch.context_parallel_attention",
+    "export.decoder_to_onnx",
+    "export.encoder_decoder_to_onnx",
+    "export.generate",
+    "export.to_onnx",
+    "export.torch_to_onnx",
+    "export.validate",
+    "huggingface.register_attention",
+    "huggingface.replace_attention",
+    "huggingface.replace_rotary",
+    "layers.torch.MultiheadAttention",
+    "layers.torch.RelativeMultiheadAttention",
+]
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_functions_show_three_uses(name: str) -> None:
     """Each after a sentence that says what it is; those that need transformers run in tests/peers."""
-    text, _, examples = (inspect.getdoc(MEMBERS[name]) or "").partition("\nExamples\n")
-    with_neighbours = re.search(r"\.((relative|paged|replace)_attention(_.d)?|(torch_|decoder_)?to_onnx)$", name)
+    text, _, examples = (inspect.getdoc(MEMBERS[f"relskew_core.{name}"]) or "").partition("\nExamples\n")
+    with_neighbours = re.search(r"\b((relative|paged|replace)_attention(_.d)?|(torch_|decoder_)?to_onnx)$", name)
     assert not with_neighbours or "\nSee Also\n" in text
     assert len(re.findall(r"^(?:-+\n|(?!>>>|\.\.\.).*:\n\n)>>> ", examples, re.MULTILINE)) >= 3
 

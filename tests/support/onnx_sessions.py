@@ -58,3 +58,16 @@ def tokens_of_genai(folder: os.PathLike[str], prompt: list[int], length: int) ->
 def grown(call: Callable[[], Any]) -> int | None:
     """Return by how many bytes the process's peak of memory grows in a call; ``None`` if the system does not say."""
     return resident_peak(call)
+
+
+def step(session: onnxruntime.InferenceSession, caches: dict[str, onnxruntime.OrtValue], **feeds: Any) -> Any:
+    """Write into caches, and return the first output."""
+    binding = session.io_binding()
+    for name, x in feeds.items():
+        binding.bind_cpu_input(name, np.ascontiguousarray(x))
+    binding.bind_output(session.get_outputs()[0].name)
+    for name, cache in caches.items():
+        binding.bind_ortvalue_input(name, cache)
+        binding.bind_ortvalue_output(name.replace("past", "present"), cache)
+    session.run_with_iobinding(binding)
+    return binding.get_outputs()[0].numpy()
