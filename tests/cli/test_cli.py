@@ -292,8 +292,6 @@ def test_a_size_above_its_limit_is_refused_with_it(capsys: Capture, tmp_path: Pa
 
 # Every form from the command line, checkpoints, devices, advice
 
-CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
-
 
 def exported(*options: str) -> onnx.ModelProto:
     assert relskew("export", "m.onnx", *BLOCK, "--overwrite", *options) == 0
@@ -351,7 +349,7 @@ def test_atol(capsys: Capture) -> None:
 
 
 def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
-    np.savez("weights.npz", **init_weights(CAUSAL, seed=5))
+    np.savez("weights.npz", **init_weights(BlockSpec(8, 2, Span.causal(9), causal=True), seed=5))
     model = exported("--causal", "--no-projections", "--weights", "weights.npz")
     assert [tensor.name for tensor in model.graph.initializer if not tensor.name.startswith("relskew/")] == ["rel_k"]
     assert relskew("validate", "m.onnx", "--weights", "weights.npz", "--batch", "1") == 0

@@ -17,7 +17,6 @@ from relskew_core.cli import main
 
 MELODIES = melodies()
 TUNES = list(MELODIES)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "melody.py"
 
 
 def tune_of(*pitches: int) -> Melody:
@@ -150,7 +149,7 @@ def test_the_whole_demo_passes_unless_the_graph_is_wrong(
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE))
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "melody.py"))
     lines = capsys.readouterr().out.splitlines()
     rows, n = lines[1:-1], 42
     assert len(rows) == n

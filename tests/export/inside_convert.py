@@ -72,13 +72,6 @@ def test_outputs_are_named_by_the_keys_of_results(result: Any, names: list[str])
     assert (len(flat(ONE)), flat.output_names) == (len(names), names)
 
 
-def test_tensors_go_where_they_came_from() -> None:
-    model = of(lambda self, pair, *, scale, shown: (pair[0] - pair[1]["b"]) * scale + shown)
-    flat = Flat(model, ([ONE, {"b": 2 * ONE}],), {"scale": 10.0, "shown": 3 * ONE})
-    assert [x.item() for x in flat.inputs()] == [1, 2, 3]
-    assert flat(7 * ONE, 4 * ONE, ONE)[0].item() == 31
-
-
 def test_models_elsewhere_are_refused_by_the_name_of_a_weight() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     checked_model(model)

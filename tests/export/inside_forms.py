@@ -22,10 +22,9 @@ from relskew_core.export._check.trials import Trial, make_inputs, make_trials
 from relskew_core.export._form.plan import GraphPlan, make_plan
 from relskew_core.export._nodes.emitter import Emitter
 
-CHUNKS = {"chunk_size": 3}
 CASES = [
     *((form, {"profile": PROFILES[place % 3]}) for place, form in enumerate(FORMS)),
-    *((form, {"profile": ("ort", "portable")[place % 2]} | CHUNKS)
+    *((form, {"profile": ("ort", "portable")[place % 2]} | {"chunk_size": 3})
       for place, (form, (spec, _)) in enumerate(FORMS.items()) if spec.block_size is None),
     *((form, {"profile": "ort"}) for form in IN_PLACE),
 ]  # fmt: skip

@@ -36,7 +36,6 @@ from relskew_core.export._nodes.operator_nodes import NUMBERS, _quantising
 
 pytestmark = needs_library
 
-ROOT = Path(__file__).parents[2]
 CASES = [case for case in compiled_cases.CASES if not case.call().get("dropout")]
 SPAN = Span.causal(64)
 
@@ -422,7 +421,6 @@ def test_without_operator_reads_a_file(tmp_path: Path) -> None:
 
 # ``relskew_attention`` of relskew.h with keys, values and tables in int8, called through its structures
 
-HEADER = ROOT / "backends/_compiled/include/relskew.h"
 C_TYPES = {"size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
 
 
@@ -435,7 +433,12 @@ class Array(ctypes.Structure):
 
 @cache
 def call_type() -> type[ctypes.Structure]:
-    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    text = re.sub(
+        r"/\*.*?\*/",
+        "",
+        (Path(__file__).parents[2] / "backends/_compiled/include/relskew.h").read_text(),
+        flags=re.DOTALL,
+    )
     (body,) = re.findall(r"typedef struct relskew_call \{(.*?)\}", text, re.DOTALL)
     types = {**C_TYPES, "relskew_array": Array}
     fields = [

@@ -402,8 +402,12 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
 }
 """A block, how it is exported, and how far its table reaches."""
 
-LINES = (Path(__file__).parent / "graphs" / "trials.txt").read_text().splitlines()
-TRIED = {name: texts for name, *texts in (re.split(r" \| ?", line) for line in LINES)}
+TRIED = {
+    name: texts
+    for name, *texts in (
+        re.split(r" \| ?", line) for line in (Path(__file__).parent / "graphs" / "trials.txt").read_text().splitlines()
+    )
+}
 """Of each block the inputs that fit, those with large logits, and those that do not fit."""
 
 

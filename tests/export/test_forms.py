@@ -221,10 +221,6 @@ def test_chunks_give_what_all_queries_at_once_do() -> None:
 # Where tables, windows, blocks and `max_length` end a graph: it is right, or fails and says which table ends
 
 LENGTHS = range(1, 6)
-REACHES = (0, 2)
-WINDOWS = (None, 1, 3)
-LONGEST = (None, 1, 3, 4)
-"""``max_length``: none, less than and one more than the reaches, and what a window would read."""
 
 REACHING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"causal": True}, {}),
@@ -242,7 +238,7 @@ def test_a_graph_is_right_or_fails_past_its_table(form: Any, beyond: Any) -> Non
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((1, 1, max(LENGTHS), 2)).astype(np.float32) for _ in "qkv")
     cross, ran = block.get("cross", False), 0
-    for reach, window, longest in itertools.product(REACHES, WINDOWS, LONGEST):
+    for reach, window, longest in itertools.product((0, 2), (None, 1, 3), (None, 1, 3, 4)):
         left, right = reach, 0 if block.get("causal") else reach
         spec = BlockSpec(2, 1, Span(left, right, beyond), window=(window, None), **block)
         table = random.standard_normal((1, spec.span.rows, 2)).astype(np.float32)

@@ -16,12 +16,11 @@ from relskew_core.export import generate, save, to_onnx
 from small_decoder import VOCABULARY, greedy, growing, in_place
 
 PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
-REACH = 20
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(growing(**{"relskew.reach": f"{REACH}"}), tmp_path_factory.mktemp("made") / "decoder.onnx")
+    return save(growing(**{"relskew.reach": "20"}), tmp_path_factory.mktemp("made") / "decoder.onnx")
 
 
 @pytest.mark.parametrize("make", [growing, in_place, lambda: in_place(19)], ids=range(3))

@@ -17,7 +17,6 @@ from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 
 CAUSAL = FORMS["causal"][0]
-FULL = FORMS["full"][0]
 CROSS = FORMS["cross"][0]
 
 
@@ -117,7 +116,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
     (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
     (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),
-    (FULL, {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
+    (FORMS["full"][0], {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
     (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
     (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
     (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),

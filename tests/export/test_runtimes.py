@@ -117,11 +117,6 @@ def test_the_releases_are_those_that_make_installs() -> None:
     assert web.packages[0] in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> None:
-    assert {case.model.ir_version for case in portable.values()} == {8}
-    assert onnx.helper.find_min_ir_version_for(portable["full"].model.opset_import) == 8
-
-
 @pytest.mark.parametrize(("node", "shapes", "message"), [
     (onnx.helper.make_node("MatMul", ["x", "table"], ["y"]), {"table": [2, 4, 3]}, "cannot broadcast"),
     (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),

@@ -48,7 +48,6 @@ def test_export_needs_neither_torch_nor_onnxscript() -> None:
 
 # Without a translation of ours, as users call it: torch's operators, the same numbers
 
-WITHOUT = "torch.onnx.export writes relative attention as many operators"
 REACH = 20
 SPECS = {
     "full": BlockSpec(8, 2, Span.full(REACH)),
@@ -89,7 +88,11 @@ def exported(model: Any, given: Any, vary: Any, **options: Any) -> Any:
             model, given, dynamo=True, opset_version=23, verbose=False, dynamic_shapes=vary, **options
         )
     assert program is not None
-    return program, [(str(one.message), one.filename) for one in caught if str(one.message).startswith(WITHOUT)]
+    return program, [
+        (str(one.message), one.filename)
+        for one in caught
+        if str(one.message).startswith("torch.onnx.export writes relative")
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.key_padding_mask. hides every key of an item")

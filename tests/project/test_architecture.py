@@ -153,7 +153,6 @@ PLACES = {
 OF_WHAT_IS_GIVEN = {"asarray", "array", "as_tensor"}
 """Those that mostly take an array as it is; of numbers and lists they make one."""
 
-LIBRARIES = ("torch", "np", "cp", "jnp", "xp")
 
 DEVICES_TOO = {"torch", "xp"}  # whose functions take a device; CuPy and JAX have one that is current
 
@@ -178,7 +177,7 @@ def creations(tree: ast.AST) -> Iterator[tuple[ast.Call, str, str]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         library, name = ast.unparse(node.func.value).removeprefix("self."), node.func.attr
-        if library not in LIBRARIES or name not in PLACES:
+        if library not in ("torch", "np", "cp", "jnp", "xp") or name not in PLACES:
             continue
         if name not in OF_WHAT_IS_GIVEN or (node.args and isinstance(node.args[0], MADE)):
             yield node, library, name
@@ -198,8 +197,11 @@ def unnamed(source: str, path: str) -> list[str]:
     return found
 
 
-FOLDERS = ("backends/", "examples/", "export/", "relskew_core/")
-SOURCES = [name for name in tracked() if name.endswith(".py") and name.startswith(FOLDERS)]
+SOURCES = [
+    name
+    for name in tracked()
+    if name.endswith(".py") and name.startswith(("backends/", "examples/", "export/", "relskew_core/"))
+]
 
 
 def test_dtypes_and_devices_are_named_and_every_exception_is_there() -> None:

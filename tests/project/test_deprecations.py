@@ -12,8 +12,6 @@ from relskew_core._array.checks import explains
 from relskew_core._array.extras import warn_deprecated
 from tracked import ROOT, tracked
 
-FOLDERS = ("relskew_core/", "backends/", "export/")
-
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
@@ -33,7 +31,11 @@ def complaints(source: str, current: str) -> list[str]:
 
 
 def test_nothing_outlives_its_deprecation() -> None:
-    sources = [name for name in tracked() if name.endswith(".py") and name.startswith(FOLDERS)]
+    sources = [
+        name
+        for name in tracked()
+        if name.endswith(".py") and name.startswith(("relskew_core/", "backends/", "export/"))
+    ]
     assert sources
     for name in sources:
         assert complaints((ROOT / name).read_text(), relskew_core.__version__) == [], name

@@ -24,7 +24,6 @@ from torch.autograd import forward_ad
 import relskew_core
 from tracked import ROOT
 
-HEALTH = list(HealthCheck)
 TARGETS = {target.name: target for target in command.load_targets()}
 
 
@@ -98,7 +97,13 @@ def failure_of(target: Target, **changes: Any) -> str:
     """Return what is told of the first example that fails, of those with these changes; it is not made smaller."""
 
     @seed(5)
-    @settings(max_examples=2000, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HEALTH)
+    @settings(
+        max_examples=2000,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(target.strategy.map(lambda example: replace(example, **changes)))
     def attempt(example: Any) -> None:
         told.clear()

@@ -13,7 +13,6 @@ from tracked import PROJECT, ROOT, tracked
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PARTS = re.findall(r"^(\w+)\(\) ", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-GUIDES = ["CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md"]
 
 
 def read(path: Path) -> dict[Any, Any]:
@@ -113,7 +112,7 @@ def test_an_unknown_part_is_refused_before_anything_runs() -> None:
     assert ended.stderr.startswith("all is none of lint, types, tests, peers, ")
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("guide", ["CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md"])
 def test_the_guides_name_what_is_there(guide: str) -> None:
     """Every path in backticks is a file of the project, or one of its folders."""
     names = tracked()

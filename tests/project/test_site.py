@@ -24,8 +24,7 @@ from relskew_core._kernel.call import GROUPS
 from tracked import ROOT
 
 WIDTHS = {"desk": (1440, 900), "phone": (390, 844)}
-CALL = "reference/relskew_core.relative_attention"
-SEEN = ("index", "chooser", "benchmarks", "variants", "reference", CALL)
+SEEN = ("index", "chooser", "benchmarks", "variants", "reference", "reference/relskew_core.relative_attention")
 """Pages that are looked at in light and dark; all are held to the width of a phone."""
 
 
