@@ -249,8 +249,6 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     for model, error, said in wrong:
         with pytest.raises(error, match=said):
             encoder_decoder_to_onnx(model, tmp_path / "made")
-    with pytest.raises(TypeError, match=r"`report` must be a function of an ExportReport, got str 'report.json'"):
-        encoder_decoder_to_onnx(Model(), tmp_path / "made", report="report.json")  # type: ignore[arg-type]
     with pytest.raises(TypeError) as raised:
         torch_to_onnx(Model(), torch.zeros(2, 5, dtype=torch.int64))
     assert any("encoder_decoder_to_onnx(model, folder)" in note for note in raised.value.__notes__)

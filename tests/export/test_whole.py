@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 import faults
 from onnx_sessions import opened, shapes, tokens_of_genai
-from relskew_core import BlockSpec, Span, __version__, init_weights, relative_attention
+from relskew_core import BlockSpec, Span, __version__, relative_attention
 from relskew_core.export import (
     ExportReport,
     caches_in_place,
     decoder_to_onnx,
     generate,
     quantize,
-    save,
-    to_onnx,
     torch_to_onnx,
 )
 from relskew_core.layers.torch import RelativeMultiheadAttention
@@ -342,7 +340,6 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-NO_FUNCTION = r"`report` must be a function of an ExportReport, got str 'report.json'"
 ENDLESS: list[Any] = [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]}, {"eos_token_id": "2"}]
 
 
@@ -354,7 +351,6 @@ ENDLESS: list[Any] = [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]},
     (nn.Linear(1, 1), {}, ValueError, "`past` must be given because the model has no `empty_cache`"),
     (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU: load its weights first, got .* on meta"),
     (Bare(), {"memory": []}, TypeError, r"`memory` must be a tensor .*, got list \[\]"),
-    (Bare(), {"tolerance": "0.1"}, TypeError, "`tolerance` must be a Python int or float, got str '0.1'"),
     (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
     (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
     (Bare(), {"in_place": True, "genai": True}, ValueError, "`in_place=True` excludes `genai`: .* genai=bool True"),
@@ -363,9 +359,6 @@ ENDLESS: list[Any] = [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]},
     (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
     (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
     (Bare(), {"dtype": "int8"}, ValueError, "`dtype` must be one of 'float16', .* got 'int8'"),
-    (Bare(), {"check": 1}, TypeError, "`check` must be"),
-    (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
-    (Bare(), {"report": "report.json"}, TypeError, NO_FUNCTION),
     (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
     # Without the end of a text, genai's runtime would end at token 0.
     *((Bare(), {"genai": given}, ValueError, "`genai` must have the token that ends a text, .*stops at token 0")
@@ -579,7 +572,9 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
     (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
     (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
     (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
-    (torch.zeros(2, 3), {"report": "report.json"}, TypeError, NO_FUNCTION),
+    (torch.zeros(2, 3), {"operator": 1}, TypeError, "`operator` must be "),
+    (torch.zeros(2, 3), {"tolerance": "0.1"}, TypeError, "`tolerance` must be a Python int or float, got str '0.1'"),
+    (torch.zeros(2, 3), {"report": "report.json"}, TypeError, "`report` must be a function of an ExportReport"),
     (torch.zeros(2, 3), {"path": "never.onnx", "overwrite": 1}, TypeError, "`overwrite` must be "),
     (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 28, got 17"),
 ], ids=str)  # fmt: skip
@@ -670,29 +665,6 @@ def test_a_cast_model_computes_what_the_model_does(kind: str) -> None:
     assert y.dtype == np.float16
     assert np.abs(y - model(x).detach().numpy()).max() < 0.02
     assert {x.dtype for x in model.parameters()} <= {torch.float32}
-
-
-SPEC = BlockSpec(64, 2, Span.causal(64), causal=True)
-MODEL = to_onnx(SPEC, init_weights(SPEC, seed=0))
-EXPORTERS: dict[str, Callable[[Path], Any]] = {
-    "save": lambda path: save(MODEL, path, overwrite=True),
-    "save in two files": lambda path: save(MODEL, path, overwrite=True, external_threshold=0),
-    "quantize": lambda path: quantize(MODEL, path, overwrite=True),
-    "torch_to_onnx": lambda path: torch_to_onnx(nn.Linear(64, 64), torch.ones(2, 64), path, overwrite=True),
-    "decoder_to_onnx": lambda path: decoder_to_onnx(Bare(), path, overwrite=True, external_threshold=0, check=False),
-}
-
-
-@pytest.mark.parametrize("name", EXPORTERS)
-def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "block.onnx"
-    path.write_text("old")
-    told = f"`path` cannot be written: File too large: {str(path)!r}"
-    with faults.full_disk(3000), pytest.raises(OSError, match=re.escape(told)):
-        EXPORTERS[name](path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-    EXPORTERS[name](path)
 
 
 def test_the_command_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
