@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import typer
-from cli.commands import BLOCK, Capture, error_of, output_of, python, relskew
+from cli.commands import Capture, error_of, output_of, python, relskew
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -58,11 +58,6 @@ OF_EXPORT = f"relskew_core.export needs ml_dtypes: {to_install('onnx')}"
 def test_an_error_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Any, told: str) -> None:
     fail(monkeypatch, error)
     assert error_of(capsys, "info").endswith(told)
-
-
-def test_a_missing_onnx_names_the_command_that_installs_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    assert f"{to_install('onnx')}" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
 
 
 @pytest.mark.parametrize(("error", "status"), [

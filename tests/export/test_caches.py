@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from export_forms import IN_PLACE, exported, random_weights, valid
+from export_forms import IN_PLACE, exported, random_weights
 from onnx_sessions import opened, shapes, step
 from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import caches_in_place, to_onnx
@@ -270,19 +270,6 @@ def test_no_pad_in_bfloat16(options: dict[str, Any]) -> None:
         kinds[dtype] = {node.op_type for graph in graphs for node in graph.node}
     assert "Pad" in kinds["float16"]
     assert "Pad" not in kinds["bfloat16"]
-
-
-def test_a_mask_by_head_where_no_table_makes_logits() -> None:
-    """Positions hide from all heads alike there, a mask does not."""
-    spec = BlockSpec(4, 2, Span.causal(6), causal=True, rel_keys=False, rel_values=True)
-    model, _, weights = exported(spec, past=True, in_place=True, mask=True)
-    valid(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,))
-    session, draw = opened(model), np.random.default_rng(0)
-    x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
-    past = np.zeros((1, 2, 6, 2), np.float32)
-    feeds = {"x": x, "past_key": past, "past_value": past, "past_lengths": np.array([0]), "mask": mask}
-    expected = attention_block(x, weights, spec, mask=mask[..., :3])
-    np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-5)
 
 
 def test_rows_of_different_lengths_in_one_buffer() -> None:

@@ -56,22 +56,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks of streams": {"rows": 17, "span": SPAN, "block_size": 2, "blocks_before": 1},
     "sinks": {"rows": 17, "span": SPAN, "sinks": torch.arange(4.0)},
     "no table": {"causal": True},
+    "float16": {"rows": 17, "span": SPAN, "dtype": torch.float16},
+    "float64": {"rows": 17, "span": SPAN, "dtype": torch.float64},
 }
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
     """The check of the export runs the graph both ways, at other lengths too."""
-    made = torch_to_onnx(calls(**CALLS[kind]), random(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    dtype, options = CALLS[kind].get("dtype"), {name: x for name, x in CALLS[kind].items() if name != "dtype"}
+    made = torch_to_onnx(calls(**options).to(dtype), random(2, 4, 6, 8).to(dtype), vary={"x": [0, 2]}, operator=True)
     assert (len(nodes(made)), len(made.functions)) == (1, 1)
     assert len(nodes(made, "Softmax")) == (kind == "sinks")  # it computes the share of the sinks
     onnx.checker.check_model(made)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_node_takes_the_type_of_the_model(dtype: Any) -> None:
-    model, x = calls(17, span=SPAN).to(dtype), random(2, 4, 6, 8).to(dtype)
-    assert len(nodes(torch_to_onnx(model, x, vary={"x": [0, 2]}, operator=True))) == 1
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
