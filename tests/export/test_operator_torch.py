@@ -64,7 +64,10 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
     """The check of the export runs the graph both ways, at other lengths too."""
-    dtype, options = CALLS[kind].get("dtype"), {name: x for name, x in CALLS[kind].items() if name != "dtype"}
+    dtype, options = (
+        CALLS[kind].get("dtype", torch.float32),
+        {name: x for name, x in CALLS[kind].items() if name != "dtype"},
+    )
     made = torch_to_onnx(calls(**options).to(dtype), random(2, 4, 6, 8).to(dtype), vary={"x": [0, 2]}, operator=True)
     assert (len(nodes(made)), len(made.functions)) == (1, 1)
     assert len(nodes(made, "Softmax")) == (kind == "sinks")  # it computes the share of the sinks
