@@ -95,10 +95,11 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash.setdefault(_peaks, {})[node.gateway.id] = node.workeroutput["peak"]
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print it last, where the end of a log says why a run without failures failed."""
     for worker, peak in config.stash.get(_peaks, {}).items():
         allowed = f", more than the {MOST / 1e9:g} GB that a worker may take" if peak > MOST else ""
-        terminalreporter.line(f"{worker} took {peak / 1e9:.2f} GB at most{allowed}", red=peak > MOST)
+        print(f"{worker} took {peak / 1e9:.2f} GB at most{allowed}")
 
 
 @pytest.fixture(autouse=True)
