@@ -73,7 +73,9 @@ def find(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def built(path: str, attention: str | None, configured: str | None = None, **options: Any) -> Callable[[], Any]:
+def built(
+    path: str, attention: str | None, configured: str | None = None, *, drops: bool = True, **options: Any
+) -> Callable[[], Any]:
     """Return a function that makes a model; ``attention`` is None for models with a single implementation.
 
     A configuration has the longest beginning of the model's name that has one, unless it is named.
@@ -89,9 +91,9 @@ def built(path: str, attention: str | None, configured: str | None = None, **opt
         config = next(getattr(module, each) for each in names if hasattr(module, each))(**options)
         if attention is not None:
             config._attn_implementation = attention
-        for name in vars(config):
-            if "layerdrop" in name:  # a dropped layer takes no time
-                setattr(config, name, 0.0)
+        for name, x in vars(config).items():
+            if "layerdrop" in name or (not drops and "drop" in name and type(x) is float):
+                setattr(config, name, 0.0)  # a dropped layer takes no time
         return kind(config).eval()
 
     return make

@@ -63,20 +63,6 @@ def test_hooks_of_torch_stay_and_can_be_removed() -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize("name", ["umt5", "wavlm"])
-@torch.no_grad()
-def test_compiled_modules_give_the_same_numbers_with_each_window(name: str) -> None:
-    """By ``module.compile()``, with a window that is set later too."""
-    make, call = STAND_INS[name]
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(make()).eval()
-    plain = copy.deepcopy(model)
-    model[0].compile(backend="eager")
-    for window in (None, (2, 1), (1, 0)):
-        replace_attention(model, window=window)
-        torch.testing.assert_close(call(model[0]), call(replace_attention(plain, window=window)[0]))
-
-
 class Half(torch.nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2

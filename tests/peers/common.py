@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from benchmarks.families import find as hf
 from oracles import relative_error
 
 Tensor = torch.Tensor
@@ -23,15 +24,6 @@ def peer(path: str) -> Any:
     """Return a class or function of a peer: ``"peft.LoraConfig"``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-def hf(path: str) -> Any:
-    """Return a class or function of transformers, ``"T5Config"``, or of one of its models, ``"vits.VitsAttention"``."""
-    family, _, name = path.rpartition(".")
-    part = f"{'configuration' if name.endswith('Config') else 'modeling'}_{family}"
-    if name == "MaskFormerSwinModel":  # which is no name of its model's
-        part += "_swin"
-    return peer(f"transformers.models.{family}.{part}.{name}" if family else f"transformers.{name}")
 
 
 def alone(path: str, *unused: str) -> Any:

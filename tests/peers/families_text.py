@@ -5,57 +5,41 @@ from typing import Any
 
 import torch
 from peers.common import randn
-from peers.family import SIZES, WEIGHTS, Family, Given, Tensor, built, in_float32, padded_on_the_left, pairs, tokens
+from peers.family import LAYERS, SIZES, Family, Given, Tensor, built, in_float32, padded_on_the_left, pairs, tokens
 
-XLNET = built(
-    "XLNetModel", "XLNetConfig", d_model=24, n_head=3, n_layer=2, d_inner=16, vocab_size=50, dropout=0.0, mem_len=4
-)
-
+XLNET = built("XLNetModel", d_model=24, n_head=3, n_layer=2, d_inner=16, vocab_size=50, mem_len=4)
 INKLING: Given = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6, "d_rel": 5,
-    "rel_extent": 9, "local_layer_ids": [0], "mlp_layer_types": ["dense", "dense"], "intermediate_size": 16,
-    "vocab_size": 50, "log_scaling_n_floor": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "rel_extent": 9, "vocab_size": 50, "log_scaling_n_floor": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
-
-
-OF_INKLING = ("intermediate_size", "mlp_layer_types", "local_layer_ids")
 INKLING_2: Given = {
-    **{name: x for name, x in INKLING.items() if name not in OF_INKLING}, "n_layers_per_attn_res_block": 1,
-    "moe_intermediate_size": 16, "unpadded_vocab_size": 50, "layer_types": ["hybrid_sliding", "hybrid"],
+    **INKLING, "n_layers_per_attn_res_block": 1, "moe_intermediate_size": 16, "unpadded_vocab_size": 50,
+    "layer_types": ["hybrid_sliding", "hybrid"],
 }  # fmt: skip
+OF_T5: Given = {"d_kv": 8, "num_heads": 3, "num_layers": 2, "d_ff": 32, "vocab_size": 50}
+DECODED: Given = {"d_model": 24, "num_decoder_layers": 2, "decoder_start_token_id": 0, **OF_T5}
+BUCKETS: Given = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
 
 
 def text_to_text(name: str, implementation: str = "sdpa", **options: Any) -> Family:
-    make = built(
-        f"{name}ForConditionalGeneration", f"{name}Config", implementation, d_model=24, d_kv=8, num_heads=3,
-        num_layers=2, num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
-        relative_attention_num_buckets=8, relative_attention_max_distance=12, **options,
-    )  # fmt: skip
+    make = built(f"{name}ForConditionalGeneration", implementation, **DECODED, **BUCKETS, **options)
     # Two in the encoder, and two in the decoder, whose layers have two attentions each.
     return Family(make, pairs, count=6, lengths=(1, 7, 30), generates=True)
 
 
-def deberta(name: str, implementation: str = "eager", **options: Any) -> Family:
-    return Family(
-        built(
-            f"{name}Model", f"{name}Config", implementation, vocab_size=50, relative_attention=True, type_vocab_size=0,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES, **options,
-        ),
-        tokens,
-        gate=1e-6,  # their scale is float32
-    )  # fmt: skip
+def deberta(name: str, **options: Any) -> Family:
+    options |= {"vocab_size": 50, "relative_attention": True, "type_vocab_size": 0, **SIZES}
+    return Family(built(f"{name}Model", **options), tokens, gate=1e-6)  # their scale is float32
 
 
 class Kept(torch.nn.Linear):
     """A layer that is not made one in 8 bits."""
 
 
-def inkling_2(name: str, **options: Any) -> Family:
-    module = {"Inkling2": "inkling2", "Inkling2Loop": "inkling2_loop"}[name]
-    make = built(
-        f"{module}.{name}ForCausalLM", f"{module}.{name}TextConfig", **{**INKLING_2, **options},
-    )  # fmt: skip
+def inkling_2(module: str, **options: Any) -> Family:
+    name = module.title().replace("_", "")
+    make = built(f"{module}.{name}ForCausalLM", "eager", f"{module}.{name}TextConfig", **{**INKLING_2, **options})
 
     def kept() -> Any:
         model = make().float()
@@ -103,10 +87,9 @@ def of_a_picture(length: int) -> Given:
 
 
 def funnel(**options: Any) -> Family:
-    still: Given = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
     make = built(
-        "FunnelModel", "FunnelConfig", vocab_size=50, block_sizes=[1, 1, 1], num_decoder_layers=1, d_model=24, n_head=3,
-        d_head=8, d_inner=16, **still, **options,
+        "FunnelModel", vocab_size=50, block_sizes=[1, 1, 1], num_decoder_layers=1, d_model=24, n_head=3, d_head=8,
+        d_inner=16, **options,
     )  # fmt: skip
     return Family(make, in_segments, 6, lengths=(6, 7, 30), gate=1e-5)
 
@@ -124,11 +107,10 @@ TEXT: dict[str, Family] = {
     "MT5": text_to_text("MT5"),
     "UMT5": text_to_text("UMT5"),
     "Pop2Piano": replace(text_to_text("Pop2Piano"), generates=False),  # it needs audio
-    "Pix2Struct": Family(built(
-        "Pix2StructTextModel", "Pix2StructTextConfig", "sdpa", hidden_size=24, d_kv=8, num_heads=3, num_layers=2,
-        d_ff=32, vocab_size=50, dropout_rate=0.0, relative_attention_num_buckets=8, relative_attention_max_distance=12,
-        initializer_range=0.02,
-    ), of_a_picture, count=4, lengths=(1, 7, 30)),
+    "Pix2Struct": Family(
+        built("Pix2StructTextModel", "sdpa", hidden_size=24, initializer_range=0.02, **OF_T5, **BUCKETS), of_a_picture,
+        count=4, lengths=(1, 7, 30),
+    ),
     "SwitchTransformers": text_to_text(
         "SwitchTransformers", "eager", num_sparse_encoder_layers=0, num_sparse_decoder_layers=0, router_jitter_noise=0.0
     ),
@@ -140,14 +122,10 @@ TEXT: dict[str, Family] = {
         norm_rel_ebd="layer_norm", position_biased_input=False,
     ),
     "DeBERTa": deberta("Deberta", pos_att_type=["c2p", "p2c"], max_relative_positions=8),
-    "MPT": Family(
-        built("MptForCausalLM", "MptConfig", d_model=24, n_heads=3, n_layers=2, vocab_size=50, max_seq_len=64),
-        tokens, generates=True, gate=1e-6,
-    ),
-    "Bloom": Family(
-        in_float32(built("BloomForCausalLM", "BloomConfig", hidden_size=24, n_head=3, n_layer=2, vocab_size=50)),
-        padded_on_the_left, generates=True, gate=1e-5,
-    ),
+    "MPT": Family(built("MptForCausalLM", d_model=24, n_heads=3, n_layers=2, vocab_size=50, max_seq_len=64), tokens,
+                  generates=True, gate=1e-6),
+    "Bloom": Family(in_float32(built("BloomForCausalLM", hidden_size=24, n_head=3, n_layer=2, vocab_size=50)),
+                    padded_on_the_left, generates=True, gate=1e-5),
     "XLNet": Family(XLNET, tokens),
     "XLNet memory": Family(XLNET, with_memory),
     "XLNet two streams": Family(in_float32(XLNET), two_streams, lengths=(2, 7, 30), gate=1e-5),
@@ -155,37 +133,29 @@ TEXT: dict[str, Family] = {
     "Funnel factorized": funnel(attention_type="factorized"),
     # Of three tokens, a pooled text of one token has keys of padding alone.
     "Funnel of one kind": replace(funnel(separate_cls=False, pool_q_only=False), lengths=(3, 6, 7, 30), gate=1e-4),
-    "MPNet": Family(built(
-        "MPNetModel", "MPNetConfig", vocab_size=50, max_position_embeddings=900, hidden_dropout_prob=0.0, **WEIGHTS,
-        **SIZES,
-    ), tokens, 3),
+    "MPNet": Family(built("MPNetModel", vocab_size=50, max_position_embeddings=900, **SIZES), tokens, 3),
     "LayoutLMv3": Family(built(
-        "LayoutLMv3Model", "LayoutLMv3Config", vocab_size=50, coordinate_size=4, shape_size=4, input_size=32,
-        patch_size=8, max_2d_position_embeddings=100, rel_pos_bins=8, max_rel_pos=12, rel_2d_pos_bins=8,
-        max_rel_2d_pos=40, hidden_dropout_prob=0.0, **WEIGHTS, **SIZES,
+        "LayoutLMv3Model", vocab_size=50, coordinate_size=4, shape_size=4, input_size=32, patch_size=8,
+        max_2d_position_embeddings=100, rel_pos_bins=8, max_rel_pos=12, rel_2d_pos_bins=8, max_rel_2d_pos=40, **SIZES,
     ), documents, 3, takes_out=True),
-    "UDOP": Family(built(
-        "UdopForConditionalGeneration", "UdopConfig", "sdpa", d_model=24, d_kv=8, num_heads=3, num_layers=2,
-        num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
-        max_2d_position_embeddings=100,
-    ), boxed_pairs, 8, lengths=(2, 7, 30), generates=True),
+    "UDOP": Family(built("UdopForConditionalGeneration", "sdpa", max_2d_position_embeddings=100, **DECODED),
+                   boxed_pairs, 8, lengths=(2, 7, 30), generates=True),
     "ProphetNet": Family(in_float32(built(
-        "ProphetNetForConditionalGeneration", "ProphetNetConfig", hidden_size=24, num_encoder_layers=2,
-        num_decoder_layers=2, num_encoder_attention_heads=3, num_decoder_attention_heads=3, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, vocab_size=50, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, num_buckets=8,
-        relative_max_distance=12, max_position_embeddings=64,
+        "ProphetNetForConditionalGeneration", hidden_size=24, num_encoder_layers=2, num_decoder_layers=2,
+        num_encoder_attention_heads=3, num_decoder_attention_heads=3, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        vocab_size=50, num_buckets=8, relative_max_distance=12, max_position_embeddings=64,
     )), pairs, lengths=(1, 7, 30), generates=True, gate=1e-4),
     "Falcon": Family(in_float32(built(
-        "FalconForCausalLM", "FalconConfig", "sdpa", alibi=True, vocab_size=50, hidden_size=24, num_hidden_layers=2,
-        num_attention_heads=3, multi_query=False, hidden_dropout=0.0, attention_dropout=0.0,
+        "FalconForCausalLM", "sdpa", alibi=True, vocab_size=50, multi_query=False, **LAYERS,
     )), padded_on_the_left, generates=True, gate=1e-5, pads=False),
     "Inkling": Family(built(
-        "inkling.InklingForCausalLM", "inkling.InklingTextConfig", "sdpa", **INKLING,
+        "inkling.InklingForCausalLM", "sdpa", "inkling.InklingTextConfig", local_layer_ids=[0], intermediate_size=16,
+        mlp_layer_types=["dense", "dense"], **INKLING,
     ), padded_on_the_left, generates=True, gate=1e-6, pads=False),
-    "Inkling 2": inkling_2("Inkling2"),
+    "Inkling 2": inkling_2("inkling2"),
     # The last two layers are passed twice.
     "Inkling 2 Loop": inkling_2(
-        "Inkling2Loop", num_hidden_layers=3, layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"],
+        "inkling2_loop", num_hidden_layers=3, layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"],
         loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=2, loop_gate_rank=4,
     ),
 }  # fmt: skip

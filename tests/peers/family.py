@@ -5,20 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peers.common import hf, padding, randomised
+from peers.common import padding, randomised
+
+from benchmarks import families
 
 Tensor = torch.Tensor
 
 Given = dict[str, Any]
 
-SIZES: Given = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 16}
-
-STILL: Given = dict.fromkeys(
-    ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "conformer_conv_dropout",
-     "layerdrop"), 0.0,
-)  # fmt: skip
-
-WEIGHTS: Given = {"attention_probs_dropout_prob": 0.0}
+LAYERS: Given = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
+SIZES: Given = {**LAYERS, "intermediate_size": 16}
 
 
 @dataclass(frozen=True)
@@ -32,9 +28,7 @@ class Family:
     gate: float = 1e-9
     generates: bool = False
     pads: bool = True  # whether outputs at padding, which are not used, agree as well
-    takes_out: bool = (
-        False  # whether the original reads the weights of linear layers directly, which may be wrapped or in 8 bits
-    )
+    takes_out: bool = False  # whether the original reads weights of linear layers, which may be wrapped or in 8 bits
 
 
 def tokens(length: int, vocabulary: int = 50) -> Given:
@@ -50,13 +44,10 @@ def pairs(length: int) -> Given:
     return {**tokens(length), "decoder_input_ids": tokens(max(1, length - 3))["input_ids"]}
 
 
-def built(path: str, configured: str, implementation: str = "eager", **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        config = hf(f"{configured}")(**options)
-        config._attn_implementation = implementation
-        return randomised(hf(f"{path}")(config))
-
-    return make
+def built(path: str, implementation: str | None = "eager", configured: str | None = None, **options: Any) -> Any:
+    """Return a function that makes a model in float64, without dropout."""
+    make = families.built(path, implementation, configured, drops=False, **options)
+    return lambda: randomised(make())
 
 
 def in_float32(make: Callable[[], Any]) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ import torch
 from peers.common import check, hf
 from peers.families import FAMILIES
 from peers.families_conformers import CONFORMERS
-from peers.family import SIZES, STILL, Family, built
+from peers.family import SIZES, Family, built
 from peers.test_families_numbers import drop_ins, given, outputs, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,8 +204,8 @@ def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int,
 def test_an_hour_of_sound(tmp_path: Path) -> None:
     """360,000 frames of 10 ms, 45,000 after the subsampling, in onnxruntime; the original serves the first minute."""
     theirs = built(
-        "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=8, conv_kernel_size=3,
-        subsampling_conv_channels=2, **{**SIZES, "num_attention_heads": 2}, **STILL,
+        "ParakeetEncoder", "sdpa", num_mel_bins=16, subsampling_factor=8, conv_kernel_size=3,
+        subsampling_conv_channels=2, **{**SIZES, "num_attention_heads": 2},
     )().float()  # fmt: skip
     ours = replace_attention(copy.deepcopy(theirs), window=WINDOW)
     short = {"input_features": torch.randn(2, 400, 16), "attention_mask": torch.ones(2, 400, dtype=torch.bool)}

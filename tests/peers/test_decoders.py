@@ -20,14 +20,14 @@ from relskew_core.huggingface import register_attention, replace_attention
 
 def llama(layers: int) -> Any:
     return built(
-        "LlamaForCausalLM", "LlamaConfig", hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        "LlamaForCausalLM", hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=50, max_position_embeddings=64,
     )  # fmt: skip
 
 
-XLNET = built("XLNetLMHeadModel", "XLNetConfig", vocab_size=50, d_model=24, n_layer=1, n_head=3, d_inner=32)
+XLNET = built("XLNetLMHeadModel", vocab_size=50, d_model=24, n_layer=1, n_head=3, d_inner=32)
 GPT2 = built(
-    "GPT2LMHeadModel", "GPT2Config", n_embd=24, n_layer=2, n_head=3, vocab_size=50, n_positions=64,
+    "GPT2LMHeadModel", n_embd=24, n_layer=2, n_head=3, vocab_size=50, n_positions=64,
     add_cross_attention=True,
 )  # fmt: skip
 MODELS = {"Llama": llama(2), "GPT-2": GPT2, **{name: FAMILIES[name].make for name in ("MPT", "Bloom", "Falcon")}}
@@ -93,7 +93,7 @@ def test_models_without_a_dynamic_cache_are_refused(make: Any, said: str, tmp_pa
 def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
     """Its bias by key is more than a hundred there, of which half precision has every eighth."""
     options: dict[str, Any] = {"d_model": 16, "n_heads": 8, "n_layers": 1, "vocab_size": 50, "max_seq_len": 512}
-    model = built("MptForCausalLM", "MptConfig", **options)().half()
+    model = built("MptForCausalLM", **options)().half()
     tokens = torch.randint(50, (1, 300), generator=torch.Generator().manual_seed(1))
     wanted = copy.deepcopy(model).double()(tokens).logits.numpy()
     path = decoder_to_onnx(replace_attention(model), tmp_path / "decoder.onnx", check=False)
@@ -103,8 +103,8 @@ def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
 
 
 MADLAD = built(
-    "T5ForConditionalGeneration", "T5Config", "sdpa", d_model=20, d_kv=8, num_heads=3, num_layers=1, d_ff=32,
-    num_decoder_layers=1, vocab_size=50, dropout_rate=0.0, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    "T5ForConditionalGeneration", "sdpa", d_model=20, d_kv=8, num_heads=3, num_layers=1, d_ff=32,
+    num_decoder_layers=1, vocab_size=50, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
     decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=12,
 )  # fmt: skip
 """Heads that together are wider than the model."""

@@ -39,11 +39,6 @@ def test_dispatched_models(name: str) -> None:
     compare(name, dispatched)
 
 
-@pytest.mark.parametrize("name", ["Swin sdpa", "Inkling"])  # whose tables are in modules inside the attention
-def test_offloaded_models(name: str) -> None:
-    compare(name, offloaded)
-
-
 @pytest.mark.parametrize("change", [dispatched, offloaded])
 def test_windows_under_hooks(change: Callable[[Any], Any]) -> None:
     """With a second hook, and after all of them are removed."""

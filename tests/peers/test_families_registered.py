@@ -217,15 +217,6 @@ def test_no_positions_at_all() -> None:
     check(ours(ids[:, 9:], cache=past).logits, once[:, 9:])
 
 
-def test_rotary_positions_stay_in_a_model_without_the_interface() -> None:
-    config = hf("FalconConfig")(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=50)
-    theirs, whole = randomised(hf("FalconForCausalLM")(config)), tokens(12)
-    before = theirs(**whole).logits
-    with pytest.raises(ValueError, match=r"^`model` must use the attention interface of transformers.*, got Falcon"):
-        replace_rotary(theirs)
-    assert torch.equal(theirs(**whole).logits, before)
-
-
 def test_alibi_on_both_sides() -> None:
     attend = hf("AttentionInterface")()[register_attention("test_both_sides")]
     (q, k, v), places = (randn(1, 4, 5, 8, seed=seed) for seed in range(3)), torch.arange(5)

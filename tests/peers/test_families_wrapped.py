@@ -89,6 +89,11 @@ def test_checkpointing(name: str) -> None:
             check(found[1][key], gradient, max(100 * family.gate, 1e-12))
 
 
+def is_no_worse(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor) -> bool:
+    wrong, mine = ((x.float() - exact).norm() / exact.norm() for x in (want, got))
+    return bool(mine < 2 * wrong + 0.01)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", every("XLNet two streams", "SpeechBrain"))  # in float32, like the originals
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
@@ -99,22 +104,18 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         for path, parameter in model.named_parameters():
             if any(part in path for part in kept):  # as transformers loads it
                 parameter.data = parameter.data.float()
-    want, got = (outputs(model, family)[0].float() for model in (theirs, ours))
+    want, got = (outputs(model, family)[0] for model in (theirs, ours))
     exact = outputs(theirs.float() if name in AS_FLOAT32 else theirs.double(), family)[0].float()
     if not exact.isfinite().all() or not want.isfinite().all():
         pytest.skip("its random weights overflow")
-    wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))
-    assert mine < 2 * wrong + 0.01
+    assert is_no_worse(got, want, exact)
 
 
 # The original of DeBERTa overflows.
 @pytest.mark.parametrize("name", every("DeBERTa", also=("WavLM", "BEiT", "Swinv2", "Parakeet", "MPT")))
 def test_autocast(name: str) -> None:
     """Masks have the dtype of the weights, which differs from that of the computation."""
-    family = FAMILIES[name]
-    models = [model.float() for model in both(family)]
-    exact = outputs(models[0], family)[0]
+    theirs, ours = (model.float() for model in both(FAMILIES[name]))
+    exact = outputs(theirs, FAMILIES[name])[0]
     with torch.autocast("cpu", torch.bfloat16):
-        want, got = (outputs(model, family)[0].float() for model in models)
-    wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))
-    assert mine < 2 * wrong + 0.01
+        assert is_no_worse(*(outputs(model, FAMILIES[name])[0] for model in (ours, theirs)), exact)

@@ -232,21 +232,6 @@ def test_operator_differentiates_output_and_log_sum_exp() -> None:
         assert_close(actual.reshape(expected.shape), expected, 1e-5)
 
 
-def test_operator_gives_only_the_gradients_that_are_needed() -> None:
-    call, _ = checked(OPERATOR)
-    whole, some = leaves_of(call), leaves_of(call)
-    for name, x in zip(Operands._fields, some, strict=True):
-        if x is not None:
-            x.requires_grad_(name in {*"qkv", "rel_q"})
-    for leaves in (whole, some):
-        fused(leaves, call.options)[0].sum().backward()
-    assert sum(x is not None and x.requires_grad for x in some) == 4
-    for x, y in zip(some, whole, strict=True):
-        if x is not None and y is not None:
-            assert x.grad is not None if x.requires_grad else x.grad is None
-            assert x.grad is None or torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
-
-
 def test_operator_keeps_to_torchs_rules() -> None:
     call, _ = checked(OPERATOR)
     arguments = (*leaves_of(call), *flat(replace(call.options, return_lse=True)))
@@ -271,21 +256,6 @@ def test_operator_compiles_into_one_graph() -> None:
         function(q).backward()
         gradients.append(q.grad)
     assert torch.equal(*gradients)
-
-
-def test_operator_under_vmap() -> None:
-    call, _ = checked(OPERATOR)
-    q, *rest = leaves_of(call)
-    assert q is not None
-    many = torch.stack([q.detach(), q.detach() + 1])
-    outs = torch.vmap(lambda one: fused([one, *rest], call.options)[0])(many)
-    for out, one in zip(outs, many, strict=True):
-        assert torch.equal(out, fused([one, *rest], call.options)[0])
-    gradients = torch.func.vmap(lambda one: torch.autograd.grad(fused([q, *rest], call.options)[0], q, one)[0])(
-        torch.stack([torch.ones(1, 2, 18, 4), torch.zeros(1, 2, 18, 4)])
-    )
-    assert gradients[0].any()
-    assert not gradients[1].any()
 
 
 def test_explicit_gradients_are_the_operators() -> None:
