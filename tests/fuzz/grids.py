@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from core.test_grid import formula
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -14,7 +15,7 @@ import oracles
 import strategies
 from fuzz.engine import Target, same, told
 from libraries import LIBRARIES
-from relskew_core import relative_attention_nd
+from relskew_core import Span, relative_attention_nd
 from relskew_core._functions import prepared
 from relskew_core._kernel import grids as inside
 
@@ -29,6 +30,7 @@ class Example:
 
     arrays: Arrays
     options: dict[str, Any]
+    spans: list[Span]  # those that the call implies included
     d_out: NDArray[np.float64]
     row: str
     dtype: str
@@ -43,6 +45,12 @@ class Example:
         found = {name: x for name, x in arrays.items() if not name.startswith("table")}
         tables = [arrays.get(f"table{axis}") for axis in range(len(self.options["q_grid"]))]
         return found | self.options | ({"tables": tables} if any(x is not None for x in tables) else {})
+
+    def formula(self, arrays: dict[str, torch.Tensor]) -> oracles.Attention:
+        """Attend in float64, with what positions add for every query and key at once."""
+        by_head = {name: arrays[name].reshape(-1) for name in ("scale", "rel_scale") if name in arrays}
+        given = {name: x for name, x in self.given(arrays | by_head).items() if x is not None and name != "chunk_size"}
+        return formula(**given | {"spans": self.spans})
 
 
 def places(options: dict[str, Any], axis: int) -> NDArray[np.int64]:
@@ -134,63 +142,14 @@ def examples(draw: st.DrawFn) -> Example:
     options["chunk_size"] = draw(st.none() | st.integers(1, 9))
     row, dtype = draw(st.sampled_from(sorted(ROWS))), draw(st.sampled_from(sorted(TOLERANCES)))
     d_out = normal((*arrays["q"].shape[:-1], out))
-    return Example(arrays, options, d_out, row, dtype, draw(st.sampled_from([0, inside.SMALL])))
-
-
-def formula(example: Example, arrays: dict[str, torch.Tensor]) -> oracles.Attention:
-    """Attend in float64, with what positions add for every query and key at once."""
-    options, q = example.options, arrays["q"]
-    count, (before, first) = len(options["q_grid"]), options["prefix"]
-    factors = [arrays.get(name, options.get(name)) for name in ("scale", "rel_scale")]
-    scale, related = (None if x is None else torch.as_tensor(x, dtype=torch.float64).reshape(-1) for x in factors)
-    scale = torch.full((1,), q.shape[-1] ** -0.5, dtype=torch.float64) if scale is None else scale
-    related = scale if related is None else related
-    cells = [np.indices(options[f"{which}_grid"]).reshape(count, -1) for which in "qk"]
-    allowed = torch.ones(q.shape[-2], arrays["k"].shape[-2], dtype=torch.bool)
-    rows: list[Any] = []
-    there = torch.ones(cells[0].shape[1], cells[1].shape[1], dtype=torch.bool)
-    inside: Any = torch.zeros(there.shape, dtype=torch.float64)
-    for axis in range(count):
-        pairs = np.ix_(cells[0][axis], cells[1][axis])
-        near = seen(options, axis)
-        allowed[before:, first:] &= torch.from_numpy(near[pairs])
-        table, bias = (arrays.get(name) for name in (f"table{axis}", "rel_bias"))
-        if table is None and bias is None:
-            continue
-        length = 1 if table is None else table.shape[-2]
-        length = length if bias is None else bias.shape[axis - count]
-        span = options["spans"][axis] or oracles.Reach(length // 2, length // 2)
-        pairs_of_axis = zip(places(options, axis).flat, near.flat, strict=True)
-        # a relative position that no query sees may be beyond the table
-        found = [oracles.row_of(int(r), span) if x or span.beyond != "error" else None for r, x in pairs_of_axis]
-        own = torch.from_numpy(np.asarray([-1 if x is None else x for x in found]).reshape(near.shape)[pairs])
-        rows.append(own.clamp(min=0))
-        if table is not None:
-            products = (q[..., before:, :] * (related[:, None, None] if q.ndim > 2 else related)) @ table.mT
-            picked = products.gather(-1, rows[-1].expand(*products.shape[:-1], -1))
-            inside = inside + picked.masked_fill(own < 0, 0.0)
-        there = there & (own >= 0)
-    if "rel_bias" in arrays:
-        inside = inside + arrays["rel_bias"][..., *rows].masked_fill(~there, 0.0)
-    outside = arrays.get("prefix_bias", torch.zeros(3, dtype=torch.float64))[..., None, None]
-    lead = torch.broadcast_shapes(inside.shape[:-2], outside.shape[:-3])
-    sizes = (there.shape[0], first), (before, there.shape[1]), (before, first)
-    left, top, corner = (outside[..., which, :, :].expand(*lead, *size) for which, size in enumerate(sizes))
-    below = torch.cat([left, inside.expand(*lead, *there.shape)], -1)
-    added = torch.cat([torch.cat([corner, top], -1), below], -2)
-    mask = arrays.get("mask")
-    if mask is not None:
-        boolean = mask.dtype == torch.bool
-        allowed = allowed & (mask if boolean else mask > -math.inf)
-        added = added if boolean else added + mask.masked_fill(mask == -math.inf, 0.0)
-    return oracles.attention(q, arrays["k"], arrays["v"], mask=torch.where(allowed, added, -math.inf), scale=scale)
+    return Example(arrays, options, spans, d_out, row, dtype, draw(st.sampled_from([0, inside.SMALL])))
 
 
 def check(example: Example) -> None:
     row, differentiated = ROWS[example.row], example.row != "numpy"
     exact = {name: torch.from_numpy(np.asarray(x).copy()) for name, x in example.arrays.items()}
     exact = {name: x.requires_grad_(x.is_floating_point()) for name, x in exact.items()}
-    expected, lse = formula(example, exact)
+    expected, lse = example.formula(exact)
     finite = lse.detach().numpy()
     size = max(1.0, float(np.max(np.abs(finite), initial=0.0, where=np.isfinite(finite))))
     tolerance = TOLERANCES[example.dtype] * size

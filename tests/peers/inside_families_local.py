@@ -11,7 +11,7 @@ import torch
 from peers.common import check, hf
 from peers.families import FAMILIES
 from peers.families_conformers import CONFORMERS
-from peers.family import SIZES, Family, built
+from peers.family import Family
 from peers.test_families_numbers import drop_ins, given, outputs, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,23 +89,16 @@ def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
     assert max(float((x - y).detach().norm() / y.norm()) for x, y in zip(got, whole, strict=True)) > 1e-3
 
 
-def with_a_band(theirs: Any) -> Any:
-    """Let Parakeet itself attend with a band that is added to its mask."""
+def test_parakeet_itself_with_a_mask() -> None:
+    """With a band that is added to its mask."""
+    family, sdpa = FAMILIES["Parakeet"], hf("AttentionInterface")()["sdpa"]
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
-    ) -> Any:
-        mask = attention_mask.masked_fill(outside(WINDOW, query, key), torch.finfo(query.dtype).min)
-        return hf("AttentionInterface")()["sdpa"](module, query, key, value, mask, **options)
+    def attention(part: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
+        return sdpa(part, q, k, v, mask.masked_fill(outside(WINDOW, q, k), torch.finfo(q.dtype).min), **options)
 
     hf("AttentionInterface").register("banded", attention)
+    theirs = family.make()
     theirs.config._attn_implementation = "banded"
-    return theirs
-
-
-def test_parakeet_itself_with_a_mask() -> None:
-    family = FAMILIES["Parakeet"]
-    theirs = with_a_band(family.make())
     got, want = (outputs(model, family, 30) for model in (local(family), theirs))
     check(got, want, family.gate)
 
@@ -144,13 +137,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", [*LOCAL, "Gemma 4"])
-def test_memory_of_a_window_is_linear_in_the_length(name: str) -> None:
-    """Masks of transformers, which have a number for each pair, included."""
+@pytest.mark.parametrize(("name", "window"), [*((name, WINDOW) for name in LOCAL),
+                                              *((name, None) for name in ("Gemma 4", *CONFORMERS))])  # fmt: skip
+def test_memory_is_linear_in_the_length(name: str, window: tuple[int, int] | None) -> None:
+    """Masks of transformers, which have a number for each pair, included; without a window, those of chunks are not."""
     family = FAMILIES[name]
     largest = []
     for length in (400, 800):
-        inputs = given(family, length, model := local(family) if name in LOCAL else replace_attention(family.make()))
+        model = replace_attention(family.make(), window=window)
+        inputs = given(family, length, model)
         if "decoder_input_ids" in inputs:
             model, inputs = model.encoder, {key: inputs[key] for key in ("input_ids", "attention_mask")}
         with Largest() as seen:  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
@@ -198,45 +193,3 @@ def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int,
             want = ours(**inputs)
             mask = getattr(want, "attention_mask", inputs["attention_mask"])[..., None]
             check(torch.from_numpy(out) * mask, want.last_hidden_state * mask, 1e-4)
-
-
-@pytest.mark.slow
-def test_an_hour_of_sound(tmp_path: Path) -> None:
-    """360,000 frames of 10 ms, 45,000 after the subsampling, in onnxruntime; the original serves the first minute."""
-    theirs = built(
-        "ParakeetEncoder", "sdpa", num_mel_bins=16, subsampling_factor=8, conv_kernel_size=3,
-        subsampling_conv_channels=2, **{**SIZES, "num_attention_heads": 2},
-    )().float()  # fmt: skip
-    ours = replace_attention(copy.deepcopy(theirs), window=WINDOW)
-    short = {"input_features": torch.randn(2, 400, 16), "attention_mask": torch.ones(2, 400, dtype=torch.bool)}
-    torch_to_onnx(ours, short, tmp_path / "parakeet.onnx", tolerance=1e-3)
-    session = opened(tmp_path / "parakeet.onnx")
-    sound = torch.randn(1, 360_000, 16, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(1, 360_000, dtype=torch.bool)
-    out, _ = session.run(None, {"input_features": sound.numpy(), "attention_mask": mask.numpy()})
-    assert out.shape == (1, 45_000, 24)
-    minute = 6_000
-    want = with_a_band(theirs)(sound[:, :minute], mask[:, :minute]).last_hidden_state
-    heard = minute // 8 - 20  # the last steps of the minute attend to what follows
-    check(torch.from_numpy(out)[:, :heard], want[:, :heard], 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFORMERS)
-def test_an_hour_of_frames(name: str) -> None:
-    """45,000 frames, as after a subsampling by 8, of which the original has the first minute.
-
-    All others are padding, or frames that chunks do not see; with a window, no frame is padding. Legacy positions
-    depend on the length with padding, so that their minute is another.
-    """
-    family, hour, minute = FAMILIES[name], 45_000, 750
-    theirs, ours = family.make(), replace_attention(family.make())
-    whole = {key: x[:1] for key, x in given(family, hour, ours).items()}
-    heard = whole if name == "NeMo chunks" else {**whole, "attention_mask": torch.arange(hour)[None] < minute}
-    with Largest() as seen:  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
-        got = ours(**heard)
-        replace_attention(ours, window=WINDOW)(**whole)
-    assert seen.numbers < 200 * hour
-    if name != "ESPnet legacy":
-        want = theirs(**{key: x[:, : minute + 40] for key, x in heard.items()})
-        check(got[:, :minute], want[:, :minute], 10 * max(family.gate, 1e-6))

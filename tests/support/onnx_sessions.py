@@ -1,16 +1,17 @@
 """Graphs in onnxruntime, on CPUs."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 
+from benchmarks.graphs import open_session
 from benchmarks.runner import resident_peak
-from relskew_core.export import custom_ops_library
 
+grown = resident_peak
+"""By how many bytes the process's peak of memory grows in a call."""
 RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
 BROADCASTS_EMPTY = RELEASE >= (1, 32)
 """Whether a product of an empty batch with matrices of every head is empty, instead of an error."""
@@ -25,13 +26,9 @@ def opened(
 
     ``settings`` are those of ``SessionOptions``.
     """
-    options = onnxruntime.SessionOptions()
-    if library:
-        options.register_custom_ops_library(str(custom_ops_library()))
-    for name, value in {"log_severity_level": 4, **settings}.items():
-        setattr(options, name, value)
-    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    if isinstance(model, onnx.ModelProto):
+        model = model.SerializeToString()
+    return open_session(model if isinstance(model, bytes) else os.fspath(model), library, 0, **settings)
 
 
 def shapes(values: Any) -> dict[str, list[Any]]:
@@ -53,11 +50,6 @@ def tokens_of_genai(folder: os.PathLike[str], prompt: list[int], length: int) ->
     while not generator.is_done():
         generator.generate_next_token()
     return list(generator.get_sequence(0))
-
-
-def grown(call: Callable[[], Any]) -> int | None:
-    """Return by how many bytes the process's peak of memory grows in a call; ``None`` if the system does not say."""
-    return resident_peak(call)
 
 
 def step(session: onnxruntime.InferenceSession, caches: dict[str, onnxruntime.OrtValue], **feeds: Any) -> Any:

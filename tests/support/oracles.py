@@ -323,8 +323,11 @@ def attention_block(
     return _linear(joined, "out_proj", named), k, v
 
 
-def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
-    """Relative L2 error over the whole array; infinite where one has a NaN or an infinity that the other has not."""
+def relative_error(actual: ArrayLike, expected: ArrayLike, least: float = 0.0) -> float:
+    """Relative L2 error over the whole array; infinite where one has a NaN or an infinity that the other has not.
+
+    ``least`` is the least norm to divide by, so that what is zero but for rounding is compared as it is.
+    """
     actual, expected = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {actual.shape} and {expected.shape}")
@@ -332,7 +335,7 @@ def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
     if not np.array_equal(actual[~finite], expected[~finite]) or not np.all(np.isfinite(actual[finite])):
         return math.inf
     difference = float(np.linalg.norm(actual[finite] - expected[finite]))
-    size = float(np.linalg.norm(expected[finite]))
+    size = max(float(np.linalg.norm(expected[finite])), least)
     return difference if size == 0 else difference / size
 
 
