@@ -16,7 +16,9 @@ from pathlib import Path
 from mutants.record import SURVIVING, Mutant, Sample, recorded, update
 from mutants.stage import ROOT, build
 
-BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_core/export/_"
+
+def _modules(folder: str, names: str = "") -> tuple[str, ...]:
+    return tuple(f"relskew_core/{folder}{name}" for name in names.split() or [""])
 
 
 def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
@@ -30,47 +32,31 @@ def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
 # mutants
 SUITES = {
     "kernels": (
-        (
-            *(f"{BACKENDS}{x}" for x in ("compiled", "numpy", "ragged", "threads", "torch/cpu")),
-            f"{CORE}functions/prepared",
-        ),
-        (
-            *_tests(
-                "compiled grids numpy prepared torch_operator torch_padding torch_ragged way_of_a_call without_kernels",
-                "backends",
-            ),
-            *_tests("hidden traps", "core"),
-        ),
+        _modules("backends/_", "compiled numpy ragged threads torch/cpu") + _modules("_functions/prepared"),
+        _tests("compiled grids numpy prepared torch_operator torch_padding torch_ragged way_of_a_call without_kernels",
+               "backends") + _tests("hidden traps", "core"),
     ),
-    "core": (
-        tuple(f"{CORE}{name}" for name in ("array", "functions", "kernel", "positions")),
-        ("tests/core", *_tests("grids prepared", "backends")),
-    ),
+    "core": (_modules("_", "array functions kernel positions"), ("tests/core", *_tests("grids prepared", "backends"))),
     "layers": (
-        (f"{CORE}block", "relskew_core/conventions", "relskew_core/layers/torch"),
+        _modules("", "_block conventions layers/torch"),
         # not the tests of JAX's layers, which start its threads when they are collected
-        (
-            *_tests("caches conformer kept lives multihead torch torch_arguments training whole_models", "layers"),
-            *_tests("byte_order conventions errors state_dicts", "core"),
-        ),
+        _tests("caches conformer kept lives multihead torch torch_arguments training whole_models", "layers")
+        + _tests("byte_order conventions errors state_dicts", "core"),
     ),
     "families": (
-        ("relskew_core/huggingface",),
+        _modules("huggingface"),
         ("tests/huggingface", *_tests("families_caches families_numbers families_registered families_local", "peers")),
     ),
-    "saving": ((f"{EXPORT}files",), _tests("opening save")),
-    "validation": ((f"{EXPORT}check",), _tests("caches inspect opening quantise questions trials validate")),
-    "graphs": (
-        tuple(f"{EXPORT}{name}" for name in ("block", "form", "nodes")),
-        _tests("caches chunks forms model operator_library reach"),
-    ),
-    "changes": ((f"{EXPORT}models/caches", f"{EXPORT}quantise"), _tests("caches forms quantise")),
+    "saving": (_modules("export/_files"), _tests("opening save")),
+    "validation": (_modules("export/_check"), _tests("caches inspect opening quantise questions trials validate")),
+    "graphs": (_modules("export/_", "block form nodes"), _tests("caches chunks forms model operator_library reach")),
+    "changes": (_modules("export/_", "models/caches quantise"), _tests("caches forms quantise")),
     "models": (
-        tuple(f"{EXPORT}{name}" for name in ("generate", "models")),
+        _modules("export/_", "generate models"),
         _tests("convert decoder_check encoder_decoder generate names whole"),
     ),
-    "translation": ((f"{EXPORT}translate",), _tests("translation")),
-}
+    "translation": (_modules("export/_translate"), _tests("translation")),
+}  # fmt: skip
 # the tests of these use torch; tests of models take a second or more for each mutant: try a sample
 TORCH = ("kernels", "layers", "families", "models")
 # and the tests of these run the models of other packages

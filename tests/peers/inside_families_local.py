@@ -69,7 +69,6 @@ def test_a_wide_window_is_the_original(name: str) -> None:
 @pytest.mark.parametrize("name", LOCAL)
 @torch.enable_grad()
 def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
-    """Outputs, and the gradients of all parameters, in training."""
     family = FAMILIES[name]
     found: list[tuple[Any, dict[str, Any]]] = []
     for model in (local(family), replace_attention(family.make())):
@@ -93,8 +92,9 @@ def test_parakeet_itself_with_a_mask() -> None:
     """With a band that is added to its mask."""
     family, sdpa = FAMILIES["Parakeet"], hf("AttentionInterface")()["sdpa"]
 
-    def attention(part: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
-        return sdpa(part, q, k, v, mask.masked_fill(outside(WINDOW, q, k), torch.finfo(q.dtype).min), **options)
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **more: Any) -> Any:
+        mask = attention_mask.masked_fill(outside(WINDOW, query, key), torch.finfo(query.dtype).min)
+        return sdpa(module, query, key, value, mask, **more)
 
     hf("AttentionInterface").register("banded", attention)
     theirs = family.make()
@@ -173,7 +173,6 @@ def test_a_copy_and_a_pickle(name: str) -> None:
     *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM", "Wav2Vec2-Conformer")),
 ])  # fmt: skip
 def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int, int], tmp_path: Path) -> None:
-    """Any batch and any length, as torch gives it; an example may be shorter than a block."""
     family = FAMILIES[name]
     ours = local(family, window).float()
     if "decoder_input_ids" in family.given(7):

@@ -108,7 +108,6 @@ def test_nemos_contexts(options: dict[str, Any]) -> None:
 
 
 def test_nemos_cache() -> None:
-    """Chunk by chunk, with keys and values of what came before."""
     theirs, ours = both(nemo(att_context_size=[6, 2], att_context_style="chunked_limited"))
     x, rows = randn(2, 3, 24), randn(1, 17, 24)
     found = []

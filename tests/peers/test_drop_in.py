@@ -77,7 +77,6 @@ def attentions(kind: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("kind", ["VITS", "T5"])
 def test_training_drops_weights_as_theirs_does(kind: str) -> None:
-    """The same mean and the same spread of every output: draws are ours, their distribution is theirs."""
     *models, call = attentions(kind)
     torch.manual_seed(0)
     x, draws = randn(1, 12, 24, seed=3) / 2, 2000

@@ -45,7 +45,6 @@ def test_a_cache_of_a_fixed_size_that_falcon_gets_a_whole_mask_for() -> None:
 
 @pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)
 def test_a_cache_filled_in_pieces(family: Family) -> None:
-    """Several tokens at once after a past, which generation does not do."""
     theirs = family.make()
     if type(theirs).__name__.startswith("ProphetNet"):
         pytest.skip("it takes one token after a past")

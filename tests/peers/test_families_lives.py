@@ -76,7 +76,6 @@ def test_offloading(name: str, where: str, replaced_first: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("name", BY_BUCKET)
 def test_empty_weights(name: str, tmp_path: Path) -> None:
-    """Made and replaced without memory, and filled from a checkpoint."""
     theirs, call = FAMILIES[name].make(), calls_of(name)
     checkpoint = str(tmp_path / "pytorch_model.bin")
     torch.save(theirs.state_dict(), checkpoint)

@@ -77,7 +77,6 @@ def test_outputs(family: Family) -> None:
 
 @every_family
 def test_weights_are_refused(family: Family) -> None:
-    """In every family, including those that do not pass the request on to their attention."""
     ours = replace_attention(family.make())
     inputs = given(family, family.lengths[-1], ours)
     with pytest.raises(ValueError, match=r"^`output_attentions` must be False"):
@@ -86,7 +85,6 @@ def test_weights_are_refused(family: Family) -> None:
 
 @every_family
 def test_quantised(family: Family) -> None:
-    """Linear layers in 8 bits, whose weights are no parameters."""
     model = family.make().float()
     theirs = quantised(replace_attention(copy.deepcopy(model)) if family.takes_out else model)
     ours = replace_attention(quantised(model))
@@ -103,7 +101,6 @@ def test_quantised(family: Family) -> None:
 
 
 def rounded_otherwise(model: Any) -> Any:
-    """Return a copy whose weights differ by an ulp."""
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
     for parameter in moved.parameters():
         parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
@@ -117,7 +114,6 @@ def quantised(model: Any) -> Any:
 @every_family
 @torch.enable_grad()
 def test_gradients(family: Family) -> None:
-    """Of all parameters, in training."""
     gradients = []
     for model in both(family):
         torch.stack([x.square().sum() for x in outputs(model.train(), family)]).sum().backward()

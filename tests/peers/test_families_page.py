@@ -50,7 +50,6 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_answers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that need transformers, with tiny models."""
     for name in ("T5EncoderModel", "T5ForConditionalGeneration"):
         whole = FAMILIES["T5"].make().float()
         made = whole if name == "T5ForConditionalGeneration" else whole.encoder
@@ -70,7 +69,6 @@ def test_the_page_of_other_tools_runs() -> None:
 
 
 def test_the_page_of_speech_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a small random Parakeet."""
     sizes = {"num_mel_bins": 16, "subsampling_conv_channels": 4, **TINY}
     encoder, config = hf("ParakeetEncoder"), hf("ParakeetEncoderConfig")(**sizes)
     torch.manual_seed(0)
@@ -106,7 +104,6 @@ def test_the_page_has_every_family(family: str) -> None:
                                                ("CohereAsrForConditionalGeneration", "Parakeet"),
                                                ("Nemotron3_5AsrForRNNT", "NemotronAsrStreaming")])  # fmt: skip
 def test_the_questions_name_models_with_known_encoders(name: str, encoder: str) -> None:
-    """Without memory: their encoders alone are replaced."""
     with torch.device("meta"):
         theirs = hf(name)(hf(name).config_class())
     before = {path: type(module).__name__ for path, module in theirs.named_modules()}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers.common import check, hf, peer, randn, randomised
-from peers.family import padded_on_the_left, tokens
+from peers.common import check, hf, peer, randn
+from peers.family import built, padded_on_the_left, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,9 +31,7 @@ SMALL = {
 
 
 def model(name: str = "Llama", **options: Any) -> Any:
-    config = hf(f"{name}Config")(**SMALL | options)
-    config._attn_implementation = "eager"
-    return randomised(hf(f"{name.removesuffix('Text')}ForCausalLM")(config))
+    return built(f"{name.removesuffix('Text')}ForCausalLM", "eager", f"{name}Config", **SMALL | options)()
 
 
 def hybrid() -> Any:
@@ -183,7 +181,6 @@ def test_masks_that_do_not_show_where_queries_are() -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
 def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None:
-    """As the model's own code computes it, whose angles are all zero, with the bias added by hand."""
     theirs = model(name, **options)
     want, ours = set_to(theirs, by_hand(alibi)), replace_rotary(copy.deepcopy(theirs))
     again: Any = replace_rotary(ours)
@@ -367,9 +364,7 @@ def test_attention_to_another_text_has_no_bias(name: str) -> None:
     sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
              (("layers", 2), ("attention_heads", 4), ("ffn_dim", 16))}  # fmt: skip
     own = {"d_model": 32, "vocab_size": 50, **sides} if "Conditional" in name else {"vocab_size": 50}
-    config = hf(f"{stem}Config")(**own | ENCODER_DECODERS[name])
-    config._attn_implementation = "eager"
-    theirs = randomised(hf(name)(config))
+    theirs = built(name, **own | ENCODER_DECODERS[name])()
     for path, part in theirs.named_modules():
         part.other = any(cross in path for cross in ("encoder_attn", "crossattention"))
     assert sum(part.other for part in theirs.modules()) > 2
@@ -508,7 +503,6 @@ def decoder(family: str, name: str) -> tuple[Any, Callable[[Tensor], Tensor]]:
 
 
 def change_of_the_past(logits: Callable[[Tensor], Tensor]) -> float:
-    """Return by how much the first logits change with the last tokens."""
     ids = tokens(9)["input_ids"]
     other = torch.cat([ids[:, :6], ids[:, 6:] % 40 + 5], 1)
     return float((logits(ids)[:, :6] - logits(other)[:, :6]).abs().max())
@@ -649,7 +643,9 @@ def test_a_bias_of_each_layer() -> None:
 
 
 def test_dropout_in_training() -> None:
-    ours = set_to(model(attention_dropout=0.5), register_attention("test_dropout")).train()
+    ours = set_to(model(), register_attention("test_dropout")).train()
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
     one, two = (ours(**tokens(12)).logits for _ in range(2))
     assert (one - two).norm() > 1e-2 * one.norm()
 

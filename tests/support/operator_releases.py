@@ -9,12 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 from packaging.version import Version
 
-from benchmarks.runtimes import Release, results
+from benchmarks.runtimes import Graph, Release, results
 from operator_runs import model_of
 from relskew_core import Span, relative_attention
 from relskew_core.export import custom_ops_library
@@ -45,10 +44,8 @@ def write(folder: Path) -> None:
         given |= {"past_key": k[:, :, :200], "past_value": v[:, :, :200]}
         expected = [out[:, :, 200:], lse[:, :, 200:], k, v]
         names = ("out", "lse", "present_key", "present_value")
-        (folder / f"{dtype}.onnx").write_bytes(model_of(given, names, left=299, right=0, causal=1).SerializeToString())
-        arrays: dict[str, Any] = {f"0/in/{name}": x for name, x in given.items()}
-        arrays |= {f"0/out/{place}": x for place, x in enumerate(expected)}
-        np.savez(folder / f"{dtype}.npz", **arrays)
+        model = model_of(given, names, left=299, right=0, causal=1)
+        Graph(dtype, model, [(given, expected)], {}).save(folder)
 
 
 def main(asked: list[str]) -> int:

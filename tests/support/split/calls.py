@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from dense import Case
 from relskew_core import Span, relative_attention
 from relskew_core.distributed.torch import (
     _sequence,
@@ -26,60 +29,47 @@ METHODS, LAYOUTS = ("ring", "gather", "heads"), ("contiguous", "zigzag", "stripe
 SEQUENCES = ("q", "k", "v", "rel_q")
 TABLES = ("rel_k", "rel_v", "rel_bias", "key_table")
 
-CASES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True, "rel_k": "table"},
-    "causal, clipped, values": {"causal": True, "span": Span.clipped(3), "rel_k": "table", "rel_v": "table"},
-    "full, by head": {"rel_k": "by head", "rel_v": "by head", "rel_bias": "by head"},
-    "zero, a shared bias": {"span": Span(4, 2, "zero"), "rel_k": "table", "rel_bias": "table"},
-    "window": {"causal": True, "window": (5, None), "span": Span.causal(6), "rel_k": "table"},
-    "window ahead, rel_q": {"window": (4, 3), "span": Span(4, 3), "rel_k": "table", "rel_q": True},
-    "far keys alone": {"window": (None, 2), "offset": -9, "span": Span.clipped(40), "rel_k": "table"},
-    "cross, an offset, key_table": {"n_queries": 24, "offset": 7, "span": Span.clipped(4), "key_table": "by head"},
-    "no positions": {},
-    "grouped, softcap, sinks": {"groups": 1, "causal": True, "rel_k": "by head", "softcap": 3.0, "sinks": True},
-    "sinks by query": {"causal": True, "rel_k": "table", "sinks": "by query"},
-    "scales": {"causal": True, "span": Span.clipped(2), "rel_k": "table", "scale": True, "rel_scale": True},
-    "segments": {"causal": True, "rel_k": "table", "segments": "one"},
-    "segments of padding": {"span": Span.clipped(2), "rel_k": "table", "segments": "pair"},
-    "a boolean mask": {"causal": True, "rel_k": "table", "mask": "boolean"},
-    "a mask far away": {"causal": True, "mask": "far"},
-    "an additive mask": {"span": Span.clipped(2), "rel_k": "table", "mask": "additive"},
-    "dropout": {"causal": True, "rel_k": "table", "dropout": 0.4, "seed": 3, "offset": 2, "span": Span.clipped(30)},
-}
-WITH_BLOCKS = {"block_size": 4, "span": Span.causal(8), "rel_k": "table"}  # method="heads" alone
+case = partial(Case, n=0, m=0, heads=H, d=D, own_tables=False)  # of any length
+CASES = [
+    case("causal", options={"causal": True}),
+    case("causal, clipped, values", span=Span.clipped(3), tables="rel_k rel_v", options={"causal": True}),
+    case("full, by head", tables="rel_k rel_v rel_bias", own_tables=True),
+    case("zero, a shared bias", span=Span(4, 2, "zero"), tables="rel_k rel_bias"),
+    case("window", span=Span.causal(6), options={"causal": True, "window": (5, None)}),
+    case("window ahead, rel_q", span=Span(4, 3), rel_q_width=D, options={"window": (4, 3)}),
+    case("far keys alone", span=Span.clipped(40), options={"window": (None, 2), "offset": -9}),
+    case("cross, an offset", n=24, span=Span.clipped(4), tables="key_table", own_tables=True, options={"offset": 7}),
+    case("no positions", tables=""),
+    case("grouped, softcap, sinks", kv_heads=1, own_tables=True, by_head="sinks",
+         options={"causal": True, "softcap": 3.0}),
+    case("sinks by query", by_head="sinks", by_query=True, options={"causal": True}),
+    case("scales", span=Span.clipped(2), by_head="scale rel_scale", options={"causal": True}),
+    case("segments", options={"causal": True, "segments": "one"}),
+    case("segments of padding", span=Span.clipped(2), options={"segments": "pair"}),
+    case("a boolean mask", mask="boolean", options={"causal": True}),
+    case("a mask far away", tables="", mask="additive", options={"causal": True, "far": True}),
+    case("an additive mask", span=Span.clipped(2), mask="additive"),
+    case("dropout", span=Span.clipped(30), options={"causal": True, "dropout": 0.4, "seed": 3, "offset": 2}),
+]  # fmt: skip
+WITH_BLOCKS = case("blocks", span=Span.causal(8), options={"block_size": 4})  # method="heads" alone
 
 
-def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def made(length: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a whole call that have gradients, and everything else."""
-    options = dict(case)
-    n, groups = options.pop("n_queries", length), options.pop("groups", H)
-    span = options.get("span") or (Span.causal(length) if case.get("causal") else Span.full(length))
-    shapes: dict[str, tuple[int, ...]] = {"q": (2, H, n, D), "k": (2, groups, length, D), "v": (2, groups, length, D)}
-    for name in ("rel_k", "rel_v", "key_table", "rel_bias"):
-        kind = options.pop(name, None)
-        if kind is not None:
-            rows = (span.rows,) if name == "rel_bias" else (span.rows, D)
-            options["span"], shapes[name] = span, (H, *rows) if kind == "by head" else rows
-    if n != length:
-        options.setdefault("offset", 0)
-    if options.pop("rel_q", None):
-        shapes["rel_q"] = shapes["q"]
-    if options.get("sinks") == "by query":
-        shapes["sinks"] = (2, H, n)
-        del options["sinks"]
-    shapes |= {name: (H,) for name in ("sinks", "scale", "rel_scale") if options.pop(name, None)}
-    additive = options.pop("mask") if options.get("mask") in ("additive", "far") else None
-    shapes |= {"mask": (2, 1, n, length)} if additive else {}
-    arrays = {name: torch.randn(shape, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
-    if additive == "far":  # a log-sum-exp does not hold the number of keys
-        arrays["mask"] = torch.full_like(arrays["mask"], -1e17).requires_grad_()
-    if "mask" in options:
-        options["mask"] = torch.rand(H, n, length) < 0.7
+    span = case.span or (Span.causal if case.options.get("causal") else Span.full)(length)
+    case = replace(case, n=case.n or length, m=length, span=span if case.tables else case.span)
+    arrays = {name: torch.tensor(x) for name, x in case.arrays().items()}
+    options = {name: x for name, x in case.call().items() if x is not None}
+    if case.mask == "boolean":
+        options["mask"] = arrays.pop("mask")[0]
+    elif case.mask is not None:  # a log-sum-exp does not hold the number of keys that a mask makes far
+        arrays["mask"] = torch.full_like(arrays["mask"], -1e17) if options.pop("far", False) else arrays["mask"]
+        arrays["mask"] = arrays["mask"][:, :1].clone()
     if "segments" in options:
         labels = torch.arange(length) // 5
         padded = labels * 0, -(labels == labels[-1]).long()
         options["segments"] = labels if options["segments"] == "one" else padded
-    return arrays, options
+    return {name: x.requires_grad_() for name, x in arrays.items()}, options
 
 
 def own(name: str, x: Any, group: Any, layout: Any) -> Any:
@@ -106,7 +96,7 @@ def gradients(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, arrays: di
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, arrays.values(), strict=True)]
 
 
-def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method: Any, tables: Any = "whole") -> None:
+def agrees(group: Any, length: int, case: Case, *, layout: Any, method: Any, tables: Any = "whole") -> None:
     """Compare a call in parts with the whole: output, log-sum-exp, every gradient."""
     torch.manual_seed(0)
     arrays, options = made(length, case)

@@ -17,16 +17,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 from relskew_core import Span, relative_attention  # noqa: E402
 from relskew_core.distributed._layout import runs  # noqa: E402
 from relskew_core.distributed.jax import ring_attention  # noqa: E402
-from split.calls import SEQUENCES, made  # noqa: E402
+from split.calls import SEQUENCES, Case, case, made  # noqa: E402
 
-CASES: dict[str, dict[str, Any]] = {
-    "contiguous": {"causal": True, "rel_k": "by head", "groups": 2, "softcap": 3.0, "sinks": True, "segments": "pair"},
-    "zigzag": {"causal": True, "window": (7, None), "span": Span.clipped(3), "rel_v": "table", "mask": "additive"},
-    "striped": {"causal": True, "span": Span(9, 2, "zero"), "rel_k": "table", "rel_bias": "by head", "scale": True},
-}
-SINKS = {"causal": True, "rel_k": "table", "sinks": "by query"}
-FAR = {"causal": True, "mask": "far"}
-CROSS = {"n_queries": 8, "offset": 3, "span": Span.clipped(4), "key_table": "table", "rel_k": "table", "rel_q": True}
+CASES = {
+    "contiguous": case("contiguous", kv_heads=2, own_tables=True, by_head="sinks",
+                       options={"causal": True, "softcap": 3.0, "segments": "pair"}),
+    "zigzag": case("zigzag", span=Span.clipped(3), tables="rel_v", mask="additive",
+                   options={"causal": True, "window": (7, None)}),
+    "striped": case("striped", span=Span(9, 2, "zero"), tables="rel_k rel_bias", own_tables=True, by_head="scale",
+                    options={"causal": True}),
+}  # fmt: skip
+SINKS = case("sinks", by_head="sinks", by_query=True, options={"causal": True})
+FAR = case("far", tables="", mask="additive", options={"causal": True, "far": True})
+CROSS = case("cross", n=8, span=Span.clipped(4), tables="rel_k key_table", rel_q_width=4, options={"offset": 3})
 
 
 class Order:
@@ -70,7 +73,7 @@ def differentiated(function: Any, d_out: Any, d_lse: Any) -> Any:
     return jax.jit(jax.grad(total, has_aux=True))
 
 
-def agrees(layout: Any, case: dict[str, Any], mesh: Any) -> None:
+def agrees(layout: Any, case: Case, mesh: Any) -> None:
     torch.manual_seed(0)
     given, options = made(4 * DEVICES, case)
     arrays = {name: jnp.asarray(x.detach().numpy()) for name, x in given.items()}

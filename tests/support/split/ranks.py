@@ -16,13 +16,12 @@ distributed: Any = torch.distributed
 
 def everything(p: int) -> None:
     world, tried = distributed.group.WORLD, 0
-    for (name, case), layout, method in itertools.product(calls.CASES.items(), calls.LAYOUTS, calls.METHODS):
-        tried += _agrees(world, 6 * p, name, case, layout, method)
+    for case, layout, method in itertools.product(calls.CASES, calls.LAYOUTS, calls.METHODS):
+        tried += _agrees(world, 6 * p, case, layout, method)
     for layout in calls.LAYOUTS:
-        tried += _agrees(world, 6 * p, "blocks", calls.WITH_BLOCKS, layout, "heads")
-    for name, case in calls.CASES.items():
-        if any(table in case for table in calls.TABLES):
-            tried += _agrees(world, 6 * p, name, case, "striped", "ring", tables="sharded")
+        tried += _agrees(world, 6 * p, calls.WITH_BLOCKS, layout, "heads")
+    for case in (case for case in calls.CASES if case.tables):
+        tried += _agrees(world, 6 * p, case, "striped", "ring", tables="sharded")
     calls.sends_what_theory_says(world, p)
     calls.merges_in_float32(world, p)
     models.modules_agree(p)
@@ -33,9 +32,8 @@ def everything(p: int) -> None:
 def a_mesh_of_two_axes(p: int) -> None:
     """A ring of groups that exchange heads."""
     mesh, tried = init_device_mesh("cpu", (p // 2, 2), mesh_dim_names=("ring", "heads")), 0
-    for (name, case), method in itertools.product(calls.CASES.items(), ("ring", "gather")):
-        layout = calls.LAYOUTS[tried % 3]
-        tried += _agrees(mesh, 24, name, case, layout, method)
+    for case, method in itertools.product(calls.CASES, ("ring", "gather")):
+        tried += _agrees(mesh, 24, case, calls.LAYOUTS[tried % 3], method)
     models.tensor_and_context_parallel_agree(p)
     print(f"{tried} calls agree")
 
@@ -45,13 +43,11 @@ def all_faults(p: int) -> None:
     faults.a_death_is_noticed(p)
 
 
-def _agrees(
-    group: Any, length: int, name: str, case: dict[str, Any], layout: str, method: str, tables: str = "whole"
-) -> int:
+def _agrees(group: Any, length: int, case: calls.Case, layout: str, method: str, tables: str = "whole") -> int:
     try:
         calls.agrees(group, length, case, layout=layout, method=method, tables=tables)
     except BaseException as error:
-        error.add_note(f"{name}, {layout}, {method}, {tables}")
+        error.add_note(f"{case}, {layout}, {method}, {tables}")
         raise
     return 1
 
