@@ -180,7 +180,8 @@ fuzz: .venv/dev.stamp
 
 soak: SECONDS = 3600
 soak: .venv/dev.stamp
-	OMP_WAIT_POLICY=passive PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz.soak $(SECONDS) \
+	PYTHONMALLOC=malloc OMP_WAIT_POLICY=passive PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. \
+		$(BIN)/python -m fuzz.soak $(SECONDS) \
 		$(addprefix --seed ,$(SEED))
 
 mutants: .venv-mutants/stamp .venv-peers/stamp
