@@ -9,7 +9,7 @@ import pytest
 
 import dense
 from libraries import of_name
-from relskew_core import Span, relative_attention, relative_attention_nd, relative_attention_vjp
+from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core.backends import available
 
 mx: Any = pytest.importorskip("mlx.core")
@@ -145,23 +145,3 @@ def test_arrays_are_on_the_host_and_there_is_no_native_path() -> None:
         attend(q, impl="native")
     with pytest.raises(TypeError, match="`q` must be an array of a real floating dtype of its library, got array of"):
         attend(mx.astype(q, mx.int32))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("options",
-                         [{"window": ((1, 1), (1, None)), "prefix": (0, 2)},
-                          {"window": ((0, 1), (1, 1)), "prefix": (1, 2)}, {"neighborhood": (3, 3), "prefix": (2, 1)},
-                          {"window": ((None, None), (None, None))}],
-                         ids=str)  # fmt: skip
-def test_grids_have_keys_outside_and_windows_without_bounds(options: dict[str, Any], compiled: bool) -> None:
-    sizes = [12 + x for x in options.get("prefix", (0, 0))]
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal((2, 3, n, 4)) for n in (sizes[0], sizes[1], sizes[1]))
-    tables = rng.standard_normal((5, 4)), rng.standard_normal((7, 4))
-
-    def attend(*arrays: Any) -> Any:
-        q, k, v, *tables = arrays
-        return relative_attention_nd(q, k, v, tables, q_grid=(3, 4), k_grid=(3, 4), **options)
-
-    arrays = [ROW.asarray(x) for x in (q, k, v, *tables)]
-    close((mx.compile(attend) if compiled else attend)(*arrays), ROW.asarray(attend(q, k, v, *tables)))
