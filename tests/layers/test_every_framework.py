@@ -59,23 +59,27 @@ def test_gradients_equal_those_of_the_formula(framework: Framework, name: str) -
         close(found[key], parameter.grad, 1e-11)
 
 
-@others
+@each
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
 def test_padding_and_masks(framework: Framework, kind: str) -> None:
     theirs, module = framework.pair(SPECS["bidirectional"])
     (x,) = inputs(SPECS["bidirectional"])
-    padding, mask = torch.arange(9) >= torch.tensor([[9], [6]]), np.random.default_rng(0).standard_normal((2, 1, 9, 9))
-    hidden = padding[:, None, None]
-    options, both = {
-        "none": ({}, ~hidden),
-        "boolean": ({"mask": framework.array(mask > -0.5)}, torch.tensor(mask > -0.5) & ~hidden),
-        "additive": ({"mask": framework.wide(mask)}, torch.tensor(mask).masked_fill(hidden, -torch.inf)),
-    }[kind]
-    y = module(framework.wide(x), key_padding_mask=framework.array(padding.numpy()), **options)
-    close(y, dense_module(theirs, x, mask=both))
+    hidden = (torch.arange(9) >= torch.tensor([[9], [6]]))[:, None, None]
+    padding = framework.array(hidden[:, 0, 0].numpy())
+    for shape in ((2, 1, 9, 9), (9, 9), (2, 2, 1, 9), (9,))[: 4 if framework is TORCH else 1]:
+        mask = np.random.default_rng(0).standard_normal(shape)
+        alone, both = {
+            "none": (None, ~hidden),
+            "boolean": (mask > -0.5, torch.tensor(mask > -0.5) & ~hidden),
+            "additive": (mask, torch.tensor(mask) + torch.zeros(2, 1, 1, 9).masked_fill(hidden, -torch.inf)),
+        }[kind]
+        options = {} if alone is None else {"mask": (framework.array if kind == "boolean" else framework.wide)(alone)}
+        close(module(framework.wide(x), key_padding_mask=padding, **options), dense_module(theirs, x, mask=both))
+        if alone is not None:
+            close(module(framework.wide(x), **options), dense_module(theirs, x, mask=torch.tensor(alone)))
 
 
-@others
+@each
 def test_the_options_of_the_call(framework: Framework) -> None:
     theirs, module = framework.pair(CAUSAL)
     (x,) = inputs(CAUSAL)

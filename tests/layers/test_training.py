@@ -11,35 +11,23 @@ SYMBOLS, BACK, WIDTH = 8, 5, 32
 pytestmark = pytest.mark.no_cover  # the same lines 600 times
 
 
-class Layer(nn.Module):
-    """Attention and a feed-forward part, each added to what came in."""
-
-    def __init__(self, spec: BlockSpec, dropout: float) -> None:
-        super().__init__()
-        self.attention = RelativeMultiheadAttention(spec, dropout=dropout)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        x = x + self.attention(self.norms[0](x), key_padding_mask=padding)
-        y: Tensor = x + self.mlp(self.norms[1](x))
-        return y
-
-
 class Model(nn.Module):
     """Two layers between symbols and symbols; only the tables depend on positions."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         spec = BlockSpec(WIDTH, 2, Span.clipped(BACK + 3), rel_values=True)
-        self.embed = nn.Embedding(SYMBOLS, WIDTH)
-        self.layers = nn.ModuleList(Layer(spec, dropout) for _ in range(2))
-        self.read = nn.Linear(WIDTH, SYMBOLS)
+        self.embed, self.read = nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, SYMBOLS)
+        self.attention = nn.ModuleList(RelativeMultiheadAttention(spec, dropout=dropout) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        steps = ((nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2))
+        self.mlps = nn.ModuleList(nn.Sequential(*each) for each in steps)
 
     def forward(self, symbols: Tensor, padding: Tensor | None = None) -> Tensor:
         x = self.embed(symbols)
-        for layer in self.layers:
-            x = layer(x, padding)
+        for attention, norm, other, mlp in zip(self.attention, self.norms[:2], self.norms[2:], self.mlps, strict=True):
+            x = x + attention(norm(x), key_padding_mask=padding)
+            x = x + mlp(other(x))
         y: Tensor = self.read(x)
         return y
 

@@ -133,18 +133,6 @@ def test_every_item_may_have_an_offset(offset: Any) -> None:
     assert not torch.allclose(module(x, memory), module(x, memory, offset=2))
 
 
-def test_packed_documents_and_positions_are_whole_documents_in_any_order() -> None:
-    module = made(SPECS["grouped, wide heads"])
-    (x,) = inputs(module.spec)
-    packed = module(x, segments=torch.tensor([0] * 4 + [1] * 5))
-    for part in (slice(0, 4), slice(4, 9)):
-        torch.testing.assert_close(packed[:, part], dense_module(module, x[:, part]), rtol=0, atol=1e-12)
-    order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
-    torch.testing.assert_close(
-        module(x[:, order], positions=(order, order)), dense_module(module, x)[:, order], rtol=0, atol=1e-12
-    )
-
-
 # Nested tensors
 
 
