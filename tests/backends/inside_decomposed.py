@@ -12,26 +12,10 @@ from dense import each
 from relskew_core import Span
 from relskew_core._kernel.call import Operands
 from relskew_core.backends._torch.decomposed import attention, banded, dense
-from traced_calls import CASES as CALLS
+from traced_calls import CASES
 
 H, D = 4, 3
 ZERO, CLIP = Span(2, 1, "zero"), Span(2, 1, "clip")
-CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "nothing": (5, 5, {}),
-    "a step": (1, 6, {"causal": True, "offset": 5, "span": CLIP, "rel_bias": (H, 4)}),
-    "causal after a past": (3, 7, {"causal": True, "offset": 4, "span": CLIP, "rel_k": (H, 4, D), "scale": 1.0}),
-    "a window": (6, 6, {"window": (2, 1), "span": ZERO, "rel_k": (4, 2), "rel_q": (2, H, 6, 2), "rel_scale": 0.3}),
-    "the past of a window": (6, 6, {"window": (2, None), "causal": True}),
-    "values": (5, 4, {"span": ZERO, "rel_k": (4, D), "rel_v": (4, D), "rel_bias": (H, 4)}),
-    "keys that meet a table": (4, 6, {"span": CLIP, "key_table": (H, 4, D), "offset": 1}),
-    "positions in any order": (5, 7, {"positions": 1, "span": CLIP, "rel_k": (H, 4, D), "rel_bias": (H, 4)}),
-    "positions of items": (5, 7,
-                           {"positions": 2, "span": ZERO, "rel_k": (4, D), "rel_bias": (H, 4), "rel_v": (4, D),
-                            "causal": True}),
-    "keys that meet a table at positions": (4, 6, {"positions": 1, "span": CLIP, "key_table": (H, 4, D)}),
-    "values of positions": (4, 6, {"positions": 1, "span": CLIP, "rel_v": (4, D), "window": (3, 2)}),
-    "all far in the past": (2, 3, {"span": CLIP, "rel_bias": (H, 4), "offset": 20}),
-}  # fmt: skip
 
 
 def drawing() -> Callable[..., Any]:
@@ -51,30 +35,6 @@ def formula(*qkv: torch.Tensor, **options: Any) -> oracles.Attention:
         name: each(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, x) for name, x in given.items()
     }
     return oracles.relative_attention(**arrays)
-
-
-@pytest.mark.parametrize("mask", [None, "additive", "boolean"])
-@pytest.mark.parametrize(("case", "groups"), [
-    (case, groups) for case, (_, _, given) in CASES.items() for groups in (1, 2)
-    if groups == 1 or "key_table" not in given  # no family has it with fewer heads of keys
-])  # fmt: skip
-def test_dense(case: str, mask: str | None, groups: int) -> None:
-    draw = drawing()
-    n, m, given = CASES[case]
-    qkv = draw(2, H, n, D), draw(2, H // groups, m, D), draw(2, H // groups, m, D)
-    options: dict[str, Any] = {
-        name: draw(*x) if isinstance(x, tuple) and name != "window" else x for name, x in given.items()
-    }
-    if "positions" in options:
-        items = [torch.stack([draw(size).argsort() for _ in range(2)]) for size in (n, m)]
-        options["positions"] = tuple(x if given["positions"] == 2 else x[0] for x in items)
-    hidden = draw(2, 1, n, m)
-    hidden[..., 0] = 1.0  # each query sees one key
-    if mask is not None:
-        options["mask"] = hidden if mask == "additive" else hidden > 0
-    got = on(dense, *qkv, **options).numpy()
-    seen = np.isfinite(got)  # exported, a query that sees nothing has no softmax
-    assert oracles.relative_error(got[seen], formula(*qkv, **options).out[seen]) < 1e-12
 
 
 @pytest.mark.parametrize(("span", "mask"), [(None, "boolean"), (ZERO, None), (CLIP, "additive")])
@@ -98,9 +58,9 @@ def test_banded(length: int, window: tuple[int, int], span: Span | None, mask: s
     assert oracles.relative_error(got * seen, want.out * seen) < 1e-12
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_option_has_the_numbers_of_the_portable_kernel(name: str) -> None:
-    case = CALLS[name]
+    case = CASES[name]
     for sizes in case.sizes:
         given, options = case.operands(sizes, np.float64)
         operands = Operands(*(None if x is None else torch.from_numpy(x) for x in given))

@@ -39,7 +39,7 @@ def drawn(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-Q, TABLE, SHORT, BIAS = drawn(1, 2, 6, 4), drawn(11, 4), drawn(4, 4), drawn(2, 11)
+Q, TABLE, BIAS = drawn(1, 2, 6, 4), drawn(11, 4), drawn(2, 11)
 OF_ROWS, OF_COLUMNS, OF_CELLS = drawn(3, 4), drawn(5, 4), drawn(2, 3, 5)
 PADDING, ADDED = np.arange(6) < 4, drawn(6, 6)
 PLACES = np.arange(6)[::-1].copy(), np.arange(6)
@@ -62,7 +62,6 @@ def block(x: Any) -> Any:
 
 CALLS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "loops": (Q, attend(rel_k=TABLE, rel_bias=BIAS, mask=ADDED, chunk_size=4, impl="native")),
-    "an offset for each item": (Q, attend(rel_k=SHORT, span=Span(3, 0, "clip"), causal=True, offset=[2])),
     "positions": (Q, attend(rel_k=TABLE, rel_v=TABLE, positions=PLACES)),
     "logits": (Q, lambda q: relskew.relative_logits(q, jnp.asarray(TABLE), n_keys=6)),
     "values": (Q[..., :3, :3], lambda w: relskew.relative_values(w, jnp.asarray(OF_ROWS), Span.clipped(1))),

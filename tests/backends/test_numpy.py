@@ -8,25 +8,13 @@ import pytest
 
 import dense
 from libraries import needs_kernels
-from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core import backends, relative_attention, relative_attention_vjp
 
 pytestmark = needs_kernels
 
 
 def arrays(length: int) -> Any:
     return np.random.default_rng(0).standard_normal((4, 3, length, 8))
-
-
-@pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3)], ids=str)
-def test_native_results_keep_their_dtype_and_precision(dtype: str, gate: float) -> None:
-    q, k, v, table = arrays(300).astype(dtype)
-    given = {"q": q, "k": k, "v": v, "rel_k": table[:, :21], "rel_v": k[:, :21], "rel_bias": q[:, :21, 0]}
-    options: dict[str, Any] = {"span": Span(20, 0, "clip"), "causal": True, "return_lse": True}
-    found = relative_attention(**given, **options, impl="native")
-    exact = relative_attention(**{name: x.astype(float) for name, x in given.items()}, **options, impl="portable")
-    assert [x.dtype for x in found] == [dtype, "float32"]
-    for x, y in zip(found, exact, strict=True):
-        assert np.linalg.norm(x - y) <= gate * np.linalg.norm(y)
 
 
 @pytest.mark.parametrize("offset", [0, 2**31 - 40, -(2**33)], ids=str)

@@ -12,11 +12,6 @@ import pytest
 import kernels_built
 from kernels_built import FAST, FLAGS, LEVELS, ON_ARM, SOURCE
 
-INNER = """
-#include "tile.hpp"
-[[gnu::used]] auto matrix = product<HIGH, 2, false>, transposed = product<HIGH, 2, true>;
-"""
-
 
 class Compiler(NamedTuple):
     """A compiler, which of its code is read by `objdump`, and of which the sums of a product have names in it."""
@@ -75,21 +70,23 @@ def innermost_loops(listing: str) -> Iterator[Loop]:
             yield Loop([(other, its) for where, other, its in code if int(target[1], 16) <= where <= at])
 
 
+def listing(compiler: Compiler, flags: list[str], names: str, made: Path) -> str:
+    """Compile what has names, and return its instructions."""
+    if missing := compiler.missing():
+        pytest.skip(missing)
+    command = [*compiler.command, *FLAGS, *FAST, *flags, f"-I{SOURCE}", "-c", "-x", "c++", "-", "-o", str(made)]
+    subprocess.run(command, input=f'#include "tile.hpp"\n[[gnu::used]] auto {names};\n', text=True, check=True)
+    return subprocess.check_output([compiler.objdump, "--disassemble", "--no-show-raw-insn", made], text=True)
+
+
 @pytest.mark.parametrize("stored", ["float", "double"])
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str, tmp_path: Path) -> None:
     """One multiplication of a step for each of 24 sums, 12 where there are 16 registers, and none through memory."""
-    if missing := compiler.missing():
-        pytest.skip(missing)
-    flags = [*FLAGS, *FAST, *LEVELS[compiler.level], f"-I{SOURCE}", f"-DSTORED={stored}"]
-    command = [*compiler.command, *flags, "-c", "-x", "c++", "-", "-o", str(tmp_path / "inner.o")]
-    subprocess.run(command, input=INNER, text=True, check=True)
-    listing = subprocess.run(
-        [compiler.objdump, "--disassemble", "--no-show-raw-insn", str(tmp_path / "inner.o")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    names = "matrix = product<HIGH, 2, false>, transposed = product<HIGH, 2, true>"
+    code = listing(compiler, [*LEVELS[compiler.level], f"-DSTORED={stored}"], names, tmp_path / "inner.o")
     sums = 12 if compiler.level == "v3" else 24
-    found = [loop for loop in innermost_loops(listing.stdout) if loop.count("fmla", "vfmadd") >= sums]
+    found = [loop for loop in innermost_loops(code) if loop.count("fmla", "vfmadd") >= sums]
     unrolled = compiler.level == "v3"
     wanted = (2, 4) if unrolled else (2,)  # with a matrix and with a transposed one, and the rest of unrolled loops
     assert len(found) in wanted
@@ -104,14 +101,9 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
 
 @pytest.mark.parametrize("compiler", COMPILERS[-2:], ids=str)
 def test_arm_multiplies_pairs_of_bfloat16_by_one_instruction(compiler: Compiler, tmp_path: Path) -> None:
-    if missing := compiler.missing():
-        pytest.skip(missing)
-    flags = [*FLAGS, *FAST, *ON_ARM["v8_bf16"], f"-I{SOURCE}", "-DSTORED=BFloat16"]
-    command = [*compiler.command, *flags, "-c", "-x", "c++", "-", "-o", str(tmp_path / "pairs.o")]
-    inner = '#include "tile.hpp"\n[[gnu::used]] auto pairs = product_of<HIGH, 2, Paired>;'
-    subprocess.run(command, input=inner, text=True, check=True)
-    listing = subprocess.check_output([ARM, "--disassemble", "--no-show-raw-insn", tmp_path / "pairs.o"], text=True)
-    (loop,) = (each for each in innermost_loops(listing) if each.count("bfdot"))
+    flags = [*ON_ARM["v8_bf16"], "-DSTORED=BFloat16"]
+    code = listing(compiler, flags, "pairs = product_of<HIGH, 2, Paired>", tmp_path / "pairs.o")
+    (loop,) = (each for each in innermost_loops(code) if each.count("bfdot"))
     assert loop.count("bfdot") == 24
     assert not loop.stored_on_the_stack()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import oracles
 import relskew_core as relskew
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, Library, device_of
 from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import MultiheadAttention, RelativeMultiheadAttention
 
@@ -60,16 +60,6 @@ def call_of(kind: dict[str, Any], empty: str) -> tuple[dict[str, Any], dict[str,
     return arrays, {**options, "span": Span.clipped(2) if tables else None}
 
 
-def expected(arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
-    """Return what the loops give: of offsets by item, at the positions from there on."""
-    given = {name: option for name, option in options.items() if name not in ("chunk_size", "impl")}
-    if isinstance(given["offset"], list):
-        n, m = arrays["q"].shape[-2], arrays["k"].shape[-2]
-        first = np.asarray(given.pop("offset"), int)[:, None]
-        given["positions"] = first + np.arange(n), np.arange(m)
-    return oracles.relative_attention(**arrays, **given)
-
-
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 @pytest.mark.parametrize("empty", SIZES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -88,26 +78,30 @@ def given(row: Library, x: Any) -> Any:
     """Return numbers, or a pair of them, as arrays of a library."""
     if isinstance(x, tuple):
         return tuple(given(row, each) for each in x)
-    return row.asarray(x, row.dtypes[0] if x.dtype.kind == "f" else None)
+    return row.asarray(x, "float32" if x.dtype.kind == "f" else None)
 
 
 def hold(row: Library, name: str, numbers: dict[str, Any], arrays: dict[str, Any], options: dict[str, Any]) -> None:
     """Hold the results against those of the loops; a gradient is zero where there is nothing to have one."""
-    wanted = expected(numbers, options)
+    wanted = oracles.relative_attention(
+        **numbers, **{name: x for name, x in options.items() if name not in ("chunk_size", "impl")}
+    )
     d_out = given(row, np.ones(wanted.out.shape))
     with row.setting():
         results = relskew.relative_attention(**arrays, **options, return_lse=True)
         gradients = relskew.relative_attention_vjp(d_out, **arrays, **options)._asdict()
         for x, like in zip(results, wanted, strict=True):
-            same(name, row.to_numpy(x), like)
+            same(row, name, x, like)
         for which, x in gradients.items():
             if x is not None:
-                same(f"{name}, {which}", row.to_numpy(x), np.zeros(numbers[which].shape))
+                same(row, f"{name}, {which}", x, np.zeros(numbers[which].shape))
 
 
-def same(name: str, x: NDArray[Any], like: NDArray[Any]) -> None:
-    assert x.shape == like.shape, name
-    np.testing.assert_allclose(x, like, rtol=0, atol=1e-5, err_msg=name)
+def same(row: Library, name: str, x: Any, like: NDArray[Any]) -> None:
+    """In float32, which is not the default dtype of all libraries."""
+    assert (x.shape, device_of(x)) == (like.shape, row.device()), name
+    assert str(x.dtype).endswith("float32"), name
+    np.testing.assert_allclose(row.to_numpy(x), like, rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_a_matrix_is_refused_by_name() -> None:
@@ -150,6 +144,9 @@ def others(empty: str) -> Iterator[tuple[Callable[..., Any], list[tuple[int, ...
     yield relskew.toeplitz, [(h, 5)], {**CLIP, "n_queries": n, "n_keys": m}, (h, n, m)
     yield relskew.attention_weights, [q, k, table], {**CLIP, "chunk_size": 2}, (b, h, n, m)
     yield relskew.attention_weights, [q, k, table], placed, (b, h, n, m)
+    unseen: dict[str, Any] = {**CLIP, "offset": -9, "causal": True}
+    yield relskew.attention_weights, [q, k, table], {**unseen, "chunk_size": 2}, (b, h, n, m)
+    yield relskew.relative_values, [(b, h, n, m), (h, 5, dv)], unseen, (b, h, n, dv)
     yield relskew.relative_logits_2d, [q, table, (h, *table)], square, (b, h, n, m)
     yield relskew.toeplitz_2d, [(h, 5, 5)], square, (h, n, m)
     yield relskew.relative_attention_2d, [q, k, v, table, table], square, (b, h, n, dv)
@@ -177,13 +174,16 @@ def test_other_functions_give_nothing_of_nothing_or_name_what_is_empty(row: Libr
             named = {name: given(row, x) if name == "positions" else x for name, x in options.items()}
             with row.setting():
                 try:
-                    result = row.to_numpy(function(*arrays, **named))
+                    result = function(*arrays, **named)
                 except ValueError as error:
                     assert str(error).startswith("`"), (function, empty, error)  # noqa: PT017 - a result is as good
                     assert empty in ("queries", "keys", "width"), (function, empty)
                 else:
-                    assert result.shape == shape, (function, empty)
-                    assert empty == "width" or function is block or not result[..., :0].any()
+                    assert (result.shape, device_of(result)) == (shape, row.device()), (function, empty)
+                    assert str(result.dtype).endswith("float32"), (function, empty)
+                    numbers = row.to_numpy(result)
+                    assert empty == "width" or function is block or not numbers[..., :0].any()
+                    assert options.get("offset") != -9 or not numbers.any()
 
 
 def test_modules_take_a_batch_of_nothing() -> None:

@@ -46,10 +46,13 @@ ATTENTION: dict[str, int | None] = {
     "values of another width": None, "relative queries of another width": 4, "scales": None,
     "boolean mask of shape (2, 1, 7, 7)": 4, "boolean mask of shape (2, 1, 1, 7)": 2,
     "additive with holes mask of shape (2, 7, 7)": 4, "causal, some see nothing": None, "softcap and everything": None,
-    "sinks": 4, "packed documents": 3, "packed documents, for all items": None,
+    "sinks": 4, "sinks by query": 3, "packed documents": 3, "packed documents, for all items": None,
     "scales by head, relative ones too": None, "dropout": 3, "no heads axis": None, "no batch axis": None,
     "two batch axes": None, "positions": None, "positions, clipped and causal": 4,
     "positions, zero beyond, in a window": None, "positions in blocks, the table meets keys": 2,
+    "keys with tables, grouped": None, "keys with one table, zero beyond": None, "keys with a table, no heads axis": 2,
+    "keys with a table, window, softcap, scales": 34, "keys with a table, decoding": None, "offsets by item": 2,
+    "offsets by item, in blocks": None, "offsets by item, a window of documents": 3,
 }  # fmt: skip
 """Cases of ``dense``, and the size of their chunks."""
 

@@ -4,136 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import dense
-import oracles
-from libraries import GATES, LIBRARIES, Library, of_name
+from libraries import GATES, NATIVE, Library
 from oracles import relative_error
 from relskew_core import Span, relative_attention, relative_attention_vjp, relative_logits, relative_values
-
-OFFSETS = [3, -2, 0, 5, 3]
-TABLES = ("rel_k", "rel_v", "rel_bias")
-PATTERNS: dict[str, dict[str, Any]] = {
-    "all": {}, "causal": {"causal": True}, "window": {"window": (2, 1)},
-    "causal window": {"causal": True, "window": (3, None)}, "blocks": {"block_size": 3},
-}  # fmt: skip
-
-
-def inputs(
-    *, n: int = 4, m: int = 7, span: Span, shared: bool = False, masked: bool = True, batch: int = len(OFFSETS)
-) -> dict[str, Any]:
-    """Draw the arrays of a batch."""
-    given: dict[str, Any] = {"mask": "additive", "mask_shape": (batch, 1, 1, m)} if masked else {}
-    case = dense.Case("ragged", n, m, (batch,), heads=4, kv_heads=2, d=6, dv=5, span=span, own_tables=not shared,
-                      tables="rel_k rel_v rel_bias", **given)  # fmt: skip
-    return case.arrays()
-
-
-def item(arrays: dict[str, Any], index: int) -> dict[str, Any]:
-    return {name: x if name in TABLES else x[index] for name, x in arrays.items()}
-
-
-@settings(max_examples=150, deadline=None)
-@given(offsets=st.lists(st.integers(-9, 9), min_size=1, max_size=4), n=st.integers(1, 5), m=st.integers(1, 6),
-       pattern=st.sampled_from(sorted(PATTERNS)), beyond=st.sampled_from(["clip", "zero", "error"]),
-       left=st.integers(0, 4), right=st.integers(0, 4), shared=st.booleans(), masked=st.booleans(),
-       chunk_size=st.sampled_from([None, 1, 2]))  # fmt: skip
-def test_items_of_a_ragged_batch_equal_calls_of_each(
-    offsets: list[int], n: int, m: int, pattern: str, beyond: Any, left: int, right: int, shared: bool, masked: bool,
-    chunk_size: int | None,
-) -> None:  # fmt: skip
-    span = Span(20, 20) if beyond == "error" else Span(left, right, beyond)
-    arrays = inputs(n=n, m=m, span=span, shared=shared, masked=masked, batch=len(offsets))
-    options: dict[str, Any] = {"span": span, **PATTERNS[pattern]}
-    out, lse = relative_attention(**arrays, offset=offsets, return_lse=True, chunk_size=chunk_size, **options)
-    d_out = np.random.default_rng(1).standard_normal(out.shape)
-    gradients = relative_attention_vjp(d_out, **arrays, offset=offsets, chunk_size=chunk_size, **options)
-    sums = {name: np.zeros_like(arrays[name]) for name in TABLES}
-    for index, offset in enumerate(offsets):
-        alone = item(arrays, index)
-        expected = relative_attention(**alone, offset=offset, return_lse=True, impl="portable", **options)
-        np.testing.assert_allclose(out[index], expected[0], atol=1e-12)
-        np.testing.assert_allclose(lse[index], expected[1], atol=1e-12)
-        own = relative_attention_vjp(d_out[index], **alone, offset=offset, impl="portable", **options)
-        for name in arrays:
-            if name in TABLES:
-                sums[name] += getattr(own, name)
-            else:
-                np.testing.assert_allclose(getattr(gradients, name)[index], getattr(own, name), atol=1e-11)
-    for name, total in sums.items():
-        np.testing.assert_allclose(getattr(gradients, name), total, atol=1e-11)
-
-
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
-@pytest.mark.parametrize("pattern", ["causal", "blocks"])
-def test_ragged_batches_equal_the_oracle_in_every_library(library: Library, pattern: str) -> None:
-    library.needed()
-    span, dtype = Span(4, 2, "clip"), library.dtypes[0]
-    numbers = inputs(span=span)
-    with library.setting():
-        arrays = {name: library.asarray(x, dtype) for name, x in numbers.items()}
-        arrays["offset"] = library.asarray(np.asarray(OFFSETS, dtype=np.int32))
-        out = library.call(relative_attention, arrays, span=span, **PATTERNS[pattern])
-        for index, offset in enumerate(OFFSETS):
-            alone = oracles.relative_attention(**item(numbers, index), offset=offset, span=span, **PATTERNS[pattern])
-            assert relative_error(library.to_numpy(out)[index], alone.out) <= GATES[dtype]
-
-
-def test_gradients_stay_on_the_device_of_their_arrays() -> None:
-    span = Span(4, 2, "clip")
-    arrays = inputs(span=span)
-    d_out = np.random.default_rng(1).standard_normal((len(OFFSETS), 4, 4, 5))
-    library = of_name("array-api-strict, second device")
-    there = {name: library.asarray(x) for name, x in arrays.items()}
-    found = relative_attention_vjp(library.asarray(d_out), **there, span=span, offset=OFFSETS)
-    expected = relative_attention_vjp(d_out, **arrays, span=span, offset=OFFSETS)
-    for name in arrays:
-        gradient: Any = getattr(found, name)
-        assert gradient.device == there["q"].device
-        np.testing.assert_allclose(library.to_numpy(gradient), getattr(expected, name), atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("known", [True, False], ids=["ints", "array"])
-def test_ragged_logits_and_values_equal_those_of_each_item(causal: bool, known: bool) -> None:
-    span = Span(3, 2, "clip")
-    arrays = inputs(span=span)
-    offset = OFFSETS if known else np.asarray(OFFSETS)
-    logits = relative_logits(arrays["q"], arrays["rel_k"], span, n_keys=7, offset=offset, causal=causal)
-    weights = np.random.default_rng(2).standard_normal(logits.shape)
-    values = relative_values(weights, arrays["rel_v"], span, offset=offset, causal=causal)
-    for index, one in enumerate(OFFSETS):
-        given: dict[str, Any] = {"span": span, "offset": one, "causal": causal}
-        alone = relative_logits(arrays["q"][index], arrays["rel_k"], n_keys=7, **given)
-        np.testing.assert_allclose(logits[index], alone, atol=1e-12)
-        np.testing.assert_allclose(values[index], relative_values(weights[index], arrays["rel_v"], **given), atol=1e-12)
-
-
-def test_several_leading_axes() -> None:
-    span = Span(3, 2, "clip")
-    arrays = inputs(span=span, batch=6)
-    offsets = np.arange(6) - 1
-    whole: Any = relative_attention(**arrays, span=span, offset=offsets)
-    folded = {name: x if name in TABLES else x.reshape(2, 3, *x.shape[1:]) for name, x in arrays.items()}
-    out: Any = relative_attention(**folded, span=span, offset=offsets.reshape(2, 3))
-    np.testing.assert_allclose(out.reshape(whole.shape), whole, atol=1e-14)
-
-
-def test_a_table_that_is_too_short_for_values_that_nobody_knows_gives_nan() -> None:
-    jax = pytest.importorskip("jax")
-    arrays = {name: jax.numpy.asarray(x) for name, x in inputs(span=Span(6, 6), masked=False, batch=2).items()}
-    attend = jax.jit(lambda offset: relative_attention(**arrays, span=Span(6, 6), offset=offset))
-    out = np.asarray(attend(jax.numpy.asarray([2, 9])))
-    assert np.isfinite(out[0]).all()
-    assert np.isnan(out[1]).all()
-    d_out = jax.numpy.zeros(out.shape)
-    with pytest.raises(TypeError, match="`offset` must be known for the gradient of a table"):
-        jax.jit(lambda offset: relative_attention_vjp(d_out, **arrays, span=Span(6, 6), offset=offset).rel_k)(
-            jax.numpy.asarray([2, 3])
-        )
-
 
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SPAN = Span(3, 2, "clip")
@@ -145,6 +19,49 @@ CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "logits of keys": (relative_logits, {"q": X, "table": TABLE}, {"n_queries": 6, "side": "key"}),
     "values": (relative_values, {"weights": WEIGHTS, "table": TABLE}, {}),
 }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("known", [True, False], ids=["ints", "array"])
+@pytest.mark.parametrize("name", ["logits", "logits of keys", "values"])
+def test_ragged_logits_and_values_equal_those_of_each_item(name: str, causal: bool, known: bool) -> None:
+    function, arrays, options = CALLS[name]
+    options, offsets = {**options, "span": SPAN, "causal": causal}, [3, -2]
+    found = function(**arrays, **options, offset=offsets if known else np.asarray(offsets))
+    for item, offset in enumerate(offsets):
+        alone = {key: x[item] if x.ndim == 4 else x for key, x in arrays.items()}
+        np.testing.assert_allclose(found[item], function(**alone, **options, offset=offset), atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["portable", NATIVE])
+def test_several_leading_axes(impl: Any) -> None:
+    """With a mask and documents that some of the axes share."""
+    rng, offsets, documents = np.random.default_rng(1), np.arange(6) - 1, np.arange(6)
+    x, mask = rng.standard_normal((4, 6, 1, 6, 4)), rng.standard_normal((3, 1, 1, 6))
+    keys = np.arange(36).reshape(6, 6) // 5 % 4
+    results = []
+    for lead in ((6,), (2, 3)):
+        d_out, q, k, v = x.reshape(4, *lead, 1, 6, 4)
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "rel_k": TABLE, "span": SPAN, "impl": impl}
+        given |= {"mask": mask if len(lead) == 2 else np.concatenate([mask, mask])}
+        given |= {"segments": (documents // 4, keys.reshape(*lead, 6)), "offset": offsets.reshape(lead)}
+        gradients = relative_attention_vjp(d_out, **given)
+        results.append([relative_attention(**given), gradients.q, gradients.k, gradients.v, gradients.rel_k])
+    for whole, folded in zip(*results, strict=True):
+        np.testing.assert_allclose(np.reshape(folded, np.shape(whole)), whole, atol=1e-13)
+
+
+def test_a_table_that_is_too_short_for_values_that_nobody_knows_gives_nan() -> None:
+    jax = pytest.importorskip("jax")
+    q, table = jax.numpy.asarray(X), jax.numpy.ones((13, 4))
+    attend = jax.jit(lambda offset: relative_attention(q, q, q, table, Span(6, 6), offset=offset))
+    out = np.asarray(attend(jax.numpy.asarray([1, 9])))
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    with pytest.raises(TypeError, match="`offset` must be known for the gradient of a table"):
+        jax.jit(lambda offset: relative_attention_vjp(q, q, q, q, table, Span(6, 6), offset=offset).rel_k)(
+            jax.numpy.asarray([2, 3])
+        )
 
 
 def dtypes(library: Library) -> tuple[str, ...]:

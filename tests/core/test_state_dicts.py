@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import oracles
-from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention
+from relskew_core import BlockSpec, Span, attention_block, conventions
 
 Floats = NDArray[Any]
 State = dict[str, Any]
@@ -304,21 +303,6 @@ def test_t5_takes_the_bias_of_the_first_layer() -> None:
         case.load(state, num_heads=HEADS, prefix="third.")
     with pytest.raises(ValueError, match=r"`bias_prefix` must end in '\.': 'first\.', got 'first'"):
         case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first")
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_a_block_of_t5_does_not_scale(bidirectional: bool) -> None:
-    case, x = t5(bidirectional=bidirectional), RNG.standard_normal((1, 20, E))
-    spec, weights = case.load(case.state, num_heads=HEADS)
-
-    def heads(name: str) -> Floats:
-        return np.moveaxis((x @ case.state[f"{name}.weight"].T).reshape(1, 20, HEADS, D), 1, 2)
-
-    options: Any = {"span": spec.span, "rel_bias": weights["rel_bias"], "scale": 1.0, "causal": not bidirectional}
-    out: Any = relative_attention(heads("q"), heads("k"), heads("v"), **options)
-    want = np.moveaxis(out, 1, 2).reshape(1, 20, HEADS * D) @ case.state["o.weight"].T
-    got: Any = attention_block(x, weights, spec)
-    assert oracles.relative_error(got, want) < 1e-12
 
 
 def text_encoder() -> State:

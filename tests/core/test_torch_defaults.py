@@ -32,8 +32,6 @@ LONG = [
     dense.Case("long, padded, grouped", n=300, m=200, lead=(3,), heads=4, kv_heads=2, d=8, span=Span.clipped(10),
                tables="rel_k rel_v", options={"causal": True, "offset": -100, "padded": [200, 150, 64]}),
     dense.Case("short, padded", n=9, m=9, lead=(3,), tables="", options={"padded": [9, 1, 4]}),
-    dense.Case("an offset for each item", n=9, m=9, span=Span(8, 0, "clip"),
-               options={"offset": [0, 3], "causal": True}),
 ]  # fmt: skip
 
 

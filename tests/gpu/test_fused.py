@@ -139,9 +139,7 @@ def test_pages_are_read_where_they_are(n: int, dtype: str) -> None:
     out, lse = attend_pages(**given, **there, span=Span.causal(300), return_lse=True, impl="native")
     wide: dict[str, Any] = {name: widened(x) for name, x in given.items()}
     for actual, expected in zip(
-        (out, lse),
-        attend_pages(**wide, **places, span=Span.causal(300), return_lse=True, impl="portable"),
-        strict=True,
+        (out, lse), attend_pages(**wide, **places, span=Span.causal(300), return_lse=True, impl="portable"), strict=True
     ):
         assert_close(actual, expected, libraries.GATES[dtype])
 

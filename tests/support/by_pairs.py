@@ -13,7 +13,7 @@ import numpy as np
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, mask: Any = None, segments: Any = None, positions: Any = None, offset: int = 0,
+    q: Any, k: Any, v: Any, *, mask: Any = None, segments: Any = None, positions: Any = None, offset: Any = 0,
     causal: bool = False, window: Any = (None, None), block_size: int | None = None, blocks_before: int | None = None,
     sinks: Any = None, softcap: float | None = None, **relative: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -22,12 +22,12 @@ def attention(
     left, right = (inf if side is None else side for side in window or (None, None))
     out, lse = np.zeros((*shape[:3], v.shape[3])), np.full(shape[:3], -inf)
     for item, head, i in np.ndindex(*shape[:3]):
-        key_head = head * k.shape[1] // q.shape[1]
+        key_head, first = head * k.shape[1] // q.shape[1], offset[item] if np.ndim(offset) else offset
         seen = []
         if sinks is not None:
             seen = [(float(sinks[head] if sinks.ndim == 1 else sinks[item, head, i]), 0.0 * v[item, key_head, 0])]
         for j in range(shape[3]):
-            query, key = (i + offset, j) if positions is None else labels(positions, item, i, j)
+            query, key = (i + first, j) if positions is None else labels(positions, item, i, j)
             apart, added = key - query, mask[item, head, i, j]
             hidden = [
                 added == -inf if mask.dtype != bool else not added,

@@ -56,6 +56,10 @@ LONG: list[Case] = [
          tables="rel_k key_table", options={"offset": 100, "rel_scale": 0.3}),
     Case("keys that meet a short table", n=50, m=50, d=16, span=Span(3, 0, "zero"), tables="key_table",
          options={"window": (9, 9)}),
+    Case("keys beyond the end of a table, all of them", n=50, m=60, d=16, heads=4, kv_heads=2, span=Span(5, 2, "zero"),
+         tables="rel_k key_table", own_tables=False, options={"offset": 70}),
+    Case("keys far ahead of a table", n=50, m=60, d=16, span=Span(0, 9, "clip"), tables="rel_k key_table",
+         options={"offset": -25}),
     Case("few queries, keys that meet a table", n=2, m=90, d=16, span=Span(20, 9, "clip"), tables="key_table rel_v",
          options={"offset": 40}),
     Case("few queries and a short table, which keys meet", n=3, m=60, d=20, span=Span(5, 2, "zero"),
@@ -101,7 +105,7 @@ LONG: list[Case] = [
 
 def is_served(case: Case) -> bool:
     call = problem(Arguments(**{name: narrow(x) for name, x in case.arrays().items()}, **case.call()))
-    return _compiled.serves(call.operands(), call.options)
+    return call.ragged is None and _compiled.serves(call.operands(), call.options)
 
 
 CASES = [case for case in [*DENSE, *LONG] if is_served(case)]

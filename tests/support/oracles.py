@@ -108,11 +108,11 @@ def attention(
     key_table: Tensor | None = None, sinks: Tensor | None = None,
     segments: Tensor | tuple[Tensor, Tensor] | None = None, positions: tuple[Tensor, Tensor] | None = None, *,
     span: SpanLike | None = None, causal: bool = False, window: Window | None = None, block_size: int | None = None,
-    blocks_before: int | None = None, offset: int = 0, scale: float | Tensor | None = None,
+    blocks_before: int | None = None, offset: Any = 0, scale: float | Tensor | None = None,
     rel_scale: float | Tensor | None = None, softcap: float | None = None, dropout: float = 0.0, seed: int = 0,
-    weight_of: Tensor | None = None, pairwise: bool = False,
+    pairwise: bool = False,
 ) -> Attention:  # fmt: skip
-    """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout).
+    """Attend, with everything of size ``n × m`` written out.
 
     ``pairwise`` adds up a value for each pair: one that is hidden or dropped then counts for nothing even if it is NaN.
     """
@@ -126,7 +126,8 @@ def attention(
     span = span_of(((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2)), span, causal=causal)
     pattern = {"causal": causal, "window": window, "block_size": block_size, "blocks_before": blocks_before}
     # Python's integers can hold every offset.
-    places: list[NDArray[Any]] = [np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)]
+    places: list[NDArray[Any]] = [np.arange(n, dtype=object) + np.asarray(offset, object)[..., None],
+                                  np.arange(m, dtype=object)]  # fmt: skip
     if positions is not None:
         places = [np.asarray(x.tolist(), object).reshape(tuple(x.shape)) for x in positions]
     visible, rows = pairs(places[0], places[1], span, heads=q.ndim > 2, **pattern)
@@ -162,8 +163,6 @@ def attention(
     if dropout:
         here = kept(weights.shape, seed, offset, dropout)
         weights, allowed = weights * here.to(weights) / (1 - dropout), allowed & here
-    if weight_of is not None:
-        weights = weights * weight_of
 
     def summed(values: Tensor) -> Tensor:
         """Add up the values of pairs, (..., n, m, D)."""
@@ -206,10 +205,11 @@ def softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tens
     return weights, lse.masked_fill(dead[..., 0], -math.inf)
 
 
-def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tensor:
+def kept(shape: tuple[int, ...], seed: int, offset: Any, dropout: float) -> Tensor:
     """Which weights (..., H, n, m) a seed keeps."""
-    leads, n, m = range(math.prod(shape[:-2])), shape[-2], shape[-1]
-    flat = [is_kept(seed, at, i + offset, j, dropout) for at in leads for i in range(n) for j in range(m)]
+    n, m, by_item = shape[-2], shape[-1], np.asarray(offset, object)[..., None] if np.ndim(offset) else offset
+    firsts = enumerate(np.asarray(np.zeros(shape[:-2], object) + by_item, object).ravel())
+    flat = [is_kept(seed, at, i + first, j, dropout) for at, first in firsts for i in range(n) for j in range(m)]
     return torch.tensor(flat, dtype=torch.bool).reshape(shape)
 
 

@@ -9,6 +9,6 @@ def served(supported: frozenset[str]) -> list[dense.Case]:
     found = []
     for case in dense.CASES:
         call = problem(Arguments(**case.arrays(), **case.call()))
-        if not unsupported(call.given, call.options, supported):
+        if call.ragged is None and not unsupported(call.given, call.options, supported):
             found.append(case)
     return found

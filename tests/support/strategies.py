@@ -87,7 +87,7 @@ class Call:
         return {row for row in rows if row is not None}
 
 
-ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
+ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "key_table", "rel_q", "mask")
 
 sizes = st.integers(1, 9)
 offsets = st.integers(-12, 12)
@@ -148,7 +148,7 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, al
     rows = options["span"].rows
     width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # the width of rel_q, if there is one
     own = draw(st.booleans()) or width != d
-    widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": ()}
+    widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": (), "key_table": (d,)}
     for name in widths if all_tables else draw(st.sets(st.sampled_from(sorted(widths)))):
         heads = lead[-1:] if draw(st.booleans()) else ()
         arrays[name] = rng.standard_normal((*heads, rows, *widths[name]))
@@ -195,12 +195,24 @@ def rich_calls(draw: st.DrawFn) -> Call:
         options |= {"dropout": draw(st.sampled_from([0.1, 0.5, 0.9])), "seed": draw(st.integers(0, 2**31 - 1))}
     if options["span"].beyond == "error":  # it reaches as far as needed
         options["span"] = Span.full(60)
-        for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1)):
+        for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1), ("key_table", -2)):
             if name in arrays:
                 shape = list(arrays[name].shape)
                 shape[axis] = options["span"].rows
                 arrays[name] = rng.standard_normal(shape)
     return Call(arrays, options)
+
+
+@st.composite
+def by_item(draw: st.DrawFn, some: st.SearchStrategy[Call]) -> Call:
+    """Draw a call, often with an offset for each item; in blocks not all kernels take it."""
+    call = draw(some)
+    if call.options["block_size"] is not None:
+        return call
+    reaches = call.options["span"].beyond != "error" or call.options["span"] == Span.full(60)
+    if call.arrays["q"].ndim < 4 or "positions" in call.arrays or not reaches or draw(st.booleans()):
+        return call
+    return call.but(offset=[call.offset + draw(st.integers(-9, 9)) for _ in call.arrays["q"]])
 
 
 @st.composite
@@ -258,7 +270,7 @@ AXES = {
     **dict.fromkeys(("q", "rel_q"), ("items", "heads", "queries", "width")),
     "k": ("items", "heads", "keys", "width"),
     "v": ("items", "heads", "keys", "values"),
-    "rel_k": ("heads", "rows", "width"),
+    **dict.fromkeys(("rel_k", "key_table"), ("heads", "rows", "width")),
     "rel_v": ("heads", "rows", "values"),
     "rel_bias": ("heads", "rows"),
     "mask": ("items", "heads", "queries", "keys"),
