@@ -82,8 +82,10 @@ def test_calls_of_many_kinds_in_turn_equal_the_portable_code(
         return {name: library(x.astype(np.float16 if half else np.float64)) for name, x in arrays.items()}
 
     calls: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
-    for n, lead, rows in itertools.product((1, 3), ((), (1,), (3,), (2, 1)), (4, 64)):
-        heads, key_heads, half = *one_of((4, 4), (4, 2), (4, 1), (1, 1), (None, None)), one_of(False, False, True)
+    leads: list[tuple[int, ...]] = [(), (1,), (3,), (2, 1)]
+    for n, lead, rows in itertools.product((1, 3), leads, (4, 64)):
+        heads, key_heads = one_of((4, 4), (4, 2), (4, 1), (1, 1), (None, None))
+        half = one_of(False, False, True)
         lead, of_heads, of_keys = ((), (), ()) if heads is None else (lead, (heads,), (key_heads,))
         shapes = {"q": (*lead, *of_heads, n, 4), "k": (*lead, *of_keys, "m", 4)}
         shapes["v"] = (*lead, *of_keys, "m", one_of(4, 6))
@@ -100,7 +102,7 @@ def test_calls_of_many_kinds_in_turn_equal_the_portable_code(
             expected = relative_attention(**given, **options, offset=offset, impl="portable")
             for one, other in zip(*((x if options["return_lse"] else [x]) for x in (found, expected)), strict=True):
                 assert one.dtype == other.dtype
-                close(*(np.asarray(x, np.float64) for x in (one, other)), 2e-2 if half else 1e-12)
+                close(np.asarray(one, np.float64), np.asarray(other, np.float64), 2e-2 if half else 1e-12)
         assert turn or of_kernels(known)
 
 

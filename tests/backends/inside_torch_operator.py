@@ -306,25 +306,6 @@ def test_vmap_of_differentiated_attention() -> None:
     torch.testing.assert_close(by_sample.sum(0), actual[3], rtol=0, atol=1e-12)
 
 
-# raised by torch on first use
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["causal", "all tables, by head", "additive mask of shape (2, 7, 7)"])
-def test_torch_func_equals_autograd(name: str) -> None:
-    case = BY_NAME[name]
-    given = list(tensors(case, grad=True).values())
-
-    def loss(*arrays: Tensor) -> Tensor:
-        return attend(case, impl="auto")(*arrays).sin().sum()
-
-    expected = torch.autograd.grad(loss(*given), given)
-    torch.testing.assert_close(torch.func.grad(loss, tuple(range(len(given))))(*given), expected, rtol=0, atol=1e-12)
-    plain = tuple(x.detach() for x in given)
-    slope = torch.func.jvp(loss, plain, plain)[1]
-    torch.testing.assert_close(
-        slope, sum((a * b).sum() for a, b in zip(plain, expected, strict=True)), rtol=1e-10, atol=0
-    )
-
-
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 def test_autocast_gives_its_dtype_and_takes_mixed_ones(impl: Any) -> None:
     case = dense.Case("cast", tables="rel_k rel_v rel_bias", mask="additive", mask_shape=(7, 7))
