@@ -90,7 +90,7 @@ def test_the_forwards_results_may_be_given(case: dense.Case, given: tuple[str, .
 
 
 @settings(max_examples=120, deadline=None)
-@given(call=strategies.by_item(strategies.calls()), way=st.sampled_from(strategies.WAYS), seed=strategies.seeds,
+@given(call=strategies.extended(strategies.calls()), way=st.sampled_from(strategies.WAYS), seed=strategies.seeds,
        out=st.booleans())  # fmt: skip
 def test_gradients_of_random_calls_equal_the_dense_formula(
     call: strategies.Call, way: strategies.Way, seed: int, out: bool

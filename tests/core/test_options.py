@@ -24,7 +24,7 @@ STEPS = np.arange(40)
 
 
 @settings(deadline=None)
-@given(call=strategies.by_item(strategies.rich_calls()))
+@given(call=strategies.extended(strategies.rich_calls()))
 @pytest.mark.parametrize("way", strategies.WAYS, ids=str)
 def test_all_options_together_equal_the_loops(way: Way, call: Call) -> None:
     assert strategies.close(call.on(way), call.oracle())

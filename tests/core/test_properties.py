@@ -102,7 +102,7 @@ def test_causal_building_blocks_read_nothing_of_the_future(
 @given(call=calls(beyond="clip"), left=st.integers(0, 12), right=st.integers(0, 12))
 def test_a_table_is_too_short_exactly_if_some_query_sees_beyond_it(way: Way, call: Call, left: int, right: int) -> None:
     span = Span(left, right)
-    call = call.but(span=span, rel_bias=np.zeros(span.rows), rel_k=None, rel_v=None, rel_q=None, key_table=None)
+    call = call.but(span=span, rel_bias=np.zeros(span.rows), rel_k=None, rel_v=None, rel_q=None)
     try:
         expected = call.oracle()
     except LookupError:

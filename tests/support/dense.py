@@ -231,7 +231,7 @@ CASES = [
     Case("offsets by item, in blocks", n=4, span=Span(1, 2, "zero"), tables="rel_k rel_v", own_tables=False,
          options={"block_size": 3, "offset": [3, -2]}),
     Case("offsets by item, in blocks of a stream", m=5, span=Span.clipped(2), tables="rel_k rel_bias", mask="boolean",
-         mask_shape=(7, 5), options={"block_size": 3, "blocks_before": 1, "window": (4, 1), "offset": [-3, 2]}),
+         mask_shape=(7, 5), options={"block_size": 3, "blocks_before": 1, "window": (4, 2), "offset": [-3, 2]}),
     Case("offsets by item, a window of documents", span=Span(12, 12), tables="rel_k rel_v",
          labels={"segments": STRANGE}, options={"window": (3, 2), "softcap": 2.0, "offset": [4, -30]}),
     Case("offsets by item, dropout, scales and sinks", span=Span.full(13), tables="rel_k rel_bias",

@@ -148,7 +148,7 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, al
     rows = options["span"].rows
     width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # the width of rel_q, if there is one
     own = draw(st.booleans()) or width != d
-    widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": (), "key_table": (d,)}
+    widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": ()}
     for name in widths if all_tables else draw(st.sets(st.sampled_from(sorted(widths)))):
         heads = lead[-1:] if draw(st.booleans()) else ()
         arrays[name] = rng.standard_normal((*heads, rows, *widths[name]))
@@ -195,7 +195,7 @@ def rich_calls(draw: st.DrawFn) -> Call:
         options |= {"dropout": draw(st.sampled_from([0.1, 0.5, 0.9])), "seed": draw(st.integers(0, 2**31 - 1))}
     if options["span"].beyond == "error":  # it reaches as far as needed
         options["span"] = Span.full(60)
-        for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1), ("key_table", -2)):
+        for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1)):
             if name in arrays:
                 shape = list(arrays[name].shape)
                 shape[axis] = options["span"].rows
@@ -204,15 +204,16 @@ def rich_calls(draw: st.DrawFn) -> Call:
 
 
 @st.composite
-def by_item(draw: st.DrawFn, some: st.SearchStrategy[Call]) -> Call:
-    """Draw a call, often with an offset for each item; in blocks not all kernels take it."""
+def extended(draw: st.DrawFn, some: st.SearchStrategy[Call]) -> Call:
+    """Draw a call that may have a table for its keys as well, and unless it is in blocks an offset for each item."""
     call = draw(some)
-    if call.options["block_size"] is not None:
-        return call
-    reaches = call.options["span"].beyond != "error" or call.options["span"] == Span.full(60)
-    if call.arrays["q"].ndim < 4 or "positions" in call.arrays or not reaches or draw(st.booleans()):
-        return call
-    return call.but(offset=[call.offset + draw(st.integers(-9, 9)) for _ in call.arrays["q"]])
+    q, span, rng = call.arrays["q"], call.options["span"], np.random.default_rng(draw(seeds))
+    if draw(st.booleans()):
+        heads = q.shape[-3:-2] if draw(st.booleans()) else ()
+        call = call.but(key_table=rng.standard_normal((*heads, span.rows, q.shape[-1])))
+    reaches = span.beyond != "error" or span == Span.full(60)
+    by_item = q.ndim == 4 and reaches and "positions" not in call.arrays and call.options["block_size"] is None
+    return call.but(offset=[call.offset + int(x) for x in rng.integers(-9, 10, 2)]) if by_item else call
 
 
 @st.composite
@@ -270,7 +271,7 @@ AXES = {
     **dict.fromkeys(("q", "rel_q"), ("items", "heads", "queries", "width")),
     "k": ("items", "heads", "keys", "width"),
     "v": ("items", "heads", "keys", "values"),
-    **dict.fromkeys(("rel_k", "key_table"), ("heads", "rows", "width")),
+    "rel_k": ("heads", "rows", "width"),
     "rel_v": ("heads", "rows", "values"),
     "rel_bias": ("heads", "rows"),
     "mask": ("items", "heads", "queries", "keys"),
