@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from relskew_core import BlockSpec, Span, backends, relative_attention
 from relskew_core._array.extras import compile_line
@@ -60,7 +61,6 @@ def test_a_first_long_call_warns(library: str) -> None:
 
 
 def test_modules_warn_of_the_line_that_calls_them() -> None:
-    torch = pytest.importorskip("torch")
     layers = pytest.importorskip("relskew_core.layers.torch")
     module = layers.RelativeMultiheadAttention(BlockSpec(256, 1, Span.clipped(4))).eval()
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
@@ -78,7 +78,6 @@ def test_a_portable_call_and_a_pure_installation_do_not_warn(monkeypatch: pytest
 
 
 def test_no_warning_is_part_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(availability, "LONG", 32 * 32 * 4)
     compiled = torch.compile(lambda x: relative_attention(x, x, x, causal=True), fullgraph=True, backend="eager")
     with warnings.catch_warnings():
@@ -114,7 +113,6 @@ def test_no_native_path_is_listed_for_numpy(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["numpy"] == ["portable"]
     with pytest.raises(ValueError, match="no native path"):
         call(np, 1, 4, 4, 2, impl="native")
-    torch = pytest.importorskip("torch")
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert ("native" in backends.available()["torch"]) == there

@@ -2,16 +2,12 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 
 from relskew_core import BlockSpec, Span, conventions, sinusoidal_table
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = pytest.importorskip("torch")
 from relskew_core.layers.torch import ChunkCache, ConformerAttention
 
 E, H, SIZE, BEFORE = 8, 2, 4, 2
