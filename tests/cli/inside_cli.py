@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import platform
+import re
 import shlex
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -95,6 +96,15 @@ def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -
     assert (
         done.stderr.splitlines()[-1] == f"ModuleNotFoundError: relskew_core.{part} needs {package}: {to_install(extra)}"
     )
+
+
+def test_translations_alone_need_torch() -> None:
+    missing = "sys.modules['torch'] = sys.modules['onnxscript'] = sys.modules['onnx_ir'] = None"
+    done = python(
+        "-c", f"import sys; {missing}; import relskew_core.export as e; print(1); e.torch_translation_table()"
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 1)
+    assert re.search(r"ModuleNotFoundError: .*(torch|onnxscript)", done.stderr)
 
 
 def test_a_broken_export_is_not_called_a_missing_extra() -> None:

@@ -9,23 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import relskew_core as rs
 from onnx_sessions import grown, opened
-from relskew_core import (
-    Span,
-    alibi_bias,
-    attention_weights,
-    proximal_bias,
-    relative_attention,
-    relative_attention_2d,
-    relative_attention_nd,
-    relative_logits,
-    relative_values,
-    sinusoidal_table,
-    skew,
-    t5_buckets,
-    toeplitz,
-    unskew,
-)
+from relskew_core import Span, relative_attention
 from relskew_core.export import torch_to_onnx, torch_translation_table
 from torch_exports import VARY, agrees, assert_same, export, of, random, session
 
@@ -43,17 +29,17 @@ def test_pieces_of_attention_agree_at_every_end_of_a_table() -> None:
 
     def forward(self: Any, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Any, ...]:
         n, m = q.shape[2], k.shape[2]
-        weights: Any = attention_weights(q, k, TABLE, CLIP, offset=0, sinks=NUMBERS)
+        weights: Any = rs.attention_weights(q, k, TABLE, CLIP, offset=0, sinks=NUMBERS)
         return (
-            relative_logits(q, BY_HEAD, FULL, n_keys=m, offset=0),
-            relative_logits(q, TABLE, ZERO, n_keys=m, offset=0, causal=True),
-            relative_logits(k, TABLE, CLIP, n_queries=n, offset=3, side="key"),
-            relative_logits(q, TABLE, CLIP, n_keys=m, offset=offsets),
-            toeplitz(NUMBERS, ZERO, n_queries=n, n_keys=m, offset=1, causal=True) + 0 * offsets[0],
+            rs.relative_logits(q, BY_HEAD, FULL, n_keys=m, offset=0),
+            rs.relative_logits(q, TABLE, ZERO, n_keys=m, offset=0, causal=True),
+            rs.relative_logits(k, TABLE, CLIP, n_queries=n, offset=3, side="key"),
+            rs.relative_logits(q, TABLE, CLIP, n_keys=m, offset=offsets),
+            rs.toeplitz(NUMBERS, ZERO, n_queries=n, n_keys=m, offset=1, causal=True) + 0 * offsets[0],
             weights,
-            skew(unskew(weights)),
-            relative_values(weights, BY_HEAD, FULL, offset=0),
-            relative_values(weights, TABLE, CLIP, offset=1, causal=True),
+            rs.skew(rs.unskew(weights)),
+            rs.relative_values(weights, BY_HEAD, FULL, offset=0),
+            rs.relative_values(weights, TABLE, CLIP, offset=1, causal=True),
         )
 
     run = agrees(of(forward), pieces, {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18)
@@ -103,10 +89,10 @@ def test_grids_agree_at_every_size() -> None:
         grids: dict[str, Any] = {"q_grid": tuple(q.shape[2:4]), "k_grid": tuple(q.shape[2:4])}
         q, k = q.flatten(2, 3), k.flatten(2, 3)
         both: dict[str, Any] = {**grids, "rel_bias": BOTH, "window": ((1, 2), (0, None))}
-        near: Any = relative_attention_2d(q, k, k, *BY_HEAD[:2], **both, return_lse=True)
-        shifted: Any = relative_attention_2d(q, k, k, **grids, rel_bias=BOTH, neighborhood=(1, 1))
+        near: Any = rs.relative_attention_2d(q, k, k, *BY_HEAD[:2], **both, return_lse=True)
+        shifted: Any = rs.relative_attention_2d(q, k, k, **grids, rel_bias=BOTH, neighborhood=(1, 1))
         deep: dict[str, Any] = {name: (1, *sides) for name, sides in grids.items()}
-        of_three: Any = relative_attention_nd(q, k, k, (None, *BY_HEAD[:2]), **deep, rel_bias=BOTH[..., None, :, :])
+        of_three: Any = rs.relative_attention_nd(q, k, k, (None, *BY_HEAD[:2]), **deep, rel_bias=BOTH[..., None, :, :])
         return (*near, shifted, of_three)
 
     def grids(batch: int, *sides: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +120,7 @@ def test_offsets_that_are_arrays_agree(opset: int) -> None:
 
 
 def test_a_table_of_integers_that_has_to_reach_is_refused() -> None:
-    buckets = of(lambda self, x: toeplitz(torch.arange(5), n_queries=x.shape[0], n_keys=x.shape[0]))
+    buckets = of(lambda self, x: rs.toeplitz(torch.arange(5), n_queries=x.shape[0], n_keys=x.shape[0]))
     with pytest.raises(ValueError, match="a table of integers with beyond='error'"):
         torch.export.export(buckets, (random(2),), dynamic_shapes={"x": {0: VARY}})
 
@@ -146,8 +132,8 @@ def of_a_fitted_length(self: Any, x: Any) -> tuple[Any, ...]:
     """As NeMo and ESPnet slice a long table, Transformer-XL projects sinusoids, and Swin v2 has a network's biases."""
     length = x.shape[-2]
     span, past, table = Span.full(length), Span(2 * length - 1, 0), self.encoding[100 - length : 99 + length]
-    plain: Any = sinusoidal_table(span, 4, xp=torch)
-    ahead: Any = sinusoidal_table(span, 4, xp=torch, order="interleaved", direction="future", base=100.0)
+    plain: Any = rs.sinusoidal_table(span, 4, xp=torch)
+    ahead: Any = rs.sinusoidal_table(span, 4, xp=torch, order="interleaved", direction="future", base=100.0)
     keys = torch.cat([x.flip(-2), x], -2)
 
     def biases(left: int, right: int) -> Any:
@@ -161,7 +147,9 @@ def of_a_fitted_length(self: Any, x: Any) -> tuple[Any, ...]:
         relative_attention(x, x, x, ahead, key_table=plain),
         relative_attention(x, x, x, rel_bias=biases(length - 1, length - 1)),
         relative_attention(x, keys, keys, rel_bias=biases(2 * length - 1, 0), span=past, causal=True, offset=length),
-        relative_attention(x, x, x, rel_bias=cast(Any, alibi_bias(2, span, like=x)) + proximal_bias(span, like=x)),
+        relative_attention(
+            x, x, x, rel_bias=rs.proximal_bias(span, like=x) + cast(Any, rs.alibi_bias(2, span, like=x))
+        ),
     )
 
 
@@ -197,7 +185,7 @@ def test_tables_as_long_as_the_input_agree_in_programs() -> None:
 
 def test_buckets_of_a_length_that_varies_are_refused() -> None:
     options: dict[str, Any] = {"num_buckets": 8, "max_distance": 9, "bidirectional": True}
-    bucketed = of(lambda self, x: torch.tensor(t5_buckets(Span.full(x.shape[-2]), **options)) + x.sum())
+    bucketed = of(lambda self, x: torch.tensor(rs.t5_buckets(Span.full(x.shape[-2]), **options)) + x.sum())
     with pytest.raises(ValueError, match=r"^`span` must have ints, .* got lengths that vary in torch.export: use"):
         torch.export.export(bucketed, heads(2, 7), dynamic_shapes=({2: VARY},), strict=False)
 

@@ -18,22 +18,9 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, graphs, jobs, models, runtimes, short, unverified
+from benchmarks import calls, contenders, families, graphs, jobs, models, runner, runtimes, short, unverified
 from benchmarks.contenders import CONTENDERS, Shape, make_inputs, prepare, reference
-from benchmarks.runner import (
-    END,
-    Benchmark,
-    Case,
-    Record,
-    Row,
-    distance,
-    machine,
-    mark,
-    pivot,
-    put,
-    resident_peak,
-    turns,
-)
+from benchmarks.runner import Benchmark, Case, Record, Row, resident_peak
 from relskew_core import attention_block, init_weights
 from relskew_core.backends import _compiled
 from relskew_core.export._files.library import found_library
@@ -161,12 +148,14 @@ def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: 
         assert row.error is None or row.error <= benchmark.gate(row.case)
         assert (row.cpu is not None) == ("time" in benchmark.measures_of(row.case))
     page, texts, printed = tmp_path / "page.md", benchmark.texts(record), capsys.readouterr().out
-    page.write_text("before\n" + "".join(f"{mark(name, part)}\nold\n{END}\n" for part in texts) + "after\n")
+    page.write_text(
+        "before\n" + "".join(f"{runner.mark(name, part)}\nold\n{runner.END}\n" for part in texts) + "after\n"
+    )
     for part, text in texts.items():
         assert text in printed
         assert text.count("|") > 4 or part == "where"
-        put(page, name, part, text)
-    shown = "".join(f"{mark(name, part)}\n\n{text}\n\n{END}\n" for part, text in texts.items())
+        runner.put(page, name, part, text)
+    shown = "".join(f"{runner.mark(name, part)}\n\n{text}\n\n{runner.END}\n" for part, text in texts.items())
     assert page.read_text() == f"before\n{shown}after\n"
 
 
@@ -175,12 +164,12 @@ def test_the_page_shows_the_newest_record(name: str, tmp_path: Path) -> None:
     benchmark, record = cli.load(name), Record.newest(name)
     page = Path(shutil.copy(ROOT / "docs" / benchmark.page, tmp_path))
     for part, text in benchmark.texts(record).items():
-        put(page, name, part, text)
+        runner.put(page, name, part, text)
     assert page.read_text() == (ROOT / "docs" / benchmark.page).read_text()
 
 
 def test_a_record_says_where_it_is_from() -> None:
-    about = machine()
+    about = runner.machine()
     about |= {"cpu": "a processor", "device": "a processor", "load_average": 0.7, "commit": "abc", "torch_threads": 1}
     record = Record(about, [])
     assert record.where.startswith("a processor, ")
@@ -238,13 +227,13 @@ class Counting(Benchmark):
         return lambda: np.full(case["size"], 1.0 if contender == "right" else 2.0)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return None if first is None else distance(result, first)
+        return None if first is None else runner.distance(result, first)
 
     def gate(self, case: Case) -> float:
         return 0.5
 
     def texts(self, record: Record) -> dict[str, str]:
-        return {"": pivot((row.contender, str(row.case["size"]), str(row.skipped)) for row in record.rows)}
+        return {"": runner.pivot((row.contender, str(row.case["size"]), str(row.skipped)) for row in record.rows)}
 
 
 def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +329,7 @@ def test_a_missing_provider_is_named(tmp_path: Path) -> None:
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-    found = turns({name: partial(order.append, name) for name in "ab"}, 0.0, lambda _: "a")
+    found = runner.turns({name: partial(order.append, name) for name in "ab"}, 0.0, lambda _: "a")
     assert order == ["a", "b", "b", "a"]  # each round begins with a different contender
     assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
     assert found["a"]["ratio"] == 1
