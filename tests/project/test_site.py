@@ -8,9 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
@@ -28,34 +27,24 @@ SEEN = ("index", "chooser", "benchmarks", "variants", "reference", "reference/re
 """Pages that are looked at in light and dark; all are held to the width of a phone."""
 
 
-class Page(HTMLParser):
+class Page:
     """What a page shows without its scripts."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.links, self.anchors, self.images = list[str](), set[str](), list[dict[str, str]]()
-        self.texts, self.said, self._inside = defaultdict[str, str](str), dict[str, str](), list[str]()
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.anchors.update([given["id"]] if given.get("id") else [])
-        if tag in ("a", "link", "script", "img", "source"):
-            self.links += [given[name] for name in ("href", "src") if name in given]
-        if tag == "meta":
-            self.said[given.get("name") or given.get("property", "")] = given.get("content", "")
-        if tag == "link" and "icon" in given.get("rel", "").split():
-            self.said["icon"] = given["href"]
-        self.images += [given] if tag == "img" else []
-        self._inside += [tag] if tag in ("title", "h1", "article", "script", "style") else []
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._inside and tag == self._inside[-1]:
-            self._inside.pop()
-
-    def handle_data(self, data: str) -> None:
-        for tag in self._inside if not {"script", "style"} & set(self._inside) else []:
-            self.texts[tag] += data
+        shown = re.sub(r"(<(script|style)\b[^>]*>).*?</\2>|<!--.*?-->", r"\1", path.read_text(), flags=re.DOTALL)
+        tags = [
+            (tag, {name: unescape(value) for name, value in re.findall(r'([\w:-]+)="([^"]*)"', given)})
+            for tag, given in re.findall(r"<(\w+)\b([^>]*)>", shown)
+        ]
+        self.anchors = {given["id"] for _, given in tags if given.get("id")}
+        linking = [given for tag, given in tags if tag in ("a", "link", "script", "img", "source")]
+        self.links = [given[name] for given in linking for name in ("href", "src") if name in given]
+        self.images = [given for tag, given in tags if tag == "img"]
+        said = [given for tag, given in tags if tag == "meta"]
+        self.said = {given.get("name") or given.get("property", ""): given.get("content", "") for given in said}
+        self.said["icon"] = next(given["href"] for _, given in tags if "icon" in given.get("rel", "").split())
+        parts = {tag: re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", shown, re.S) for tag in ("title", "h1", "article")}
+        self.texts = {tag: unescape(re.sub("<[^>]*>", "", "".join(found))) for tag, found in parts.items()}
 
 
 @pytest.fixture(scope="module")
