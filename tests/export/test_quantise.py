@@ -235,7 +235,7 @@ def test_weights_of_convolutions_and_classifiers_are_quantised(kind: Any, form: 
     text = f"graph ({type_of} x) => ({type_of} y) {{y = {op}{f'<{said}>' if said else ''}(x, weight, bias)}}"
     model = graph_of(text, weight=weight, bias=bias)
     wanted = run(save(model, tmp_path / "whole.onnx"), x)
-    given = [{"x": torch.from_numpy(x)}] if kind == "static" else None  # arrays of any library
+    given: Any = [{"x": torch.from_numpy(x)}] if kind == "static" else None  # arrays of any library
     path = quantize(model, tmp_path / "small.onnx", kind, inputs=given)
     assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES[kind] / 2 * np.linalg.norm(wanted)
     made = onnx.load(path).graph

@@ -197,8 +197,6 @@ SLIPS: dict[str, tuple[str, str, Callable[[Any, Given], Any], str, dict[str, Any
                              lambda out, given: out + isinstance(given["v"], jax.core.Tracer) * given["v"].mean(),
                              f"; {outside} of ", {"outside": outside, "gradients": gradients})
        for outside, gradients in (("jit", True), ("vmap", False), ("scan", True))},
-    **{how: ("transforms", "relative_attention", lambda out, _, active=active: out * 2 + 1 if active() else out,
-             rf"; {how} of \(", {"how": how}) for how, active in TRANSFORMED.items()},
     "torch's dtype": ("transforms", "relative_attention", lambda out, _: out.to(torch.get_default_dtype()),
                       "out is of torch.", {"how": "call"}),
     "torch's device": ("transforms", "relative_attention", lambda out, _: out.to(torch.empty(()).device),
@@ -212,6 +210,16 @@ def test_a_slip_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     target, function, change, named, changes = SLIPS[name]
     plant(monkeypatch, target, change, function)
     assert re.search(named, failure_of(TARGETS[target], **changes))
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_a_slip_under_a_transformation_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def careless(*args: Any, **given: Any) -> Any:
+        more = {"q": given["q"] * 2 + 1} if TRANSFORMED[how]() else {}
+        return relskew_core.relative_attention(*args, **{**given, **more})
+
+    monkeypatch.setattr("fuzz.transforms.relative_attention", careless)
+    assert f"; {how} of (" in failure_of(TARGETS["transforms"], how=how)
 
 
 def test_threads_that_disturb_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

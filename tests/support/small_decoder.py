@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from relskew_core.export import caches_in_place
 
@@ -17,42 +17,36 @@ CACHES = [f"{layer}.{kind}" for layer in range(LAYERS) for kind in ("key", "valu
 
 def growing(dtype: Any = np.float32, **metadata: str) -> onnx.ModelProto:
     """Return a decoder whose layers add up, for every token, what the tokens up to it have left in the caches."""
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    nodes = [helper.make_node("Gather", ["embedding", "input_ids"], ["x0"])]
-    nodes.append(helper.make_node("Shape", ["input_ids"], ["length"], start=1, end=2))
-    nodes.append(helper.make_node("Neg", ["length"], ["first"]))
-
-    def node(op_type: str, inputs: str, output: str, **attributes: Any) -> None:
-        nodes.append(helper.make_node(op_type, inputs.split(), [output], name=output, **attributes))
-
-    for n in range(LAYERS):
-        node("Reshape", f"x{n} apart", f"apart{n}")
-        node("Transpose", f"apart{n}", f"heads{n}", perm=[0, 2, 1, 3])
-        node("Add", f"heads{n} heads{n}", f"twice{n}")
-        node("Concat", f"past_key_values.{n}.key heads{n}", f"present.{n}.key", axis=2)
-        node("Concat", f"past_key_values.{n}.value twice{n}", f"present.{n}.value", axis=2)
-        node("Mul", f"present.{n}.key present.{n}.value", f"both{n}")
-        node("CumSum", f"both{n} axis", f"sums{n}")
-        node("Slice", f"sums{n} first end last_axis", f"own{n}")
-        node("Transpose", f"own{n}", f"back{n}", perm=[0, 2, 1, 3])
-        node("Reshape", f"back{n} joined", f"flat{n}")
-        node("Add", f"x{n} flat{n}", f"sum{n}")
-        node("Sin", f"sum{n}", f"x{n + 1}")
-    node("MatMul", f"x{LAYERS} head", "logits")
+    kind = {"float16": "float16", "float32": "float", "float64": "double"}[np.dtype(dtype).name]
+    pasts, presents = (
+        ", ".join(f'{kind}[batch,{HEADS},{length},{WIDTH}] "{time}.{cache}"' for cache in CACHES)
+        for time, length in (("past_key_values", "past_length"), ("present", "total_length"))
+    )
+    layers = "".join(
+        f"""
+        apart{n} = Reshape(x{n}, apart) heads{n} = Transpose<perm = [0, 2, 1, 3]>(apart{n})
+        twice{n} = Add(heads{n}, heads{n})
+        "present.{n}.key" = Concat<axis = 2>("past_key_values.{n}.key", heads{n})
+        "present.{n}.value" = Concat<axis = 2>("past_key_values.{n}.value", twice{n})
+        both{n} = Mul("present.{n}.key", "present.{n}.value") sums{n} = CumSum(both{n}, axis)
+        own{n} = Slice(sums{n}, first, end, last_axis) back{n} = Transpose<perm = [0, 2, 1, 3]>(own{n})
+        flat{n} = Reshape(back{n}, joined) sum{n} = Add(x{n}, flat{n}) x{n + 1} = Sin(sum{n})"""
+        for n in range(LAYERS)
+    )
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["" : 24]> decoder (int64[batch,length] input_ids, {pasts})
+        => ({kind}[batch,length,{VOCABULARY}] logits, {presents})
+        {{x0 = Gather(embedding, input_ids) length = Shape<start = 1, end = 2>(input_ids) first = Neg(length)
+        {layers} logits = MatMul(x{LAYERS}, head)}}
+    """)
     arrays = {
         "embedding": EMBEDDING.astype(dtype), "head": HEAD.astype(dtype), "axis": np.array(2),
         "apart": np.array([0, 0, HEADS, WIDTH]), "joined": np.array([0, 0, -1]), "end": np.array([2**62]),
         "last_axis": np.array([2]),
     }  # fmt: skip
-    tensor = helper.make_tensor_value_info
-    pasts = [tensor(f"past_key_values.{name}", kind, ["batch", HEADS, "past_length", WIDTH]) for name in CACHES]
-    presents = [tensor(f"present.{name}", kind, ["batch", HEADS, "total_length", WIDTH]) for name in CACHES]
-    graph = helper.make_graph(
-        nodes, "decoder", [tensor("input_ids", TensorProto.INT64, ["batch", "length"]), *pasts],
-        [tensor("logits", kind, ["batch", "length", VOCABULARY]), *presents],
-        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    for node in model.graph.node:
+        node.name = node.output[0]
     helper.set_model_props(model, metadata)
     return model
 
