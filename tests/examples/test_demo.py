@@ -126,9 +126,7 @@ def test_picture_only(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("factor", [1, 1.001])
-def test_the_whole_demo_passes_unless_the_graph_is_wrong(
-    factor: float, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_passes_unless_a_graph_is_wrong(factor: float, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     def few(argv: list[str]) -> int:
         return main([*argv, "--library", "numpy", "--dtype", "float32", "--case", "causal"])
 

@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -286,9 +286,7 @@ def test_a_check_sees_the_finished_file_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "failure", [KeyboardInterrupt, partial(OSError, errno.ENOSPC, "full")], ids=["interrupt", "disk"]
 )
-def test_a_failure_at_any_line_leaves_whole_files_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, failure: Callable[[], BaseException]
-) -> None:
+def test_a_failure_at_any_line_leaves_whole_files(tmp_path: Path, monkeypatch: Any, old: bool, failure: Any) -> None:
     """A new set is complete or absent; of an old one, each file stays or is replaced."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(sys.modules[__name__], "model", cache(model))

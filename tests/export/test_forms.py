@@ -9,6 +9,7 @@ from typing import Any
 import ndonnx
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, PROFILES, exported, made, random_weights, valid
@@ -334,3 +335,21 @@ def test_an_input_shorter_than_a_block_costs_what_it_is_long(before: int, length
     queries, keys = list[Any](opened(model).run(names, {"x": np.ones((2, length, 8), np.float32)}))
     assert queries.shape == (2 * blocks, size, 8)
     assert keys.shape == (2 * blocks, (1 + before) * size, 16)
+
+
+# Graphs in onnxruntime on CUDA: the numbers, and that every node on data runs there
+
+ON_CUDA = ["full", "full, grouped", "causal", "cache, mask", "cross", "clip, values", "bias alone", "core: causal"]
+CUDA: list[tuple[str, dict[str, Any]]] = [
+    *((form, {"profile": profile, "dtype": dtype}) for form in ON_CUDA
+      for profile in PROFILES for dtype in ("float32", "float16", "bfloat16")),
+    ("causal", {"chunk_size": 3}), ("causal", {"past": True, "in_place": True}),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="without CUDA here")
+@pytest.mark.parametrize(("form", "options"), CUDA, ids=str)
+def test_validate_passes_on_cuda(form: str, options: dict[str, Any]) -> None:  # pragma: gpu only
+    report = valid(*exported(form, **options), providers=["cuda"], batches=(2,))
+    assert any("use_tf32=0" in check.detail for check in report.checks if check.name == "placement")

@@ -181,9 +181,7 @@ def test_a_record_says_where_it_is_from() -> None:
 @pytest.mark.parametrize(
     ("commit", "load", "why"), [("abc+changes", 0.1, "your changes"), ("abc", 1.6, "quiet machine")]
 )
-def test_pages_get_records_of_commits_on_a_quiet_machine(
-    commit: str, load: float, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_get_records_of_commits_on_a_quiet_machine(commit: str, load: float, why: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(cli, "machine", lambda device: {"commit": commit, "load_average": load, "cores": 2})
     with pytest.raises(SystemExit, match=why):
         cli.main(["short", "--docs"])
@@ -248,9 +246,7 @@ def test_records_without_times_need_no_quiet_machine(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["together", "in pairs"])
-def test_a_wrong_broken_or_missing_contender_is_a_row_with_the_reason(
-    pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_or_missing_contender_is_a_row(pairs: bool, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     benchmark = Counting()
     benchmark.pairs = pairs
     monkeypatch.setattr(cli, "load", lambda name: benchmark)

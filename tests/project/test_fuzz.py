@@ -70,9 +70,7 @@ def crossed(model: Any, _: Given) -> Any:
     ("grids", "relative_attention_nd", lambda pair, _: (pair[0], pair[1] + 1e-3), [r"relative_attention_nd\("]),
     ("exports", "to_onnx", crossed, [r"to_onnx\("]),
 ])  # fmt: skip
-def test_a_wrong_result_is_found_and_printed_in_full(
-    monkeypatch: pytest.MonkeyPatch, target: str, name: str, change: Callable[[Any, Given], Any], told: list[str]
-) -> None:
+def test_a_wrong_result_is_printed_in_full(monkeypatch: Any, target: str, name: str, change: Any, told: Any) -> None:
     plant(monkeypatch, target, change, name)
     failure = str(turn(TARGETS[target], 1).failure)
     assert all(re.search(part, failure, re.MULTILINE) for part in told)
@@ -244,9 +242,7 @@ def wrong_above_six(number: int) -> None:
         raise WrongError(f"{number} is above 6")
 
 
-def test_the_command_prints_the_seed_the_failure_and_how_to_repeat_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_seed_the_failure_and_how_to_repeat_it(monkeypatch: Any, capsys: Any) -> None:
     numbers = Target("numbers", 50, st.integers(0, 1000), wrong_above_six)
     fine = Target("fine", 50, st.integers(0, 1000), lambda number: None)
     monkeypatch.setattr(command, "load_targets", lambda: [numbers, fine])
