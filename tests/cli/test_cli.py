@@ -256,6 +256,18 @@ def words(argv: str) -> list[str]:
     ("export m.onnx BLOCK --weights weights.txt", "must be a file ending in .npz,"),
     ("export nowhere/m.onnx BLOCK --length 4", "nowhere"), ("validate nothing.onnx", "there is no such file"),
     ("validate .", ".: is not a file"),
+    ("draw span --clip 2 --save a.jpg", "--save a.jpg: the path must end in .svg"),
+    ("draw span", "--length N"),
+    ("draw span --clip 2 --beyond zero", "--length, which must be given"),
+    ("draw span --length 2 --beyond x", "--beyond must be one of error, clip"),
+    ("draw call --window 3", "--window must be LEFT,RIGHT"),
+    ("draw call --segments a", "--segments must be the lengths"),
+    ("draw call --length 3", "reaches the relative positions -2 … 2"),
+    ("draw weights", "--embed-dim and --num-heads, or --model"),
+    ("draw weights BLOCK --clip 2 --head 2", "`heads` must be among the 2 heads"),
+    ("draw weights BLOCK --clip 2 --input x.npy", "--input x.npy: cannot be read"),
+    ("draw weights BLOCK --clip 2 --memory x.npy", "--cross"),
+    ("draw weights --model m.onnx --causal", "--model defines the block"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused_in_one_line(capsys: Capture, tmp_path: Path, argv: str, part: str) -> None:
     assert part in error_of(capsys, *words(argv))

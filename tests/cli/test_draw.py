@@ -82,22 +82,6 @@ def test_pictures_become_files(capsys: Capture) -> None:
     assert Path("call.PNG").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("argv", "part"), [
-    ("span --clip 2 --save a.jpg", "--save a.jpg: the path must end in .svg"), ("span", "--length N"),
-    ("span --clip 2 --beyond zero", "--length, which must be given"),
-    ("span --length 2 --beyond x", "--beyond must be one of error, clip"),
-    ("call --window 3", "--window must be LEFT,RIGHT"), ("call --segments a", "--segments must be the lengths"),
-    ("call --length 3", "reaches the relative positions -2 … 2"),
-    ("weights", "--embed-dim and --num-heads, or --model"),
-    ("weights BLOCK --clip 2 --head 2", "`heads` must be among the 2 heads"),
-    ("weights BLOCK --clip 2 --input x.npy", "--input x.npy: cannot be read"),
-    ("weights BLOCK --clip 2 --memory x.npy", "--cross"),
-    ("weights --model m.onnx --causal", "--model defines the block"),
-])  # fmt: skip
-def test_draw_with_wrong_options_fails_in_one_line(capsys: Capture, argv: str, part: str) -> None:
-    assert part in error_of(capsys, "draw", *argv.replace("BLOCK", " ".join(BLOCK)).split())
-
-
 def test_weights_from_a_checkpoint_and_an_input(capsys: Capture) -> None:
     torch = pytest.importorskip("torch")
     spec = BlockSpec(8, 2, Span.causal(6), causal=True)

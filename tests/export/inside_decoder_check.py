@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from onnx import helper
 from torch import Tensor, nn
 
 import small_decoder
@@ -210,11 +210,9 @@ def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_a_graph_that_reads_behind_its_cache_differs(tmp_path: Path) -> None:
     model = small_decoder.in_place()
     model.graph.node[-1].output[0] = "right"
-    for name in ("present.1.key", "present.1.key.filled"):
-        model.graph.node.append(helper.make_node("ReduceSum", [name], [f"sum of {name}"], keepdims=0))
-    sums = ["sum of present.1.key", "sum of present.1.key.filled"]
-    model.graph.node.append(helper.make_node("Sub", sums, ["behind"]))
-    model.graph.node.append(helper.make_node("Add", ["right", "behind"], ["logits"]))
+    sums = 'all = ReduceSum<keepdims = 0>("present.1.key") filled = ReduceSum<keepdims = 0>("present.1.key.filled")'
+    added = "behind = Sub(all, filled) logits = Add(right, behind)"
+    model.graph.node.extend(onnx.parser.parse_graph(f"g () => () {{{sums} {added}}}").node)
     run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), INPUTS, None)
     nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in small_decoder.CACHES]
     tokens = [[1, 2, 3, 4, 5, 6]]

@@ -210,15 +210,6 @@ def test_chunks_are_chosen_for_long_inputs() -> None:
     assert not any(chunks(long, **options) for options in ({"device": "cuda"}, {"past": True}))
 
 
-def test_chunks_give_what_all_queries_at_once_do() -> None:
-    """257 queries are two chunks of 129, or of at most 200, and give what all at once do."""
-    spec = BlockSpec(4, 2, Span.clipped(3))
-    x = np.random.default_rng(0).standard_normal((1, 257, 4)).astype(np.float32)
-    whole, *chunked = (run(to_onnx(spec, random_weights(spec), chunk_size=size), x=x) for size in (None, "auto", 200))
-    for y in chunked:
-        np.testing.assert_allclose(y, whole, rtol=1e-4, atol=1e-6)
-
-
 # Where tables, windows, blocks and `max_length` end a graph: it is right, or fails and says which table ends
 
 LENGTHS = range(1, 6)

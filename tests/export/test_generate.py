@@ -193,15 +193,12 @@ def test_a_graph_without_a_vocabulary_takes_any_token(tmp_path: Path) -> None:
 def test_nan_logits_are_refused_when_they_come(tmp_path: Path) -> None:
     """It comes from the seventh position on, where a prompt of three has made four tokens."""
     model = growing()
-    spoilt = [
-        helper.make_node("Shape", ["present.0.key"], ["total"], start=2, end=3),
-        helper.make_node("Constant", [], ["six"], value_ints=[6]),
-        helper.make_node("Greater", ["total", "six"], ["late"]),
-        helper.make_node("Constant", [], ["nan"], value_float=float("nan")),
-        helper.make_node("Where", ["late", "nan", "given"], ["logits"]),
-    ]
     model.graph.node[-1].output[0] = "given"
-    model.graph.node.extend(spoilt)
+    late = (
+        'all = Shape<start = 2, end = 3>("present.0.key") six = Constant<value_ints = [6]>() late = Greater(all, six)'
+    )
+    nan = "zero = Sub(given, given) nan = Div(zero, zero) logits = Where(late, nan, given)"
+    model.graph.node.extend(onnx.parser.parse_graph(f"g () => () {{{late} {nan}}}").node)
     path = save(model, tmp_path / "nan.onnx")
     assert np.array_equal(generate(path, PROMPT, 3), greedy(PROMPT, 3))
     with pytest.raises(ValueError, match="`model` gives NaN after 7 tokens"):
