@@ -94,15 +94,11 @@ def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
     assert numbers.on_stripe(stripe) > 0.9 > 0.1 > numbers.by_chance(stripe)
 
 
-def shown_as(tune: str, width: int, *, colour: bool) -> str:
-    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
-    with console.capture() as captured:
-        console.print(picture(shown(MELODIES[tune])))
-    return captured.get()
-
-
 def test_the_text_shows_the_stripe_without_colour() -> None:
-    lines = shown_as("ah-vous-dirai-je", 60, colour=False).splitlines()
+    console = Console(width=60, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(picture(shown(MELODIES["ah-vous-dirai-je"])))
+    lines = captured.get().splitlines()
     before, _, attention = (lines[k + 1 : k + 22] for k, line in enumerate(lines) if line.startswith("   note i ↓"))
     margin = 3
     assert all(line[margin + 13] in "▓█" for line in before[14:])  # the column r = -28

@@ -14,18 +14,16 @@ from torch_calls import CLIP, FULL, LONG, TABLE
 from torch_exports import VARY, agrees, assert_same, of, random, session
 
 
-def call_with_a_gap(self: Any, q: Tensor, k: Tensor, gap: Tensor) -> Any:
-    """An offset that is the length of something else."""
-    offset = gap.shape[0]
-    full = relative_attention(q, k, k, LONG, FULL, offset=offset)
-    return full, relative_attention(q, k, k, TABLE, CLIP, offset=offset, rel_v=TABLE)
-
-
 def test_an_offset_unknown_to_torch_fails_past_the_table() -> None:
+    def forward(self: Any, q: Tensor, k: Tensor, gap: Tensor) -> Any:
+        offset = gap.shape[0]  # the length of something else
+        full = relative_attention(q, k, k, LONG, FULL, offset=offset)
+        return full, relative_attention(q, k, k, TABLE, CLIP, offset=offset, rel_v=TABLE)
+
     def inputs(queries: int, keys: int, gap: int) -> tuple[Tensor, ...]:
         return random(2, 4, queries, 6, seed=1), random(2, 2, keys, 6, seed=2), random(gap)
 
-    model, sizes = of(call_with_a_gap), ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4))
+    model, sizes = of(forward), ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4))
     run = agrees(model, inputs, {"q": {2: VARY}, "k": {2: VARY}, "gap": {0: VARY}}, 18, sizes)
     for queries, keys, gap in ((5, 3, 8), (2, 17, 4), (1, 14, 1)):  # one position too far, to the left or to the right
         with pytest.raises(Exception, match="Max"):
