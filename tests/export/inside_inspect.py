@@ -175,21 +175,17 @@ def test_a_model_without_a_sequence_is_refused() -> None:
             inspected(made, CAUSAL)
 
 
-SHAPES = {
+SHAPES = {  # each kind of input and output
     "x": (CROSS, {"mask": True}, "('batch', 'query_length', 8)"),
     "memory": (CROSS, {"mask": True}, "('batch', 'memory_length', 8)"),
     "mask": (CROSS, {"mask": True}, "('mask_batch', 'mask_heads', 'mask_queries', 'mask_keys')"),
-    "y": (CROSS, {"mask": True}, "('batch', 'query_length', 8)"),
     "q": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
     "k": (GROUPED, IN_PLACE, "('batch', 2, 'query_length', 2)"),
-    "v": (GROUPED, IN_PLACE, "('batch', 2, 'query_length', 2)"),
     "segments": (GROUPED, IN_PLACE, "('batch', 'cache_length')"),
     "past_key": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
-    "past_value": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
     "past_lengths": (GROUPED, IN_PLACE, "('batch',)"),
     "out": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
     "present_key": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
-    "present_value": (GROUPED, IN_PLACE, "('batch', 2, 'cache_length', 2)"),
 }
 
 

@@ -219,7 +219,6 @@ def test_a_model_runs_elsewhere_on_request() -> None:
     ("spec", "[]", ""),
     ("spec", "{}", ""),
     ("profile", "web", "ValueError: must be one of ort, portable, trt)"),
-    ("max_length", "-1", "ValueError: must be at least 1)"),
     ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
 ])  # fmt: skip
 def test_metadata_that_cannot_be_read_are_named(key: str, value: str, why: str) -> None:
