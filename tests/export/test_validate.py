@@ -401,16 +401,9 @@ def test_a_skew_off_by_one_is_noticed(form: str) -> None:
     assert noticed(form, model) & {"y", "out"}
 
 
-def attribute(name: str, **values: Any) -> Callable[..., None]:
+def attribute(name: str, kind: str, value: float) -> Callable[..., None]:
     """Return a change of a node's attribute."""
-
-    def changed(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
-        (found,) = (found for found in node.attribute if found.name == name)
-        for kind, value in values.items():
-            assert getattr(found, kind) != value
-            setattr(found, kind, value)
-
-    return changed
+    return lambda model, node: setattr(next(one for one in node.attribute if one.name == name), kind, value)
 
 
 def no_buffer(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
@@ -429,16 +422,16 @@ def operator(op_type: str) -> Callable[..., None]:
 SEGMENTS = ["segments", "segments, cache", "segments, stream", "in place: segments, cache"]
 CHANGES: dict[str, tuple[list[str], str, int, Callable[[onnx.ModelProto, onnx.NodeProto], None]]] = {
     "a lost causal attribute": (["core: causal", "bias alone, cache", "causal", "causal, window"], "Attention", 1,
-                                attribute("is_causal", i=0)),
+                                attribute("is_causal", "i", 0)),
     "a visible future": (["in place: cache", "in place: cache, zero, values, mask"], "relative/buffer", 1, no_buffer),
     "a lost causal condition": (["causal, values"], "long/visible/causal", 1, always),
-    "a noticed scale of the core": (["core: causal", "core: cross"], "q/scaled", 1,
+    "a wrong scale of the core": (["core: causal", "core: cross"], "q/scaled", 1,
                                   lambda model, node: change(model, node.input[1], lambda scale: scale * 1.1)),
     "lost segments": (SEGMENTS, "visible/segment", 1, operator("GreaterOrEqual")),
     "a block too few": (["stream"], "visible/exists", 1, operator("Greater")),
-    "a noticed scale": (["bias, full, grouped", "causal"], "Attention", 1, attribute("scale", f=1.1)),
+    "a wrong scale": (["bias, full, grouped", "causal"], "Attention", 1, attribute("scale", "f", 1.1)),
     # of the whole cache and of its filled part
-    "a noticed scale of a branch": (["in place: cache"], "Attention", 2, attribute("scale", f=1.1)),
+    "a wrong scale of a branch": (["in place: cache"], "Attention", 2, attribute("scale", "f", 1.1)),
 }  # fmt: skip
 """Forms, the name or operator of nodes, how many there are, and how each in turn is changed."""
 

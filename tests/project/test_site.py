@@ -67,9 +67,10 @@ def pages(site: Path) -> dict[Path, Page]:
     return found
 
 
-def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     broken = []
     for path, page in pages.items():
+        assert not re.findall('src="http[^"]*', path.read_text()), f"{path.name} loads something from elsewhere"
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme:
@@ -83,11 +84,6 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
             if not target.exists() or (target in pages and anchor and anchor not in pages[target].anchors):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken, "\n".join(broken)
-
-
-def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
-    for path in pages:
-        assert not re.findall('src="http[^"]*', path.read_text()), path.name
 
 
 def test_every_page_has_a_title_and_text_without_scripts(site: Path, pages: dict[Path, Page]) -> None:
@@ -137,7 +133,7 @@ def test_the_home_page_begins_with_code_and_lists_pages_by_what_is_on_them(site:
 def test_every_picture_exists_and_has_a_text(pages: dict[Path, Page]) -> None:
     images = [(path, image) for path, page in pages.items() for image in page.images]
     assert len(images) > 8
-    for path, image in images:  # test_every_link_leads_somewhere looks for the files
+    for path, image in images:  # the test of links looks for the files
         assert image["src"]
         assert len(image.get("alt", "").split()) > 1, f"{path.name}: {image} has no words for who cannot see it"
 
