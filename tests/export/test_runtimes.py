@@ -15,14 +15,11 @@ from onnx_sessions import BROADCASTS_EMPTY, RELEASE, opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
-BUILT_BY_QNN = set(
-    re.findall(
-        r"\w+",
-        """Add And Cast Clip Concat Div Equal Expand Gather GatherElements Greater GreaterOrEqual Less LessOrEqual Log
-        MatMul Max Min Mod Mul Neg Not Or Pow Reciprocal ReduceMax ReduceSum Reshape ScatterElements Sigmoid Slice
-        Softmax Split Squeeze Sub Tanh Tile Transpose Unsqueeze Where""",
-    )
-)
+BUILT_BY_QNN = set(re.findall(r"\w+", """
+    Add And Cast Clip Concat Div Equal Expand Gather GatherElements Greater GreaterOrEqual Less LessOrEqual Log MatMul
+    Max Min Mod Mul Neg Not Or Pow Reciprocal ReduceMax ReduceSum Reshape ScatterElements Sigmoid Slice Softmax Split
+    Squeeze Sub Tanh Tile Transpose Unsqueeze Where
+"""))  # fmt: skip
 """Of what onnxruntime-qnn has a builder for (its op_builder_factory.cc, March 2026), what ours could use."""
 NEEDS_CONSTANT_AXES = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1}
 """In TensorRT, by the table of operators of onnx-tensorrt 10.0."""

@@ -122,30 +122,14 @@ def test_every_name_of_the_core_shows_an_example(name: str) -> None:
     assert "\nExamples\n--------\n>>> " in text
 
 
-LARGE = [
-    "attention_weights",
-    "paged_attention",
-    "relative_attention",
-    "relative_attention_2d",
-    "relative_attention_nd",
-    "relative_attention_vjp",
-    "relative_logits",
-    "relative_logits_2d",
-    "relative_logits_nd",
-    "distributed.jax.ring_attention",
-    "distributed.torch.context_parallel_attention",
-    "export.decoder_to_onnx",
-    "export.encoder_decoder_to_onnx",
-    "export.generate",
-    "export.to_onnx",
-    "export.torch_to_onnx",
-    "export.validate",
-    "huggingface.register_attention",
-    "huggingface.replace_attention",
-    "huggingface.replace_rotary",
-    "layers.torch.MultiheadAttention",
-    "layers.torch.RelativeMultiheadAttention",
-]
+LARGE = (
+    "attention_weights", "paged_attention", "relative_attention", "relative_attention_2d", "relative_attention_nd",
+    "relative_attention_vjp", "relative_logits", "relative_logits_2d", "relative_logits_nd",
+    "distributed.jax.ring_attention", "distributed.torch.context_parallel_attention", "export.decoder_to_onnx",
+    "export.encoder_decoder_to_onnx", "export.generate", "export.to_onnx", "export.torch_to_onnx", "export.validate",
+    "huggingface.register_attention", "huggingface.replace_attention", "huggingface.replace_rotary",
+    "layers.torch.MultiheadAttention", "layers.torch.RelativeMultiheadAttention"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LARGE)

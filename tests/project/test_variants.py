@@ -212,11 +212,9 @@ ON_OTHER_PAGES = {
 """Lines that need a model, and the page that runs them."""
 
 
-line_cells = [
-    [cell.strip("| ") for cell in line.split(" | ")] for line in CHOOSER.splitlines() if line.startswith("| ")
-]
-LINE_ROWS = [row for row in line_cells if len(row) == 3 and row[1] != "what you write"]  # other tables have two columns
-LINES = sorted({row[1].strip("`") for row in LINE_ROWS if re.fullmatch(r"`[^`]*[(=][^`]*`", row[1])})
+CELLS = [[cell.strip("| ") for cell in line.split(" | ")] for line in CHOOSER.splitlines() if line.startswith("| ")]
+MODELS = [row for row in CELLS if len(row) == 3 and row[1] != "what you write"]  # other tables have two columns
+LINES = sorted({row[1].strip("`") for row in MODELS if re.fullmatch(r"`[^`]*[(=][^`]*`", row[1])})
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -232,15 +230,13 @@ def test_a_line_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_row_has_a_line_a_name_or_a_link() -> None:
-    assert len(LINE_ROWS) > 30
-    assert all(("`" in row[1] or "](" in row[2]) for row in LINE_ROWS)
+    assert len(MODELS) > 30
+    assert all(("`" in row[1] or "](" in row[2]) for row in MODELS)
 
 
 def test_the_names_next_to_the_lines_are_public() -> None:
     theirs = {"relative_key", "relative_key_query", "nn.TransformerEncoderLayer", "query − key"}
-    beside = {
-        name for row in LINE_ROWS for cell in (row[0], row[2]) for name in re.findall(r"`([^`]+)`", cell)
-    } - theirs
+    beside = {name for row in MODELS for cell in (row[0], row[2]) for name in re.findall(r"`([^`]+)`", cell)} - theirs
     assert len(beside) > 10
     assert all(full_name(name) for name in beside), beside
 
