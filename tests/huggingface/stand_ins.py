@@ -1,6 +1,7 @@
 """Modules with the names and parameters of transformers' attention, without its code: what drop-ins take over."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,10 @@ def numbers(*shape: int) -> nn.Parameter:
 
 def x(*shape: int) -> Tensor:
     return torch.randn(shape or (2, LENGTH, E), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def rows(items: int = 1) -> Tensor:
+    return x(items, 2 * LENGTH - 1, E)
 
 
 def additive() -> Tensor:
@@ -237,31 +242,29 @@ def call_xlnet(ours: Any) -> Tensor:
     return torch.cat([contents, queries])
 
 
+def call_inkling_2(ours: Any, mask: Tensor | None) -> Tensor:
+    out: Tensor = ours(x(), attention_mask=mask, relative_distance=None, position_ids=torch.arange(LENGTH))[0]
+    return out
+
+
 ALIBI = torch.arange(LENGTH, dtype=torch.float64).expand(2 * HEADS, 1, LENGTH) * -0.1
 STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
-    "wav2vec2": (
-        lambda: conformer("Wav2Vec2ConformerSelfAttention"),
-        lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
-    ),
-    "rows of each item": (
-        lambda: conformer("Wav2Vec2BertSelfAttention"), lambda ours: ours(x(), additive(), x(2, 2 * LENGTH - 1, E))[0]
-    ),
-    "relative_key": (
-        lambda: conformer("Wav2Vec2BertSelfAttention", "relative_key"), lambda ours: ours(x(), additive())[0]
-    ),
-    "fastspeech2": (
-        lambda: conformer("FastSpeech2ConformerAttention"),
-        lambda ours: ours(x(), boolean()[:, 0, :1].long(), x(1, 2 * LENGTH - 1, E))[0],
-    ),
-    "parakeet": (parakeet, lambda ours: ours(x(), x(1, 2 * LENGTH - 1, E).expand(2, -1, -1), boolean())[0]),
+    "wav2vec2": (partial(conformer, "Wav2Vec2ConformerSelfAttention"), lambda ours: ours(x(), additive(), rows())[0]),
+    "seamless": (partial(conformer, "SeamlessM4TConformerSelfAttention"),
+                 lambda ours: ours(x(), additive(), rows())[0]),
+    "rows of each item": (partial(conformer, "Wav2Vec2BertSelfAttention"),
+                          lambda ours: ours(x(), additive(), rows(2))[0]),
+    "relative_key": (partial(conformer, "Wav2Vec2BertSelfAttention", "relative_key"),
+                     lambda ours: ours(x(), additive())[0]),
+    "fastspeech2": (partial(conformer, "FastSpeech2ConformerAttention"),
+                    lambda ours: ours(x(), boolean()[:, 0, :1].long(), rows())[0]),
+    "parakeet": (parakeet, lambda ours: ours(x(), rows().expand(2, -1, -1), boolean())[0]),
     "wavlm": (wavlm, lambda ours: ours(x(), boolean()[:, 0, 0].long())[0]),
     "wavlm's second layer": (wavlm, lambda ours: ours(x(), None, ours(x())[2])[0]),
     "umt5": (lambda: t5("UMT5Attention"), lambda ours: ours(x(), attention_mask=additive())[0]),
     "deberta": (lambda: deberta(1), lambda ours: ours(x(), boolean(), rel_embeddings=x(14, E))[0]),
     "deberta-v2": (lambda: deberta(2), lambda ours: ours(x(), boolean(), rel_embeddings=x(8, E))[0]),
-    "deberta-v3": (
-        lambda: deberta(3), lambda ours: ours(x(), None, query_states=2 * x(), rel_embeddings=x(14, E))[0]
-    ),
+    "deberta-v3": (lambda: deberta(3), lambda ours: ours(x(), None, query_states=2 * x(), rel_embeddings=x(14, E))[0]),
     "mpt": (lambda: module(
         "MptAttention", "out_proj", Wqkv=nn.Linear(E, 3 * E), n_heads=HEADS, attn_dropout_p=0.25, clip_qkv=2.0,
         softmax_scale=0.5, layer_idx=0,
@@ -277,35 +280,19 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     ), call_xlnet),
     "inkling": (lambda: inkling(sliding=False), lambda ours: ours(x(), additive())[0]),
     "inkling in a window": (lambda: inkling(sliding=True), lambda ours: ours(x(), None)[0]),
-    "inkling 2": (
-        lambda: inkling_2(window=None),
-        lambda ours: ours(x(), attention_mask=additive(), relative_distance=None, position_ids=torch.arange(LENGTH))[0],
-    ),
-    "inkling 2 in a window": (
-        lambda: inkling_2(window=4),
-        lambda ours: ours(x(), attention_mask=None, relative_distance=None, position_ids=torch.arange(LENGTH))[0],
-    ),
+    "inkling 2": (lambda: inkling_2(window=None), lambda ours: call_inkling_2(ours, additive())),
+    "inkling 2 in a window": (lambda: inkling_2(window=4), lambda ours: call_inkling_2(ours, None)),
     "beit": (beit, call_beit),
-    "mpnet": (
-        lambda: nn.ModuleDict({"encoder": MPNetEncoder().double()}), lambda ours: ours.encoder(x(), additive())
-    ),
+    "mpnet": (lambda: nn.ModuleDict({"encoder": MPNetEncoder().double()}), lambda ours: ours.encoder(x(), additive())),
     "sam": (lambda: sam("SamVisionAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
     "vitdet": (lambda: sam("VitDetAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
-    "seamless": (
-        lambda: conformer("SeamlessM4TConformerSelfAttention"),
-        lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
-    ),
     "a table of its own": (lambda: module(
         "DonutSwinSelfAttention", "query", "key", "value", num_attention_heads=HEADS, window_size=(3, 3),
         dropout=nn.Dropout(0.25), relative_position_bias_table=numbers(25, HEADS),
     ), lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))[0]),
-    "windows": (
-        lambda: windows("WindowAttention", relative_position_bias_table=numbers(25, HEADS)),
-        lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH)),
-    ),
-    "shifted windows": (
-        lambda: windows("ShiftedWindowAttentionV2", **cosines()), lambda ours: ours(x(2, 5, 7, E))
-    ),
+    "windows": (lambda: windows("WindowAttention", relative_position_bias_table=numbers(25, HEADS)),
+                lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))),
+    "shifted windows": (lambda: windows("ShiftedWindowAttentionV2", **cosines()), lambda ours: ours(x(2, 5, 7, E))),
     "gemma": (lambda: module(
         "Gemma3nAudioAttention", *QKV, num_heads=HEADS, max_past_horizon=3,
         max_future_horizon=1, per_dim_scale=numbers(D), q_scale=0.5, attention_logits_soft_cap=5.0,

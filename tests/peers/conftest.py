@@ -26,3 +26,9 @@ def without_gradients() -> Iterator[None]:
     """Those that need gradients are under `torch.enable_grad`."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(params=[1, 2, 5, 17, 40])
+def length(request: pytest.FixtureRequest) -> int:
+    """Of the sequences that an attention is compared with."""
+    return int(request.param)

@@ -1,5 +1,7 @@
-"""Whole models of transformers exported with our translations: the operator's nodes, what varies, and memory."""
+"""Whole models of every family compiled and as graphs: their numbers, the operator's nodes, what varies, and memory."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -8,12 +10,130 @@ import torch
 from peers.common import check, hf
 from peers.families import FAMILIES
 from peers.family import tokens
-from peers.test_families_numbers import both
+from peers.test_families_numbers import both, given, tensors
 from torch import Tensor, nn
 
 from onnx_sessions import grown, opened, shapes
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import register_attention, replace_attention
+
+OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
+"""One family of each form; compiling or exporting all of them takes minutes."""
+SHORT = ("Wav2Vec2-BERT relative", "Wav2Vec2-Conformer")
+"""Their graphs reach as far as the model's table of sinusoids, here 20 positions."""
+BREAKS = ("VITS", "Nemotron", "Phi-4", "NeMo Transformer", "Inkling 2 Loop")
+"""Models whose own code breaks the graph: it draws with NumPy, logs, looks for the entries of a mask, has its mask
+replaced, or copies layers of a cache."""
+
+
+def families() -> list[Any]:
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
+
+
+def replaced(name: str) -> Any:
+    """Return a model with a single layer of each kind."""
+    model = FAMILIES[name].make().float()
+    for part in model.modules():
+        if isinstance(part, torch.nn.ModuleList) and len({type(x) for x in part}) == 1:
+            del part[1:]
+    return replace_attention(model)
+
+
+@pytest.mark.parametrize("name", families())
+def test_compiled_families_give_the_same_numbers(name: str) -> None:
+    """Traced in one graph, with the shapes of the operators' results: what the backends of torch start from."""
+    torch.compiler.reset()
+    model = replaced(name)
+    inputs = given(FAMILIES[name], FAMILIES[name].lengths[-1], model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=name not in BREAKS)
+    want, got = (tensors(call(**copy.deepcopy(inputs))) for call in (model, compiled))
+    check(got, want, 1e-5)
+
+
+def exportable(model: Any) -> Any:
+    """Return a model without what torch's exporter cannot write, whether attention is replaced or not."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    for part in model.modules():
+        if hasattr(part, "use_clipped_linears"):  # the exporter merges clamps whose bounds are buffers
+            part.use_clipped_linears = False
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False
+    return model
+
+
+@pytest.mark.parametrize("name", families())
+def test_exported_families_give_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
+    family, model = FAMILIES[name], exportable(replaced(name))
+    short, long = (7, 15) if name in SHORT else (family.lengths[-2], family.lengths[-1])
+    inputs = given(family, long, model)
+    # Phi-4 makes its masks with NumPy, and Funnel its positions in lists of Python.
+    images = any(x.ndim == 4 for x in inputs.values() if isinstance(x, torch.Tensor))
+    fixed = name == "Phi-4" or name.startswith("Funnel") or images
+    vary = dict.fromkeys(inputs, (0,)) if fixed else None
+    torch_to_onnx(model, inputs, tmp_path / "model.onnx", vary=vary, tolerance=1e-3)
+    session = opened(tmp_path / "model.onnx")
+    for length, batch in [(long, 1), (short, 2)]:
+        some = {key: of_batch(x, batch) for key, x in given(family, length, model).items()}
+        if fixed and length != long:
+            continue
+        found = session.run(None, {key: x.numpy() for key, x in named(some).items()})
+        check(torch.from_numpy(found[0]), tensors(model(**some))[0], 1e-3)
+
+
+def of_batch(x: Any, batch: int) -> Any:
+    """Return the first items of an input; memories, in a list, have the batch on their second axis."""
+    return [part[:, :batch] for part in x] if isinstance(x, list) else x[:batch]
+
+
+def named(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    lists = {key: x for key, x in inputs.items() if isinstance(x, list)}
+    parts = {f"{key}_{index}": part for key, x in lists.items() for index, part in enumerate(x)}
+    return {key: x for key, x in inputs.items() if key not in lists} | parts
+
+
+@pytest.mark.slow
+def test_the_operator(tmp_path: Path) -> None:
+    """DeBERTa with a node for the library: the export compares it with the library and without."""
+    model = replaced("DeBERTa-v2")
+    inputs = given(FAMILIES["DeBERTa-v2"], 30, model)
+    path = tmp_path / "model.onnx"
+    torch_to_onnx(model, inputs, path, operator=True, tolerance=1e-3)
+    assert [node.domain for node in onnx.load(path).graph.node].count("relskew") == 1
+
+
+class Called(torch.nn.Module):
+    """A model that is given ids, their mask and, if it has a decoder, the ids that were decoded."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor, *decoded: Tensor) -> list[Tensor]:
+        more = {"decoder_input_ids": decoded[0], "use_cache": False} if decoded else {}
+        return tensors(self.model(input_ids=ids, attention_mask=mask, **more))
+
+
+@pytest.mark.parametrize("name", ["VITS", "T5 sdpa", pytest.param("T5", marks=pytest.mark.slow)])
+def test_torchs_exporter_alone_makes_graphs_of_any_length(name: str) -> None:
+    theirs, ours = (Called(model.float()) for model in both(FAMILIES[name]))
+
+    def arguments(batch: int, length: int, decoded: int) -> tuple[Tensor, ...]:
+        more = [tokens(decoded)["input_ids"]] if name != "VITS" else []
+        return tuple(x[:batch] for x in (*tokens(length).values(), *more))
+
+    dynamic = dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
+    shapes = (dynamic, dynamic, *[(dynamic,)] * (name != "VITS"))
+    given = arguments(2, 7, 6)
+    program = torch.onnx.export(ours.eval(), given, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None
+    session = opened(program.model_proto)
+    for sizes in [(2, 7, 6), (1, 1, 1), (1, 2, 9), (2, 4, 3), (2, 60, 30), (2, 5, 1)]:
+        given = arguments(*sizes)
+        feed = {value.name: x.numpy() for value, x in zip(session.get_inputs(), given, strict=True)}
+        check(map(torch.from_numpy, session.run(None, feed)), theirs(*given), 1e-5)
+
 
 HEADS = 12
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, randn
+from peers.common import additive, check, randn
 from peers.families import FAMILIES
-from peers.family import Family
+from peers.family import Family, tokens
 
 from oracles import relative_error
 from relskew_core.huggingface import replace_attention
@@ -166,3 +166,44 @@ def test_a_segment_that_funnel_has_not_is_named() -> None:
     inputs["token_type_ids"][0, 1:3] = torch.tensor([3, -1])
     with pytest.raises(ValueError, match=r"`token_type_ids` must be 0, 1 or, for `<cls>`, 2, got \[-1, 3\]"):
         ours(**inputs)
+
+
+@pytest.mark.parametrize("implementation", ["eager", None])
+def test_vits_masks_keys_alone(implementation: str | None) -> None:
+    """No mask has the size of all pairs. Without an implementation, transformers ignores its mask, and so does ours."""
+    theirs: Any = FAMILIES["VITS"].make()
+    theirs.model.config._attn_implementation = implementation
+    ours, masks = replace_attention(copy.deepcopy(theirs)), list[Any]()
+    ours.model.encoder.layers[0].attention.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    check(tensors(ours(**tokens(7))), tensors(theirs(**tokens(7))))
+    assert [mask if mask is None else mask.shape for mask in masks] == [implementation and (2, 1, 1, 7)]
+
+
+def attentions(kind: str) -> tuple[Any, Any, Any]:
+    """An attention with dropout, the same replaced, and how to call them where two of 12 positions are padding."""
+    whole: Any = FAMILIES[kind].make()
+    theirs = (
+        whole.model.encoder.layers[0].attention if kind == "VITS" else whole.decoder.block[0].layer[0].SelfAttention
+    )
+    theirs.dropout = 0.25
+    seen = (torch.arange(12) < 10).expand(12, 12)
+    mask = additive(seen if kind == "VITS" else seen.tril())[None, None]
+    ours = replace_attention(copy.deepcopy(theirs))
+    name = "attention_mask" if kind == "VITS" else "mask"
+    return theirs, ours, lambda attention, x: attention(x, **{name: mask})[0]
+
+
+@pytest.mark.parametrize("kind", ["VITS", "T5"])
+def test_training_drops_weights_as_theirs_does(kind: str) -> None:
+    *models, call = attentions(kind)
+    torch.manual_seed(0)
+    x, draws = randn(1, 12, 24, seed=3) / 2, 2000
+    check(*(call(model.eval(), x) for model in reversed(models)))
+    outs = (torch.stack([call(model.train(), x) for _ in range(draws)]) for model in models)
+    (mean, spread), (our_mean, our_spread) = ((out.mean(0), out.std(0)) for out in outs)
+    assert spread.min() > 0.01
+    assert ((our_mean - mean).abs() < 6 * spread * (2 / draws) ** 0.5).all()
+    assert (our_spread / spread - 1).abs().max() < 0.25
+    assert abs((our_spread / spread).mean() - 1) < 0.02

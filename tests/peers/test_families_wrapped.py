@@ -1,15 +1,23 @@
-"""Drop-ins inside what people wrap around models: LoRA, checkpointing, half precision."""
+"""Drop-ins and our modules in what people wrap around models: LoRA, checkpointing, half precision, hooks, 8 bits."""
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peers.common import check, peer
+from peers.common import check, peer, randn, randomised
 from peers.families import FAMILIES
-from peers.test_families_numbers import both, outputs
+from peers.inside_families_local import local
+from peers.test_families_lives import calls_of, check_alike
+from peers.test_families_numbers import both, drop_ins, given, outputs
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from relskew_core import BlockSpec, Span, attention_block
+from relskew_core.huggingface import replace_attention
+from relskew_core.layers.torch import RelativeMultiheadAttention
 
 WRAPPED = [
     "T5 sdpa", "DeBERTa-v2", "MPNet", "SAM sdpa", "ViTDet", "SeamlessM4T", "SeamlessM4T-v2", "Donut's Swin",
@@ -119,3 +127,131 @@ def test_autocast(name: str) -> None:
     exact = outputs(theirs, FAMILIES[name])[0]
     with torch.autocast("cpu", torch.bfloat16):
         assert is_no_worse(*(outputs(model, FAMILIES[name])[0] for model in (ours, theirs)), exact)
+
+
+def dispatched(model: Any) -> Any:
+    return peer("accelerate.dispatch_model")(model, {"": "cpu"}, force_hooks=True)
+
+
+def offloaded(model: Any) -> Any:
+    return peer("accelerate.cpu_offload")(model, torch.device("cpu"), offload_buffers=True)
+
+
+def compare(name: str, change: Callable[[Any], Any]) -> None:
+    """Compare the original with what was replaced before the change, and after it."""
+    theirs, call = FAMILIES[name].make(), calls_of(name)
+    want = call(theirs)
+    for ours in (change(replace_attention(copy.deepcopy(theirs))), replace_attention(change(copy.deepcopy(theirs)))):
+        assert len(drop_ins(ours)) == FAMILIES[name].count
+        assert all("_hf_hook" in vars(part) for part in ours.modules() if part._parameters)
+        check_alike(name, call(ours), want)
+
+
+@pytest.mark.parametrize("name", every())
+def test_dispatched_models(name: str) -> None:
+    compare(name, dispatched)
+
+
+@pytest.mark.parametrize("change", [dispatched, offloaded])
+def test_windows_under_hooks(change: Callable[[Any], Any]) -> None:
+    """With a second hook, and after all of them are removed."""
+    hooks, family = peer("accelerate.hooks.ModelHook"), FAMILIES["Wav2Vec2-Conformer"]
+    want = outputs(local(family), family)
+    model = change(family.make())
+    for part in model.modules():
+        peer("accelerate.hooks.add_hook_to_module")(part, hooks(), append=True)
+    ours = replace_attention(model, window=(3, 2))
+    for _ in range(2):
+        check(outputs(ours, family), want, family.gate)
+        peer("accelerate.hooks.remove_hook_from_module")(ours, recurse=True)
+
+
+@pytest.mark.parametrize("name", ["T5 sdpa", pytest.param("Parakeet", marks=pytest.mark.slow)])
+def test_windows_of_compiled_models(name: str) -> None:
+    """A model that has run compiled, by itself or inside another one, is compiled again."""
+    family = FAMILIES[name]
+    want = outputs(local(family), family)
+    for in_place in (True, False):
+        compiled = family.make()
+        if in_place:
+            compiled.compile(backend="eager")
+        else:
+            compiled = torch.compile(compiled, backend="eager")
+        whole = outputs(compiled, family)
+        replace_attention(compiled)
+        check(outputs(compiled, family), whole, family.gate)
+        replace_attention(compiled, window=(3, 2))
+        check(outputs(compiled, family), want, family.gate)
+
+
+TORCHVISION = ("torchvision.models.feature_extraction.create_feature_extractor", ["features.1", "features.3"])
+TIMM = ("timm.models._features_fx.create_feature_extractor", ["layers.0", "layers.1"])
+
+
+@pytest.mark.parametrize("version", ["", ", version 2"])
+@pytest.mark.parametrize(("package", "extractor", "nodes"), [("torchvision", *TORCHVISION), ("timm", *TIMM)])
+def test_features_by_torch_fx(package: str, extractor: str, nodes: list[str], version: str) -> None:
+    family = FAMILIES[f"{package}'s Swin{version}"]
+    found = []
+    for model in both(family):
+        features = peer(extractor)(model, nodes)(*given(family, 4, model).values())
+        found.append(features.values() if isinstance(features, dict) else features)
+        check(torch.fx.symbolic_trace(model)(*given(family, 4, model).values()), outputs(model, family)[0])
+    want, got = found
+    assert len(want) == 2
+    check(got, want, family.gate)
+
+
+SPEC = BlockSpec(32, 4, Span.causal(16), causal=True, num_kv_heads=2)
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+def model() -> Any:
+    return randomised(nn.Sequential(nn.Linear(32, 32), RelativeMultiheadAttention(SPEC)))
+
+
+@torch.enable_grad()
+def test_lora_counts_before_it_is_merged_and_after() -> None:
+    plain, x = model(), randn(2, 9, 32)
+    config = peer("peft.LoraConfig")(r=4, target_modules=PROJECTIONS)
+    adapted: Any = peer("peft.get_peft_model")(copy.deepcopy(plain), config)
+    check(adapted(x), plain(x))  # a new adapter adds nothing
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    y = adapted(x)
+    assert (y - plain(x)).norm() > 0.1 * y.norm()
+    y.square().sum().backward()
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 8
+    assert all("lora_" in name for name in trained)
+    merged = adapted.merge_and_unload()
+    check(merged(x), y)
+    check(attention_block(merged[0](x), merged[1].state_dict(), SPEC), y)
+
+
+@torch.enable_grad()
+def test_lora_trains_tables_that_are_let() -> None:
+    adapted: Any = peer("peft.get_peft_model")(model(), peer("peft.LoraConfig")(target_modules=["q_proj"]))
+    (attention,) = (part for part in adapted.modules() if isinstance(part, RelativeMultiheadAttention))
+    for table in attention.table_parameters():
+        table.requires_grad_(True)
+    adapted(randn(2, 9, 32)).square().sum().backward()
+    assert attention.rel_k is not None
+    assert attention.rel_k.grad is not None
+    assert attention.rel_k.grad.any()
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_torchao_quantizes_the_projections(config: str) -> None:
+    plain = model().float()
+    quantized, x = copy.deepcopy(plain), randn(2, 9, 32).float()
+    peer("torchao.quantization.quantize_")(quantized, peer(f"torchao.quantization.{config}")())
+    assert all(type(quantized[1].get_submodule(name).weight).__module__.startswith("torchao") for name in PROJECTIONS)
+    with torch.no_grad():
+        y, want = quantized(x), plain(x)
+        assert 0 < (y - want).norm() < 0.1 * want.norm()
+        cached, _ = quantized[1](quantized[0](x), past=quantized[1].empty_cache(2, length=16))
+    check(cached, y, 1e-5)

@@ -1,4 +1,4 @@
-"""Other people's implementations of the array API standard: relative attention on their arrays, against plain loops."""
+"""Other people's arrays: implementations of the array API standard against plain loops, and quantities, refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from peers.common import installed, peer
 
 import oracles
-from relskew_core import Span, relative_attention
+from relskew_core import BlockSpec, Span, export, init_weights, relative_attention
 
 X, TABLE, BIAS = (np.random.default_rng(0).standard_normal(shape) for shape in [(2, 9, 8), (17, 8), (2, 17)])
 OPTIONS: list[dict[str, Any]] = [
@@ -52,3 +52,26 @@ def test_other_implementations_of_the_standard(library: Callable[..., Any], opti
     without = {name: x for name, x in {**arrays, **fixed}.items() if name != "chunk_size"}
     q, k, v = (without.pop(name) for name in "qkv")
     assert oracles.relative_error(got, oracles.relative_attention(q, k, v, **without).out) < 1e-12
+
+
+Q = np.ones((2, 5, 4))
+
+
+def quantities(x: Any) -> list[Any]:
+    return [peer("unyt.unyt_array")(x, "m"), peer("pint.UnitRegistry")().Quantity(x, "m")]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "rel_k", "mask"])
+def test_arguments_with_units_are_refused(name: str) -> None:
+    arrays: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "rel_k": np.ones((9, 4)), "mask": np.zeros((5, 5))}
+    for quantity in quantities(arrays[name]):
+        with pytest.raises(TypeError, match=f"`{name}` must be an array of numbers alone.*, got (unyt_array|Quantity)"):
+            relative_attention(**{**arrays, name: quantity})
+
+
+def test_weights_with_units_are_refused() -> None:
+    spec = BlockSpec(8, 2, Span.causal(8), causal=True)
+    weights = init_weights(spec, seed=0)
+    for quantity in quantities(weights["rel_k"]):
+        with pytest.raises(TypeError, match=r"`weights\['rel_k'\]` must be an array of numbers alone"):
+            export.to_onnx(spec, {**weights, "rel_k": quantity})

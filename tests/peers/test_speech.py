@@ -31,10 +31,7 @@ from relskew_core import BlockSpec, Span, attention_block, conventions, relative
 from relskew_core.huggingface import replace_attention
 from relskew_core.layers.torch import ConformerAttention
 
-LENGTHS = [1, 2, 5, 17, 40]
 
-
-@pytest.mark.parametrize("length", LENGTHS)
 def test_vits(length: int) -> None:
     theirs = made("vits.VitsAttention", "VitsConfig", window_size=4)
     spec, weights = conventions.load_vits(theirs.state_dict(), num_heads=3)
@@ -43,7 +40,6 @@ def test_vits(length: int) -> None:
     check(attention_block(x, weights, spec, mask=mask), want)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_wav2vec2_bert_relative_key(length: int) -> None:
     theirs = made(
         "wav2vec2_bert.Wav2Vec2BertSelfAttention", "Wav2Vec2BertConfig", position_embeddings_type="relative_key",
@@ -63,7 +59,6 @@ def conformer(theirs: Any, x: torch.Tensor, rel_k: torch.Tensor, span: Span, **o
     return theirs.linear_out(join(out))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("model", ["wav2vec2_bert.Wav2Vec2Bert", "wav2vec2_conformer.Wav2Vec2Conformer"])
 def test_conformers(model: str, length: int) -> None:
     config = hf(f"{model.partition('.')[2]}Config")(
@@ -130,7 +125,6 @@ def chunkformer() -> tuple[Any, Any]:
     return attention, lambda x, mask: attention(x, x, x, mask, encoding(x)[1].double())[0]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("package", [espnet, nemo, fairseq, chunkformer])
 def test_conformers_of_other_packages(package: Any, length: int) -> None:
     """Weights that ``load_conformer`` reads, sinusoids that are made here, and the call of the page."""
@@ -146,7 +140,6 @@ def test_conformers_of_other_packages(package: Any, length: int) -> None:
     check(conformer(theirs, x, split(theirs.linear_pos(sinusoids), 3), span, mask=mask), want, 1e-6)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_nemo_streaming(length: int) -> None:
     """A chunk of three frames, and some chunks before it."""
     theirs, _ = nemo()
@@ -161,7 +154,6 @@ def test_nemo_streaming(length: int) -> None:
     check(conformer(theirs, x, rel_k, span, block_size=3, blocks_before=2), want)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_zipformer(length: int) -> None:
     """Queries for the positions, no scale, and one set of weights for the values of two modules."""
     given: dict[str, Any] = {"ScaledFloat": float, "FloatLike": float, "ScheduledFloat": lambda *_: 0.0}
@@ -185,7 +177,6 @@ def test_zipformer(length: int) -> None:
         check(module.out_proj(join(part)).transpose(0, 1), module(x, shares))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("package", ["Coqui TTS", "Piper", "MeloTTS"])
 def test_vits_of_its_authors(package: str, shared: bool, length: int) -> None:
@@ -249,7 +240,6 @@ def test_an_encoder_of_melotts() -> None:
     check(model(phonemes, *inputs, g=speaker), theirs(phonemes, *inputs, g=speaker))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_gemma(length: int) -> None:
     """A window around each query, logits with a cap, and sinusoids that are projected."""
     theirs = made(
@@ -307,7 +297,6 @@ def test_gemma_4(chunk: int, left: int, right: int) -> None:
     check(model(*sounds).last_hidden_state[seen], theirs.last_hidden_state[seen], 2e-6)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("value_bias", [False, True])
 @pytest.mark.parametrize("direction", ["both", "past"])
 def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, length: int) -> None:
@@ -336,7 +325,6 @@ def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, lengt
     check(theirs.out_proj(join(out)), want, 1e-6)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_speecht5(length: int) -> None:
     theirs = randomised(hf("speecht5.SpeechT5Attention")(embed_dim=24, num_heads=3))
     positions = randomised(hf("speecht5.SpeechT5RelativePositionalEncoding")(8, max_length=5), seed=3)
@@ -347,7 +335,6 @@ def test_speecht5(length: int) -> None:
     check(theirs.out_proj(join(relative_attention(q, k, v, rel_k, span, mask=mask))), want)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_wavlm(length: int) -> None:
     """A bias by bucket behind a gate: the gate is a query of width 1, the bias its table."""
     theirs = randomised(hf("wavlm.WavLMAttention")(24, 3, 0.0, 16, 20))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peers.common import additive, alone, check, definitions, hf, join, made, padded, peer, randn, randomised, split
-from peers.families_text import INKLING_2
+from peers.families import INKLING_2
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softplus
 
 from relskew_core import (
@@ -28,8 +28,6 @@ from relskew_core import (
 )
 from relskew_core.huggingface import replace_attention
 
-LENGTHS = [1, 2, 5, 17, 40]
-
 
 def t5(*more: Any, decoder: bool) -> Any:
     return made(
@@ -46,7 +44,6 @@ def t5_attention(theirs: Any, x: torch.Tensor, memory: torch.Tensor, **options: 
     return join(out) @ weights["o.weight"].mT
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_t5_encoder(length: int) -> None:
     theirs = t5(True, decoder=False)
     x, mask = padded(length)
@@ -258,7 +255,6 @@ def test_mpt_in_half_precision_far_from_the_end() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 3])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_xlnet(length: int, memory: int) -> None:
     """Content and position biases, cached memory, rows for keys plus queries."""
     config = hf("XLNetConfig")(d_model=24, n_head=3, n_layer=1, d_inner=8, vocab_size=5, dropout=0.0)
@@ -291,7 +287,6 @@ def test_deberta_buckets(buckets: int, furthest: int) -> None:
 
 
 @pytest.mark.parametrize("kinds", [["c2p"], ["p2c"], ["c2p", "p2c"]], ids="-".join)
-@pytest.mark.parametrize("length", LENGTHS)
 def test_deberta_v2(kinds: list[str], length: int) -> None:
     theirs = made(
         "deberta_v2.DisentangledSelfAttention", "DebertaV2Config", relative_attention=True, pos_att_type=kinds,
@@ -310,7 +305,6 @@ def test_deberta_v2(kinds: list[str], length: int) -> None:
     check(join(out), want, 1e-6)  # its scale is float32
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_deberta_v1(length: int) -> None:
     options: dict[str, Any] = {"max_relative_positions": 6, "pos_att_type": ["c2p", "p2c"], "relative_attention": True}
     theirs = made("deberta.DisentangledSelfAttention", "DebertaConfig", **options)
@@ -326,7 +320,6 @@ def test_deberta_v1(length: int) -> None:
     check(join(out), want, 1e-6)  # its scale is float32
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", ["relative_key", "relative_key_query"])
 def test_bert(kind: str, length: int) -> None:
     """BERT's distances as in transformers until version 4; a query with a cache is the last position."""
@@ -352,7 +345,6 @@ def test_bert(kind: str, length: int) -> None:
     check(join(relative_attention(q[:, :, -1:], k, v, table, offset=length - 1, **options)), want)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("past", [0, 4])
 def test_inkling(length: int, past: int) -> None:
     """Learned relative queries, zero beyond the extent, an offset."""
@@ -417,7 +409,6 @@ def opennmt() -> tuple[Any, Any]:
     return randomised(theirs), conventions.SHAW.load(theirs.relative_positions_embeddings.weight)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_opennmt(length: int) -> None:
     """One table for keys and values."""
     theirs, (table, span) = opennmt()
@@ -476,7 +467,6 @@ def test_ctranslate2(tmp_path: Path) -> None:
     check(y, torch.tensor(np.array(found.last_hidden_state))[0], 1e-6)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_fairseq2(length: int) -> None:
     """Shaw's positions with another reach ahead than back, and Transformer-XL's."""
     q, k, v = (randn(2, 3, length, 8, seed=seed) for seed in range(3))
@@ -499,7 +489,6 @@ def test_fairseq2(length: int) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 3])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_transformer_xl(length: int, memory: int) -> None:
     """Its sinusoids, and its learned variant: a table, a bias of each row that is scaled, and edge rows far away."""
     names = ["PositionalEmbedding", "RelMultiHeadAttn", "RelPartialLearnableMultiHeadAttn", "RelLearnableMultiHeadAttn"]
@@ -538,7 +527,6 @@ def test_transformer_xl(length: int, memory: int) -> None:
     check(finished(theirs, out), want, 1e-6)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 def test_enformer(length: int) -> None:
     features = [f"get_positional_features_{kind}" for kind in ("exponential", "central_mask", "gamma")]
     attention, positions, *_ = definitions(

@@ -172,7 +172,7 @@ def test_every_comparison_is_a_test() -> None:
     assert len(named) > 20
     assert named <= tests
     inside_models = (
-        "test_drop_in.", "test_conformers.", "test_families_", "test_adapters.", "test_keras.", "test_units.",
+        "test_conformers.", "test_families_", "test_keras.",
         "test_export.", "test_exporters.", "test_tutorials.",
         "test_decoders.",
         "test_libraries.",
