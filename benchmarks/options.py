@@ -23,8 +23,8 @@ LENGTHS = (1024, 4096)
 def drawn(length: int, *, gradients: bool) -> Any:
     """Draw the arrays of all options, by name."""
     generator, steps = torch.Generator().manual_seed(0), torch.arange(length)
-    sizes = dict.fromkeys("qkv", (1, HEADS, length, DIM)) | {"table": (2 * REACH + 1, DIM)}
-    sizes |= dict.fromkeys(("sinks", "scale"), (HEADS,))
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (1, HEADS, length, DIM))
+    sizes |= {"table": (2 * REACH + 1, DIM), "sinks": (HEADS,), "scale": (HEADS,)}
     floats = {name: torch.randn(size, generator=generator).requires_grad_(gradients) for name, size in sizes.items()}
     stamps = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(1)).cumsum(0)
     padding = (steps < length * 7 // 8)[None, None, None]

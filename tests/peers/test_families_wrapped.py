@@ -126,7 +126,8 @@ def test_autocast(name: str) -> None:
     theirs, ours = (model.float() for model in both(FAMILIES[name]))
     exact = outputs(theirs, FAMILIES[name])[0]
     with torch.autocast("cpu", torch.bfloat16):
-        assert is_no_worse(*(outputs(model, FAMILIES[name])[0] for model in (ours, theirs)), exact)
+        got, want = (outputs(model, FAMILIES[name])[0] for model in (ours, theirs))
+    assert is_no_worse(got, want, exact)
 
 
 def dispatched(model: Any) -> Any:

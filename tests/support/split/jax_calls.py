@@ -14,10 +14,11 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
+from dense import Case  # noqa: E402
 from relskew_core import Span, relative_attention  # noqa: E402
 from relskew_core.distributed._layout import runs  # noqa: E402
 from relskew_core.distributed.jax import ring_attention  # noqa: E402
-from split.calls import SEQUENCES, Case, case, made  # noqa: E402
+from split.calls import SEQUENCES, case, made  # noqa: E402
 
 CASES = {
     "contiguous": case("contiguous", kv_heads=2, own_tables=True, by_head="sinks",
@@ -132,7 +133,7 @@ def sends_no_more_than_a_ring(mesh: Any) -> None:
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     devices = jax.make_mesh((DEVICES,), ("ring",), axis_types=(AxisType[sys.argv[1]],))
-    for layout, case in [*CASES.items(), ("contiguous", CROSS), ("zigzag", FAR), ("striped", SINKS)]:
-        agrees(layout, case, devices)
+    for layout, one in [*CASES.items(), ("contiguous", CROSS), ("zigzag", FAR), ("striped", SINKS)]:
+        agrees(layout, one, devices)
     sends_no_more_than_a_ring(devices)
     print("all agree")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from dense import Case
 from split import calls, faults, models
 
 distributed: Any = torch.distributed
@@ -43,7 +44,7 @@ def all_faults(p: int) -> None:
     faults.a_death_is_noticed(p)
 
 
-def _agrees(group: Any, length: int, case: calls.Case, layout: str, method: str, tables: str = "whole") -> int:
+def _agrees(group: Any, length: int, case: Case, layout: str, method: str, tables: str = "whole") -> int:
     try:
         calls.agrees(group, length, case, layout=layout, method=method, tables=tables)
     except BaseException as error:
