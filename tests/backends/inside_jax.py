@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ from relskew_core.backends import _compiled
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-transforms = pytest.importorskip("jax_transforms")
 plans = pytest.importorskip("relskew_core.backends._jax.loops")
 passes = pytest.importorskip("relskew_core.backends._jax.passes")
 
@@ -75,40 +73,48 @@ def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
     for name, actual, expected in zip(("out", "lse"), results, portable, strict=True):
         close(actual, expected, 1e-12, name)
 
-    given: dict[str, Any] = {name: torch.tensor(x, requires_grad=x.dtype != bool) for name, x in call.arrays.items()}
     plain = {name: option for name, option in options.items() if name != "chunk_size"}
-    out, lse = oracles.attention(**given, **plain)
-    expected = torch.autograd.grad(
-        [out, lse], [given[name] for name in floating], [torch.tensor(x) for x in cotangents], materialize_grads=True
-    )
-    for name, gradient in zip(floating, expected, strict=True):
-        close(gradients[name], gradient.numpy(), 1e-10, name)
+    expected = dense.differentiated(partial(oracles.attention, **plain), call.arrays, *cotangents)[2]
+    for name, gradient in expected.items():
+        close(gradients[name], gradient, 1e-10, name)
+
+
+def agrees(case: dense.Case, *, known: Any = (), traced: Any = (), given: Any = (), **more: Any) -> None:
+    """Check both passes: some labels in the closure of a program, options among its arguments, results given back."""
+    whole, d_out = {**case.call(), **more}, jnp.asarray(case.d_out())
+    arrays = on_jax(case.arrays()) | {name: jnp.asarray(whole[name]) for name in traced}
+    options = {name: x for name, x in whole.items() if name not in traced} | {name: arrays.pop(name) for name in known}
+
+    def both(arrays: Any) -> Any:
+        attend = partial(relative_attention, **options, return_lse=True, impl="native")
+        results = dict(zip(("out", "lse"), attend(**arrays), strict=True))
+        if known or traced:
+            return results, jax.vjp(lambda x: attend(**x)[0], arrays)[1](d_out)[0]
+        kept = {name: results[name] for name in given}
+        return results, relative_attention_vjp(d_out, **arrays, **options, **kept, impl="native")._asdict()
+
+    results, gradients = run(both, arrays)
+    expected = relative_attention(**case.arrays(), **whole, return_lse=True, impl="portable")
+    for name, x in zip(("out", "lse"), expected, strict=True):
+        close(results[name], x, 1e-12, name)
+    pulled = relative_attention_vjp(case.d_out(), **case.arrays(), **whole, impl="portable")
+    for name in dense.floating(case.arrays()):
+        close(gradients[name], getattr(pulled, name), 1e-10, name)
 
 
 EVERY_OPTION = (
     "packed documents, for all items", "documents in any order", "documents, the table meets keys",
     "positions, zero beyond, in a window", "positions in blocks, the table meets keys", "positions without tables",
-    "consecutive positions", "dropout of documents with sinks",
+    "consecutive positions", "dropout of documents with sinks", "additive with holes mask of shape (2, 7, 7)",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("more_chunks", [False, True], ids=["", "others"])
 @pytest.mark.parametrize("case", [case for name in EVERY_OPTION for case in dense.CASES if case.name == name], ids=str)
 def test_every_option_in_loops_equals_the_portable_code(case: dense.Case, more_chunks: bool) -> None:
-    chunk_size = (1, 100)[EVERY_OPTION.index(case.name) % 2] if more_chunks else 3
-    options: dict[str, Any] = {**case.call(), "chunk_size": chunk_size}
-
-    def both(arrays: dict[str, Any], d_out: Any) -> Any:
-        results = relative_attention(**arrays, **options, return_lse=True, impl="native")
-        return results, relative_attention_vjp(d_out, **arrays, **options, impl="native")
-
-    results, gradients = run(both, on_jax(case.arrays()), jnp.asarray(case.d_out()))
-    expected = relative_attention(**case.arrays(), **options, return_lse=True, impl="portable")
-    for name, x, y in zip(("out", "lse"), results, expected, strict=True):
-        close(x, y, 1e-12, name)
-    pulled = relative_attention_vjp(case.d_out(), **case.arrays(), **options, impl="portable")
-    for name in dense.floating(case.arrays()):
-        close(getattr(gradients, name), getattr(pulled, name), 1e-10, name)
+    place = EVERY_OPTION.index(case.name)
+    given = ((), ("out",), ("out", "lse"))[(place + more_chunks) % 3]
+    agrees(case, given=given, chunk_size=(1, 100)[place % 2] if more_chunks else 3)
 
 
 KNOWN = [
@@ -130,18 +136,7 @@ def test_keys_of_other_documents_are_left_out_where_segments_are_known(case: den
     size = case.options["chunk_size"]
     ranges = plans.Ranges.of(call.options, size, documents_of(call.given))
     assert [loop.m for loop in plans.LoopPlan.of(call.options, size, ranges).loops] == [keys]
-    labels = {name: arrays.pop(name) for name in case.labels}
-
-    def both(arrays: Any) -> Any:  # labels in the closure of a compiled function are known
-        out, pull = jax.vjp(lambda x: relative_attention(**x, **labels, **case.call(), impl="native"), arrays)
-        return out, pull(jnp.asarray(case.d_out()))[0]
-
-    out, gradients = run(both, arrays)
-    expected: Any = relative_attention(**case.arrays(), **case.call())
-    close(out, expected, 1e-12, "out")
-    pulled = relative_attention_vjp(case.d_out(), **case.arrays(), **case.call())
-    for name in arrays:
-        close(gradients[name], getattr(pulled, name), 1e-10, name)
+    agrees(case, known=case.labels)
 
 
 def test_documents_that_leave_out_little_go_by_the_pattern() -> None:
@@ -153,23 +148,9 @@ def test_documents_that_leave_out_little_go_by_the_pattern() -> None:
 @pytest.mark.parametrize("tables", ["", "rel_k rel_v rel_bias key_table"], ids=["no tables", "tables"])
 def test_offsets_by_item_may_be_traced(tables: str) -> None:
     """Includes gradients of the tables, whose rows are selected by unknown values."""
-    case = dense.Case("ragged", n=5, m=9, span=Span(4, 1, "clip"), tables=tables,
-                      options={"causal": True, "dropout": 0.3, "seed": 2, "chunk_size": 2})  # fmt: skip
-
-    def total(arrays: Any, offset: Any, d_out: Any) -> Any:
-        options: dict[str, Any] = {**case.call(), "offset": offset, "impl": "native"}
-        return jnp.sum(relative_attention(**arrays, **options) * d_out)
-
-    def pull(arrays: Any, offset: Any, d_out: Any) -> Any:
-        return jax.value_and_grad(total)(arrays, offset, d_out)
-
-    value, gradients = run(pull, on_jax(case.arrays()), jnp.asarray([4, -1]), jnp.asarray(case.d_out()))
-    options: dict[str, Any] = {**case.call(), "offset": [4, -1], "impl": "portable"}
-    out: Any = relative_attention(**case.arrays(), **options)
-    close(value, np.sum(out * case.d_out()), 1e-10, "value")
-    expected = relative_attention_vjp(case.d_out(), **case.arrays(), **options)
-    for name in case.arrays():
-        close(gradients[name], getattr(expected, name), 1e-10, name)
+    agrees(dense.Case("ragged", n=5, m=9, span=Span(4, 1, "clip"), tables=tables,
+                      options={"causal": True, "dropout": 0.3, "seed": 2, "chunk_size": 2, "offset": [4, -1]}),
+           traced=["offset"])  # fmt: skip
 
 
 def test_positions_that_are_not_known_give_nan_where_a_table_should_have_reached() -> None:
@@ -314,35 +295,6 @@ def test_other_labels_and_offsets_are_compiled_once() -> None:
         assert passes.attention._cache_size() == before + 1, case
 
 
-@pytest.mark.parametrize(("options", "seen", "rows"), [
-    ({"causal": True}, slice(0, 6), slice(3, 9)),
-    ({"causal": True, "window": (2, None)}, slice(0, 6), slice(6, 9)),
-    ({"block_size": 2}, slice(0, 6), slice(5, 9)),
-], ids=["causal", "window", "blocks"])  # fmt: skip
-@pytest.mark.parametrize("way", [{"chunk_size": 4}, {"softcap": 3.0}], ids=["a loop", "one chunk"])
-def test_entries_that_no_query_sees_have_no_gradient_and_change_nothing(
-    options: dict[str, Any], seen: slice, rows: slice, way: dict[str, Any]
-) -> None:
-    case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
-    options = {"span": case.span, "causal": True, "offset": 0, **way, **options}  # the chunks overlap
-    arrays = case.arrays()
-    expected = relative_attention(**arrays, **options)
-    poisoned = {name: x.copy() for name, x in arrays.items()}
-    for name in ("k", "v"):
-        poisoned[name][..., seen.stop :, :] = np.nan
-    for name in ("rel_k", "rel_v"):
-        poisoned[name][..., : rows.start, :] = np.inf
-    poisoned["rel_bias"][..., : rows.start] = np.nan
-    out, gradients = run(lambda x, d_out: (relative_attention(**x, **options, impl="native"),
-                                           relative_attention_vjp(d_out, **x, **options, impl="native")),
-                         on_jax(poisoned), jnp.asarray(case.d_out()))  # fmt: skip
-    close(out, expected, 1e-12, "out")
-    for name, gradient in dense.vjp(
-        case.d_out(), arrays, {k: x for k, x in options.items() if k != "chunk_size"}
-    ).items():
-        close(getattr(gradients, name), gradient, 1e-10, name)
-
-
 def test_a_bias_that_a_mask_hides_everywhere_may_be_anything() -> None:
     case = dense.Case("poisoned bias", n=5, m=5, span=Span.full(5), tables="rel_bias")
     arrays, steps = case.arrays(), np.arange(5)
@@ -431,18 +383,6 @@ def test_a_program_that_computes_logits_twice_has_no_nan_in_its_gradients() -> N
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("given", [(), ("out",), ("out", "lse")], ids=["neither", "out", "both"])
-def test_the_gradients_function_has_a_native_path(given: tuple[str, ...]) -> None:
-    case = dense.Case("vjp", n=9, m=7, tables="rel_k rel_v rel_bias", mask="additive", mask_shape=(2, 1, 7))
-    out, lse = relative_attention(**on_jax(case.arrays()), **case.call(), return_lse=True)
-    extra = {name: x for name, x in (("out", out), ("lse", lse)) if name in given}
-    result = relative_attention_vjp(
-        jnp.asarray(case.d_out()), **on_jax(case.arrays()), **extra, **case.call(), chunk_size=4, impl="native"
-    )
-    for name, expected in dense.vjp(case.d_out(), case.arrays(), case.call()).items():
-        close(getattr(result, name), expected, 1e-10, name)
-
-
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3), ("bfloat16", 2e-2)])
 def test_gradients_keep_the_dtype_and_sum_in_single(dtype: str, gate: float) -> None:
     case = dense.Case("half", n=40, m=40, span=Span.causal(40), tables="rel_k rel_v", d=8)
@@ -458,24 +398,6 @@ def test_gradients_keep_the_dtype_and_sum_in_single(dtype: str, gate: float) -> 
     for name, expected in dense.vjp(np.asarray(d_out).astype("float64"), wide, options).items():
         error = np.linalg.norm(np.asarray(gradients[name]).astype("float64") - expected) / np.linalg.norm(expected)
         assert error < gate, name
-
-
-@pytest.mark.parametrize("transformed", transforms.TRANSFORMS)
-def test_every_transformation_goes_through(transformed: Any) -> None:
-    """Forward and backward, one in the other, jitted and mapped."""
-    case = dense.Case("transformed", n=5, m=5, span=Span.causal(5), options={"causal": True, "chunk_size": 2})
-    arrays = on_jax(case.arrays())
-    q, rel_k, k, v = (arrays[name] for name in ("q", "rel_k", "k", "v"))
-
-    def made(impl: Any) -> Any:
-        def attend(q: Any, rel_k: Any) -> Any:
-            keys, values = (jnp.broadcast_to(x[0, 0], (*q.shape[:-2], *x.shape[-2:])) for x in (k, v))
-            return relative_attention(q, keys, values, rel_k, **case.call(), return_lse=True, impl=impl)
-
-        return run(partial(transformed, jax.jit(attend)), q, rel_k)
-
-    found, expected = made("native"), made("portable")
-    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, transformed.__name__), found, expected)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["plain", "offset, segments and seed by device"])
@@ -522,28 +444,21 @@ def test_numbers_of_python_that_are_arrays_take_the_dtype_of_the_queries() -> No
             relative_attention(q, q, q, mask=wrong)
 
 
-def test_an_offset_may_be_traced() -> None:
+def test_an_offset_may_be_traced_or_an_array_that_jit_closes_over() -> None:
     """A cache of one length in ``lax.scan`` is how JAX decodes."""
     q, table = decoding()
-    whole = relative_attention(q, q, q, table, causal=True)
+
+    def attend(x: Any, offset: Any) -> Any:
+        return relative_attention(x, q, q, table, causal=True, offset=offset)
 
     def step(carry: None, position: Any) -> tuple[None, Any]:
-        token = jax.lax.dynamic_slice_in_dim(q, position, 1, axis=2)
-        return carry, relative_attention(token, q, q, table, causal=True, offset=position)
+        return carry, attend(jax.lax.dynamic_slice_in_dim(q, position, 1, axis=2), position)
 
     tokens = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(5))[1])()
-    close(jnp.concatenate(list(tokens), axis=2), whole, 1e-12, "decoded")
-
-
-@pytest.mark.parametrize("offset", [3, [1, 3]], ids=str)
-def test_an_offset_may_be_an_array_that_jit_closes_over(offset: Any) -> None:
-    q, table = decoding()
-    known = jnp.asarray(offset)
-
-    def attend(q: Any, offset: Any) -> Any:
-        return relative_attention(q[..., :2, :], q, q, table, causal=True, offset=offset)
-
-    close(jax.jit(lambda q: attend(q, known))(q), attend(q, offset), 1e-12, "jit")
+    close(jnp.concatenate(list(tokens), axis=2), attend(q, 0), 1e-12, "decoded")
+    for offset in (3, [1, 3]):
+        known, few = jnp.asarray(offset), q[..., :2, :]
+        close(jax.jit(lambda x, known=known: attend(x, known))(few), attend(few, offset), 1e-12, "jit")
 
 
 @pytest.mark.parametrize("causal", [False, True])

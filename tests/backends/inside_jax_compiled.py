@@ -259,16 +259,20 @@ def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
 @pytest.mark.parametrize(("transformed", "way"), [
     *((each, "jit") for each in (*transforms.TRANSFORMS, pulled_twice)),
     *((each, "eager") for each in (transforms.pushed, transforms.twice)),
+    *((each, "loops") for each in transforms.TRANSFORMS),
 ], ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
-def test_every_transformation_goes_through(transformed: Any, way: str) -> None:
+def test_every_transformation_goes_through(transformed: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     q, rel_k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 4, 8), (4, 8)))
+    if way == "loops":
+        monkeypatch.setattr(_compiled, "kernels", None)
 
     def attend(q: Any, rel_k: Any, impl: str) -> Any:
-        return attention(q, q, q, rel_k, Span.causal(4), causal=True, return_lse=True, impl=impl)
+        options: dict[str, Any] = {"causal": True, "return_lse": True, "impl": impl, "chunk_size": 2}
+        return attention(q, q, q, rel_k, Span.causal(4), **options)
 
     made = [partial(transformed, partial(attend, impl=impl)) for impl in ("auto", "portable")]
-    found = (jax.jit(made[0]) if way == "jit" else made[0])(q, rel_k)
+    found = (made[0] if way == "eager" else jax.jit(made[0]))(q, rel_k)
     agree(found, jax.jit(made[1])(q, rel_k))
 
 

@@ -399,11 +399,3 @@ def test_expanded_arrays_and_gradients() -> None:
         leaves = [x.detach().requires_grad_() for x in given]
         results.append(torch.autograd.grad(attend(case)(*leaves).sin().sum(), leaves))
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
-
-
-def test_offsets_by_item_of_a_long_call() -> None:
-    """Where autograd would keep too much, calls use an operator, which does not support offsets by item."""
-    q, k, v = (torch.randn(2, 4, 400, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    options: dict[str, Any] = {"causal": True, "offset": [0, -100]}
-    out = relative_attention(q, k, v, **options)
-    torch.testing.assert_close(out, relative_attention(q, k, v, impl="portable", **options), rtol=0, atol=1e-12)

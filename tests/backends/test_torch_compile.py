@@ -104,19 +104,6 @@ def test_functions_do_not_share_the_limit_of_programs() -> None:
             compiled(*arrays, **options)
 
 
-@pytest.mark.parametrize("name", ["sinks", "scale", "rel_scale"])
-@pytest.mark.parametrize("impl", ["auto", "portable"])
-def test_gradients_of_numbers_by_head_compile(name: str, impl: Any) -> None:
-    torch.compiler.reset()
-
-    def pull_back(q: Any) -> list[Any]:
-        given: dict[str, Any] = {name: TABLE[:, 0, 0]}
-        found = relative_attention_vjp(q, q, q, q, TABLE, Span(31, 32), impl=impl, **given)
-        return [x for x in found if x is not None]
-
-    torch.testing.assert_close(torch.compile(pull_back, fullgraph=True, backend="eager")(Q), pull_back(Q))
-
-
 def test_an_offset_that_a_program_computes() -> None:
     """As that of a second step, after the cache's length has grown."""
     torch.compiler.reset()
@@ -132,32 +119,21 @@ def test_an_offset_that_a_program_computes() -> None:
 
 
 def test_shapes_that_vary_are_those_of_the_queries() -> None:
-    """Segments and offsets, whose sizes are symbols of the queries'; others are checked by the same function."""
-    torch.compiler.reset()
-
-    def attend(x: Any, labels: Any, offsets: Any) -> Any:
-        return relative_attention(x, x, x, segments=labels, offset=offsets, causal=True)
-
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
-    for batch, length in ((2, 6), (4, 9)):
-        given = torch.randn(batch, 2, length, 4), torch.arange(length) // 4, torch.arange(batch) % 2
-        torch.testing.assert_close(compiled(*given), attend(*given))
-
-
-def test_offsets_by_item_over_several_lengths() -> None:
-    """With gradients, of more queries than the smallest chunk."""
+    """Segments and offsets, whose sizes are symbols of the queries'; more than the smallest chunk, with gradients."""
     torch.compiler.reset()
     table = torch.randn(13, 4, requires_grad=True)
 
-    def attend(q: Any, offsets: Any) -> Any:
-        return relative_attention(q, q, q, table, Span(6, 6, "clip"), offset=offsets)
+    def attend(x: Any, labels: Any, offsets: Any) -> Any:
+        options: dict[str, Any] = {"segments": labels} if labels is not None else {}
+        return relative_attention(x, x, x, table, Span(6, 6, "clip"), **options, offset=offsets, causal=True)
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (17, 19):
-        q, offsets = torch.randn(2, 2, length, 4, requires_grad=True), torch.tensor([1, 2])
-        outs = compiled(q, offsets), attend(q, offsets)
-        found = [(out, *torch.autograd.grad(out.square().sum(), (q, table))) for out in outs]
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    for batch, length in ((2, 17), (4, 19)):
+        x, places = torch.randn(batch, 2, length, 4, requires_grad=True), torch.arange(length)
+        for labels in (places // 4, None):
+            outs = [function(x, labels, torch.arange(batch) % 2) for function in (compiled, attend)]
+            found = [(out, *torch.autograd.grad(out.square().sum(), (x, table))) for out in outs]
+            torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("local", [{"window": WINDOW}, {"neighborhood": (3, 2), "chunk_size": 9}])

@@ -317,16 +317,12 @@ def test_both_passes_count_their_products(name: str) -> None:
 
 def test_a_call_without_positions_counts_as_torch_s() -> None:
     shapes = Q.shape, (2, 4, M, D), (2, 4, M, WIDE)
-    forward = sdpa_flop_count(*shapes)
-    assert counted(WHOLE) == (forward, sdpa_backward_flop_count((2, 4, N, WIDE), *shapes))
-
-
-def test_a_backward_pass_alone_counts_its_products() -> None:
-    q = Q.clone().requires_grad_()
-    out = attend(q, K, V, **WHOLE)
-    with FlopCounterMode(display=False) as counter:
+    passes = sdpa_flop_count(*shapes), sdpa_backward_flop_count((2, 4, N, WIDE), *shapes)
+    assert counted(WHOLE) == passes
+    out = attend(Q.clone().requires_grad_(), K, V, **WHOLE)
+    with FlopCounterMode(display=False) as counter:  # of a backward pass alone
         out.sum().backward()
-    assert counter.get_total_flops() == counted(WHOLE)[1]
+    assert counter.get_total_flops() == passes[1]
 
 
 def test_modules_count_their_attention() -> None:

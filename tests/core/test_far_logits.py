@@ -1,11 +1,14 @@
 """Rows whose logits are all far from zero, as under a mask of -1e9, next to which a log-sum-exp loses the sum."""
 
+import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import dense
 import oracles
 from libraries import GATES, LIBRARIES, Library, of_name
 from relskew_core import Span, merge_attention, paged_attention, relative_attention, relative_attention_2d
@@ -55,20 +58,16 @@ def test_results_and_gradients(row: Library, dtype: str, kind: str, impl: Any) -
             options = {name: x for name, x in given.items() if name not in arrays}
             cotangents = {"d_out": row.asarray(D_OUT[:, :, : given["q"].shape[2]], dtype)}
             out, lse = row.call(relative_attention, arrays, **options, return_lse=True, impl=impl)
-            d_lse = row.asarray(D_LSE[:, :, : given["q"].shape[2]], str(lse.dtype).rpartition(".")[2])
-            found = row.call(attention_vjp, {**cotangents, "d_lse": d_lse, **arrays}, **options, impl=impl)
-            exact: dict[str, Any] = {
-                name: torch.tensor(row.to_numpy(x)).double().requires_grad_() for name, x in arrays.items()
-            }
-            d_out = torch.tensor(row.to_numpy(cotangents["d_out"])).double()
-            expected = oracles.attention(**exact, **{name: x for name, x in options.items() if name != "chunk_size"})
-            results = torch.autograd.grad(
-                expected, [*exact.values()], (d_out, torch.tensor(row.to_numpy(d_lse)).double())
-            )
-            pairs = [(out, expected.out), (lse, expected.lse)]
-            pairs += [(getattr(found, name), each) for name, each in zip(exact, results, strict=True)]
+            of_sums = str(lse.dtype).rpartition(".")[2]
+            cotangents["d_lse"] = row.asarray(D_LSE[:, :, : given["q"].shape[2]], of_sums)
+            found = row.call(attention_vjp, {**cotangents, **arrays}, **options, impl=impl)
+            wide = {name: row.to_numpy(x).astype("float64") for name, x in {**cotangents, **arrays}.items()}
+            pulled = [wide.pop(name) for name in ("d_out", "d_lse")]
+            plain = {name: x for name, x in options.items() if name != "chunk_size"}
+            of_out, of_lse, results = dense.differentiated(partial(oracles.attention, **plain), wide, *pulled)
+            pairs = [(out, of_out), (lse, of_lse), *((getattr(found, name), x) for name, x in results.items())]
             for index, (actual, wanted) in enumerate(pairs):
-                error = oracles.relative_error(row.to_numpy(actual), wanted.detach().numpy())
+                error = oracles.relative_error(row.to_numpy(actual), wanted)
                 assert error <= GATES[dtype], (value, index, error)
 
 
@@ -76,29 +75,21 @@ def test_results_and_gradients(row: Library, dtype: str, kind: str, impl: Any) -
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_libraries_differentiate_calls(library: str, value: float) -> None:
     given = far("mask", value)
-    arrays, scale = {name: given[name].astype("float32") for name in ("q", "k", "v", "mask")}, given["scale"]
-    exact: dict[str, Any] = {
-        name: torch.tensor(x).double().requires_grad_(name != "mask") for name, x in arrays.items()
-    }
-    expected = oracles.attention(**exact, scale=scale, offset=31).out
-    wanted = torch.autograd.grad(expected, [exact[name] for name in "qkv"], torch.tensor(D_OUT))
+    arrays = {name: given[name].astype("float32") for name in ("q", "k", "v", "mask")}
+    options, d_out = {"scale": given["scale"], "offset": 31}, D_OUT.astype("float32")
+    wanted = dense.vjp(D_OUT, {name: x.astype("float64") for name, x in arrays.items()}, options)
     if library == "torch":
-        own: dict[str, Any] = {name: torch.tensor(x).requires_grad_(name != "mask") for name, x in arrays.items()}
-        out: Any = relative_attention(**own, scale=scale, offset=31)
-        ways = [torch.autograd.grad(out, [own[name] for name in "qkv"], torch.tensor(D_OUT, dtype=torch.float32))]
+        attend: Any = partial(relative_attention, **options, return_lse=True)
+        ways: list[Any] = [dense.differentiated(attend, arrays, d_out)[2]]
     else:
         jax = pytest.importorskip("jax")
         with jax.enable_x64(False):
-
-            def loss(q: Any, k: Any, v: Any) -> Any:
-                mask = jax.numpy.asarray(arrays["mask"])
-                return (relative_attention(q, k, v, mask=mask, scale=scale, offset=31) * D_OUT.astype("float32")).sum()
-
-            pull = jax.grad(loss, argnums=(0, 1, 2))
-            ways = [each(*(jax.numpy.asarray(arrays[name]) for name in "qkv")) for each in (pull, jax.jit(pull))]
-    for found in ways:
-        for name, x, y in zip("qkv", found, wanted, strict=True):
-            assert oracles.relative_error(np.asarray(x), y.numpy()) <= GATES["float32"], name
+            own = {name: jax.numpy.asarray(x) for name, x in arrays.items()}
+            mask = own.pop("mask")
+            pull = jax.grad(lambda x: (relative_attention(**x, mask=mask, **options) * d_out).sum())
+            ways = [each(own) for each in (pull, jax.jit(pull))]
+    for found, name in itertools.product(ways, "qkv"):
+        assert oracles.relative_error(np.asarray(found[name]), wanted[name]) <= GATES["float32"], name
 
 
 @pytest.mark.parametrize("queries", [1, 96])

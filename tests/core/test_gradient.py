@@ -164,16 +164,24 @@ def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> No
     check(actual, dense.vjp(two.d_out(), two.arrays(), two.call()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("impl", ["portable", NATIVE])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 1)])
-def test_a_querys_nan_stays_in_its_own_gradient(impl: Any, causal: bool, window: tuple[int, int] | None) -> None:
-    drawn = np.random.default_rng(0).standard_normal
-    q, k, v, d_out, rel_k, rel_v = (torch.tensor(drawn((n, 4))) for n in (7, 7, 7, 7, 13, 13))
+def test_a_querys_nan_stays_in_its_own_gradient(
+    impl: Any, causal: bool, window: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
+    """And native, in those of the keys that it sees."""
+    drawn, apart = np.random.default_rng(0).standard_normal, torch.arange(7) - 1
+    q, k, v, d_out, rel_k, rel_v = (torch.tensor(drawn((n, 4)), dtype=dtype) for n in (7, 7, 7, 7, 13, 13))
     spoiled = q.clone()
     spoiled[1] = torch.nan
+    seen = (apart <= 0 if causal else apart < 7) & ((apart <= 1) if window else apart < 7)
     for chunk_size, softcap in itertools.product((None, 3), (None, 2.0)):
         options: dict[str, Any] = {"chunk_size": chunk_size, "softcap": softcap, "causal": causal, "window": window}
-        clean, found = (relative_attention_vjp(d_out, x, k, v, rel_k, Span(6, 6), rel_v=rel_v, **options, impl=impl).q
+        clean, found = (relative_attention_vjp(d_out, x, k, v, rel_k, Span(6, 6), rel_v=rel_v, **options, impl=impl)
                         for x in (q, spoiled))  # fmt: skip
-        torch.testing.assert_close(found[[0, 2, 3, 4, 5, 6]], clean[[0, 2, 3, 4, 5, 6]])
+        torch.testing.assert_close(found.q[[0, 2, 3, 4, 5, 6]], clean.q[[0, 2, 3, 4, 5, 6]])
+        assert found.q[1].isnan().all()
+        for gradient in (found.k, found.v) if impl == "native" else ():
+            assert torch.equal(gradient.isnan(), seen[:, None].expand(7, 4))

@@ -102,28 +102,20 @@ def scanned(module: Any, x: Any, prompt: int, **room: Any) -> tuple[Any, Any]:
     return decoded(x)
 
 
-@pytest.mark.parametrize(
-    ("framework", "spec"), [(FLAX, GROUPED), (EQUINOX, SPECS["local"]), (EQUINOX, CLIPPED)],
-    ids=["flax", "equinox, local", "equinox, clipped"],
-)  # fmt: skip
-def test_a_cache_in_a_scan_is_the_whole(framework: Framework, spec: BlockSpec) -> None:
-    module = made(framework, spec)
-    y, cache = scanned(module, X, 4, length=12)
-    close(y, module(X))
-    assert cache.length == 9
-    assert cache.keys.shape == (2, module.spec.num_kv_heads, 12, module.spec.head_dim)
-
-
-@pytest.mark.parametrize(("framework", "keep", "prompt"), [(FLAX, 3, 2), (EQUINOX, 0, 1)],
-                         ids=["flax", "equinox, none"])  # fmt: skip
-def test_a_sliding_cache_in_a_scan_is_a_window(framework: Framework, keep: int, prompt: int) -> None:
-    """Of the ``keep`` positions before a query and itself."""
-    module = made(framework, GROUPED)
-    y, cache = scanned(module, X, prompt, keep=keep)
-    close(y, made(framework, replace(GROUPED, window=(keep, 0)))(X))
-    assert type(cache) is type(module.empty_cache(1, keep=keep))
-    assert cache.keys.shape == (2, 2, keep, 2)
-    assert cache.length == min(keep, 9)
+@pytest.mark.parametrize(("framework", "spec", "room", "prompt"), [
+    (FLAX, GROUPED, {"length": 12}, 4), (EQUINOX, SPECS["local"], {"length": 12}, 4),
+    (EQUINOX, CLIPPED, {"length": 12}, 4), (FLAX, GROUPED, {"keep": 3}, 2), (EQUINOX, GROUPED, {"keep": 0}, 1),
+], ids=["flax", "equinox, local", "equinox, clipped", "flax, sliding", "equinox, none"])  # fmt: skip
+def test_a_cache_in_a_scan_is_the_whole(
+    framework: Framework, spec: BlockSpec, room: dict[str, int], prompt: int
+) -> None:
+    """Or a window of the ``keep`` positions before a query and itself."""
+    module, keep = made(framework, spec), room.get("keep")
+    y, cache = scanned(module, X, prompt, **room)
+    close(y, module(X) if keep is None else made(framework, replace(spec, window=(keep, 0)))(X))
+    assert type(cache) is type(module.empty_cache(1, **room))
+    assert cache.length == min(9, *room.values())
+    assert cache.keys.shape == (2, spec.num_kv_heads, *room.values(), spec.head_dim)
 
 
 def test_a_sliding_cache_hides_its_room_and_padding() -> None:
