@@ -340,34 +340,6 @@ def test_values_that_no_query_of_the_chunk_sees_may_be_anything(case: dense.Case
     assert np.isnan(out[..., hidden, :]).all()
 
 
-SEGMENTS = np.asarray([[0, 0, 1, 1, 1, 2, 2], [0] * 7, [0, 1, 2, 3, 4, 4, 4]])
-
-
-@pytest.mark.parametrize(("mask", "labels", "options"), [
-    ("boolean", {}, {"causal": True, "offset": 1}), ("additive with holes", {}, {"causal": True, "offset": 1}),
-    (None, {"segments": SEGMENTS, "seed": np.arange(3)}, {"dropout": 0.4}),
-], ids=["boolean mask", "additive mask", "segments and seeds"])  # fmt: skip
-def test_vmap_is_a_loop_over_calls(mask: str | None, labels: dict[str, Any], options: dict[str, Any]) -> None:
-    case = dense.Case("mapped", lead=(3,), span=Span.clipped(2), tables="rel_k rel_v", mask=mask,
-                      options={"chunk_size": 3, **options})  # fmt: skip
-    arrays: dict[str, Any] = case.arrays() | labels
-    tables = {name: arrays.pop(name) for name in case.tables.split()}
-
-    def both(own: dict[str, Any], d_out: Any) -> Any:
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            return relative_attention(**{**own, "q": q, "k": k, "v": v}, **on_jax(tables), **case.call(), impl="native")
-
-        out, pull = jax.vjp(attend, own["q"], own["k"], own["v"])
-        return out, *pull(d_out)
-
-    found = run(jax.vmap(both), on_jax(arrays), jnp.asarray(case.d_out()))
-    for item in range(3):
-        given = {**{name: x[item] for name, x in arrays.items()}, **tables, **case.call()}
-        gradients = relative_attention_vjp(case.d_out()[item], **given)
-        for x, expected in zip(found, (relative_attention(**given), *gradients[:3]), strict=True):
-            close(x[item], expected, 1e-10, str(item))
-
-
 def test_a_program_that_computes_logits_twice_has_no_nan_in_its_gradients() -> None:
     """With heads of width 1, XLA computes the logits again for the gradient, and rounds some of them otherwise."""
     random = np.random.default_rng(10)

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -174,28 +175,39 @@ SINGLE: dict[str, Any] = {}
 """Calls that are not mapped, each compiled once for all tests."""
 
 
-@pytest.mark.parametrize(("case", "names"), [
-    (case, names) for case in (MAPPED, SHARED, BARE)
-    for names in ("q k v rel_q mask", "q", "k v", "mask", "rel_k", "rel_v rel_bias key_table", "seed",
-                  "q rel_k mask seed")
-    if {*names.split()} & {*case.arrays(), *case.options}
+def in_chunks(case: dense.Case, **changes: Any) -> dense.Case:
+    return replace(case, options={**case.options, "chunk_size": 2}, **changes)
+
+
+@pytest.mark.parametrize(("case", "names", "calls"), [
+    *((case, names, 2) for case in (MAPPED, SHARED, BARE)
+      for names in ("q k v rel_q mask", "q", "k v", "mask", "rel_k", "rel_v rel_bias key_table", "seed",
+                    "q rel_k mask seed")
+      if {*names.split()} & {*case.arrays(), *case.options}),
+    (in_chunks(MAPPED), "q k v mask", 0), (in_chunks(MAPPED, mask="additive with holes"), "q k v rel_q", 0),
+    (in_chunks(SHARED), "seed", 0),
 ], ids=str)  # fmt: skip
-def test_vmap_is_a_loop_over_calls(case: dense.Case, names: str) -> None:
+def test_vmap_is_a_loop_over_calls(case: dense.Case, names: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if calls == 0:
+        monkeypatch.setattr(_compiled, "kernels", None)
     given = on_jax(stacked(case, names, 3))
     seed: Any = jnp.arange(3) if "seed" in names else 7
     mapped = jax.vmap(partial(pulled, case), in_axes=(along(given, names), 0 if "seed" in names else None))
-    found, calls = counted(mapped, given, seed)
-    assert calls == 2
-    each = SINGLE.setdefault(case.name, jax.jit(partial(pulled, case)))
+    found, called = counted(mapped, given, seed)
+    assert called == calls
+    each = SINGLE.setdefault(f"{case.name} {case.mask} {calls}", jax.jit(partial(pulled, case)))
     for i in range(3):
         own = each(at(given, names, i), seed[i] if "seed" in names else seed)
         agree(jax.tree.map(lambda x, i=i: x[i], found), own)
 
 
+@pytest.mark.parametrize("loops", [False, True], ids=["", "loops"])
 @pytest.mark.parametrize("name", ["segments", "positions"])
 @pytest.mark.parametrize("each", [True, False], ids=["each its own", "shared"])
 @pytest.mark.parametrize("by_item", [True, False], ids=["by item", "of all items"])
-def test_vmap_of_labels(name: str, each: bool, by_item: bool) -> None:
+def test_vmap_of_labels(name: str, each: bool, by_item: bool, loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loops:
+        monkeypatch.setattr(_compiled, "kernels", None)
     names = "q v rel_k" if each != by_item else "q v"
     rng = np.random.default_rng(0)
     case = dense.Case("labels", n=5, m=6, lead=(2,), d=8, span=Span(2, 1, "clip"), tables="rel_k rel_v")
@@ -209,7 +221,7 @@ def test_vmap_of_labels(name: str, each: bool, by_item: bool) -> None:
 
         mapped = jax.vmap(call, in_axes=(along(given, names), 0 if each else None))
         found, calls = counted(mapped, given, labels)
-        assert calls == 2
+        assert calls == (0 if loops else 2)
         for i in range(3):
             own = jax.jit(call)(at(given, names, i), tuple(x[i] for x in labels) if each else labels)
             agree(jax.tree.map(lambda x, i=i: x[i], found), own)
@@ -223,7 +235,7 @@ def test_vmap_of_vmap(case: dense.Case, outer: str, inner: str) -> None:
     mapped = jax.vmap(partial(pulled, case), in_axes=(along(given, inner), 0 if "seed" in inner else None))
     found, calls = counted(jax.vmap(mapped, in_axes=(along(given, outer), None)), given, seed)
     assert calls == 2
-    each = SINGLE.setdefault(case.name, jax.jit(partial(pulled, case)))
+    each = SINGLE.setdefault(f"{case.name} {case.mask} 2", jax.jit(partial(pulled, case)))
     for i, j in np.ndindex(3, 2):
         expected = each(at(at(given, outer, i), inner, j), seed[j] if "seed" in inner else seed)
         agree(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), expected)
