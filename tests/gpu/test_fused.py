@@ -75,6 +75,9 @@ FEW = [
     Case("few queries, heads that share a tile", n=1, m=900, d=128, heads=8, kv_heads=1, span=Span.clipped(30),
          tables="rel_k rel_v", own_tables=False, mask="boolean", mask_shape=(2, 1, 1, 900),
          options={"causal": True, "offset": 899}),
+    *(Case(f"offsets by item, {own_tables=}", n=5, m=40, d=64, lead=(3,), span=Span.causal(40), own_tables=own_tables,
+           tables="rel_k rel_bias key_table", options={"causal": True, "offset": [35, 20, 20]})
+      for own_tables in (True, False)),
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]  # fmt: skip
 
@@ -142,22 +145,6 @@ def test_pages_are_read_where_they_are(n: int, dtype: str) -> None:
         (out, lse), attend_pages(**wide, **places, span=Span.causal(300), return_lse=True, impl="portable"), strict=True
     ):
         assert_close(actual, expected, libraries.GATES[dtype])
-
-
-@pytest.mark.parametrize("own_tables", [True, False], ids=["own tables", "shared"])
-def test_offsets_by_item_are_separate_calls(own_tables: bool) -> None:
-    case = Case("offsets by item", n=5, m=40, d=64, lead=(3,), span=Span.causal(40), own_tables=own_tables,
-                tables="rel_k rel_bias key_table", options={"causal": True})  # fmt: skip
-    arrays, offsets = on_device(case, "float32"), [35, 20, 20]
-    given: dict[str, Any] = {name: x.requires_grad_() for name, x in arrays.items()}
-    out = attend(**given, offset=offsets, span=case.span, causal=True, impl="native")
-    found = torch.autograd.grad(out.sin().sum(), list(given.values()))
-    wide = {name: x.detach().double().cpu().requires_grad_() for name, x in given.items()}
-    outs = [oracles.attention(**{name: x[index] if x.ndim > 3 else x for name, x in wide.items()}, span=case.span,
-                              causal=True, offset=offset).out for index, offset in enumerate(offsets)]  # fmt: skip
-    expected = torch.autograd.grad(torch.stack(outs).sin().sum(), list(wide.values()))
-    for actual, wanted in zip((out, *found), (torch.stack(outs), *expected), strict=True):
-        assert_close(actual.detach(), wanted.detach(), libraries.GATES["float32"] * 5)
 
 
 @pytest.mark.parametrize("keeps", [0, 2**40], ids=["computed anew", "kept"])
