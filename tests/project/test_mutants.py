@@ -18,26 +18,17 @@ def path(tmp_path: Path) -> Path:
 DECORATED = """
     import contextlib
     import functools
-
-    def times(number):
-        return lambda function: lambda *args: number * function(*args)
-
+    def times(number): return lambda function: lambda *args: number * function(*args)
     class Both:
         @property
         def size(self): return 2
-
         @classmethod
-        def made(cls):
-            return cls()
-
+        def made(cls): return cls()
     @times(5)
     @functools.cache
-    def sum_of(a, b):
-        return a + b
-
+    def sum_of(a, b): return a + b
     @contextlib.contextmanager
-    def inside():
-        yield Both.made().size
+    def inside(): yield Both.made().size
 """
 
 
