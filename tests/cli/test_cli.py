@@ -78,28 +78,26 @@ def test_info_as_json_and_as_tables(capsys: Capture) -> None:
     assert all(one["name"] in told for part in ("libraries", "runtimes", "missing") for one in facts[part])
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    pytest.param(["--length", "5"], BlockSpec(8, 2, Span.full(5)), id="full"),
-    pytest.param(["--length", "5", "--causal"], BlockSpec(8, 2, Span.causal(5), causal=True), id="causal"),
-    pytest.param(["--length", "5", "--causal", "--beyond", "clip"],
-                 BlockSpec(8, 2, Span.causal(5, "clip"), causal=True), id="beyond"),
-    pytest.param(["--clip", "3"], BlockSpec(8, 2, Span.clipped(3)), id="clip"),
-    pytest.param(["--length", "5", "--cross"], BlockSpec(8, 2, Span.full(5), cross=True), id="cross"),
-    pytest.param(["--block-size", "4", "--causal"], BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4),
-                 id="local"),
-    pytest.param(["--block-size", "4", "--blocks-before", "2", "--sinks"],
-                 BlockSpec(8, 2, Span(11, 3), block_size=4, blocks_before=2, sinks=True), id="stream"),
-    pytest.param(["--window", "3,1"], BlockSpec(8, 2, Span(3, 1), window=(3, 1)), id="window"),
-    pytest.param(["--window", "3,", "--causal"], BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)),
-                 id="past window"),
-    pytest.param(["--length", "5", "--num-kv-heads", "1", "--head-dim", "6", "--rel-values", "--shared-table",
-                  "--no-bias"],
-                 BlockSpec(8, 2, Span.full(5), num_kv_heads=1, head_dim=6, rel_values=True, shared_table=True,
-                           bias=False), id="shape"),
-])  # fmt: skip
-def test_export_options_become_the_spec(capsys: Capture, options: list[str], expected: BlockSpec) -> None:
-    told = output_of(capsys, "export", "m.onnx", *BLOCK, *options)
-    assert spec_in("m.onnx") == expected
+SPECS = {
+    "--length 5": BlockSpec(8, 2, Span.full(5)),
+    "--length 5 --causal": BlockSpec(8, 2, Span.causal(5), causal=True),
+    "--length 5 --causal --beyond clip": BlockSpec(8, 2, Span.causal(5, "clip"), causal=True),
+    "--clip 3": BlockSpec(8, 2, Span.clipped(3)),
+    "--length 5 --cross": BlockSpec(8, 2, Span.full(5), cross=True),
+    "--block-size 4 --causal": BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4),
+    "--block-size 4 --blocks-before 2 --sinks": BlockSpec(8, 2, Span(11, 3), block_size=4, blocks_before=2, sinks=True),
+    "--window 3,1": BlockSpec(8, 2, Span(3, 1), window=(3, 1)),
+    "--window 3, --causal": BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)),
+    "--length 5 --num-kv-heads 1 --head-dim 6 --rel-values --shared-table --no-bias": BlockSpec(
+        8, 2, Span.full(5), num_kv_heads=1, head_dim=6, rel_values=True, shared_table=True, bias=False
+    ),
+}
+
+
+@pytest.mark.parametrize("options", SPECS)
+def test_export_options_become_the_spec(capsys: Capture, options: str) -> None:
+    told = output_of(capsys, "export", "m.onnx", *BLOCK, *options.split())
+    assert spec_in("m.onnx") == SPECS[options]
     assert all(part in told for part in ("wrote    m.onnx", "random, seed 0", "relskew validate m.onnx"))
 
 
