@@ -228,9 +228,10 @@ def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
     assert [loop.m for loop in loops(right=0)] == [40, 80, 128, 168, 208, 256]
 
 
-def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:
-    rows = jax.ShapeDtypeStruct((1, heads, length, width), "float32")
-    return [rows, rows, rows, jax.ShapeDtypeStruct((heads, length, width), "float32")]
+def shapes(length: int, function: Any) -> list[Any]:
+    rows, table = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, 2, length, 16), (2, length, 16)))
+    labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
+    return [rows, rows, rows, table, *labels]
 
 
 def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
@@ -262,8 +263,7 @@ def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
 @pytest.mark.parametrize("function", [gradient, pushed, other_gradients])
 def test_memory_grows_with_the_length_and_not_with_its_square(function: Any) -> None:
     def scratch(length: int) -> int:
-        labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
-        compiled = jax.jit(function).lower(*shapes(length), *labels).compile()
+        compiled = jax.jit(function).lower(*shapes(length, function)).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     shorter, longer = scratch(512), scratch(1024)
@@ -278,8 +278,7 @@ def test_the_program_does_not_grow_with_the_length(function: Any) -> None:
         return len(jaxpr.eqns) + sum(equations(x) for x in inner if hasattr(x, "eqns"))
 
     def size(length: int) -> int:
-        labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
-        return equations(jax.make_jaxpr(function)(*shapes(length), *labels).jaxpr)
+        return equations(jax.make_jaxpr(function)(*shapes(length, function)).jaxpr)
 
     assert size(2048) == size(8192) > 100
 

@@ -130,7 +130,8 @@ def test_it_is_initialised_as_init_weights_does() -> None:
 
 @every_spec
 def test_padding_does_not_count(spec: BlockSpec) -> None:
-    module, given = made(spec), inputs(spec)
+    module: Any = made(spec)
+    given = inputs(spec)
     padding = torch.zeros(given[-1].shape[:-1], dtype=torch.bool)
     padding[1, -3:] = True
     changed = given[-1].masked_fill(padding[..., None], 1e3)
