@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mutmut.mutation.file_mutation import mutate_file_contents
 
+from mutants import ROOT
 from mutants.decorators import undecorated
 from mutants.record import Mutant
 
-ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "setup.py", "README.md")
 
 SAME = (
