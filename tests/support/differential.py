@@ -1,12 +1,14 @@
 """Random calls of the compiled kernels beside the formula in float64: for machines that have NumPy alone.
 
 ``python tests/support/differential.py 200 --seed 1`` tries two hundred; ``.ci/emulated`` does so on other processors.
+``--each 20`` tries every kind of a short call with twenty sets of queries, keys and values, which takes little longer.
 Outputs and gradients are held to the portable code in float64, and the outputs of short calls to ``by_pairs`` too.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,10 +25,17 @@ TOLERANCES = {"float32": (1e-4, 1e-4), "float64": (1e-11, 1e-11), "float16": (1e
 """Of results and of gradients, as a share of an array's largest number. Gradients take outputs as they were rounded."""
 
 
+BY_ITEM = ("q", "k", "v", "rel_q")
+"""The arrays that have the axis of the batch."""
+
+
 class Call(NamedTuple):
+    """A call, or several with the same tables, masks, labels and options, one after the other along the batch."""
+
     arrays: dict[str, Numbers]
     labels: dict[str, tuple[Numbers, Numbers]]
     options: dict[str, Any]
+    calls: int = 1
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {x.shape} {x.dtype}" for name, x in self.arrays.items())
@@ -36,19 +45,26 @@ class Call(NamedTuple):
         arrays = {name: x if x.dtype == bool else x.astype(dtype or x.dtype) for name, x in self.arrays.items()}
         return {**arrays, **self.labels, **self.options}
 
+    def each(self) -> Iterator["Call"]:
+        parts = {name: np.split(x, self.calls) for name, x in self.arrays.items() if name in BY_ITEM}
+        for number in range(self.calls):
+            yield self._replace(arrays=self.arrays | {name: part[number] for name, part in parts.items()}, calls=1)
 
-def drawn(rng: np.random.Generator) -> Call:
-    """Draw a call that the kernels serve; a sixth of them is longer than the blocks that these work on."""
+
+def drawn(rng: np.random.Generator, each: int = 1) -> Call:
+    """Draw a call that the kernels serve, or ``each``; a sixth is single, and longer than the blocks these work on."""
 
     def maybe(share: float) -> bool:
         return bool(rng.random() < share)
 
     dtype = str(rng.choice(["float32", "float32", "float64", "float16"]))
-    n, m = map(int, rng.integers(1, 600 if maybe(1 / 6) else 80, 2))
+    long = maybe(1 / 6)
+    n, m = map(int, rng.integers(1, 600 if long else 80, 2))
     n = min(n, int(rng.integers(1, 5))) if maybe(0.2) else n
     d, dv = map(int, rng.integers(1, 70, 2))
     batch, kv_heads, group = map(int, rng.integers(1, 3, 3))
-    heads = kv_heads * group
+    heads, calls = kv_heads * group, 1 if long else each
+    batch *= calls
 
     def normal(*shape: int) -> Numbers:
         return rng.standard_normal(shape).astype(dtype)
@@ -78,7 +94,7 @@ def drawn(rng: np.random.Generator) -> Call:
     options |= {"window": tuple(map(int, rng.integers(0, m, 2)))} if maybe(0.3) else {}
     options |= {"softcap": 5.0} if maybe(0.2) else {}
     options |= {"rel_scale": 0.3} if maybe(0.2) else {}
-    return Call(arrays, labels, options)
+    return Call(arrays, labels, options, calls)
 
 
 PORTABLE = partial(relative_attention, return_lse=True, impl="portable")
@@ -104,20 +120,29 @@ def differs(name: str, found: Numbers, expected: Numbers, tolerance: float) -> s
 
 
 def wrong(call: Call, rng: np.random.Generator) -> str | None:
-    """Say what is wrong about the output, the log-sum-exp or a gradient of a call."""
+    """Say what is wrong about the output, the log-sum-exp or a gradient of a call.
+
+    Of several calls, the gradients of what they share are added.
+    """
     dtype = call.arrays["q"].dtype
     tolerance, of_gradients = TOLERANCES[dtype.name]
-    results = relative_attention(**call.given(), return_lse=True, impl="native")
-    for name, found, right in zip(("out", "lse"), results, formula(call), strict=True):
+    given = [one.given() for one in call.each()]
+    results = zip(*(relative_attention(**one, return_lse=True, impl="native") for one in given), strict=True)
+    for name, found, right in zip(("out", "lse"), map(np.concatenate, results), formula(call), strict=True):
         if message := differs(name, found, right, tolerance):
             return message
-    d_out = rng.standard_normal(results[0].shape).astype(dtype)
-    gradients = relative_attention_vjp(d_out, **call.given(), impl="native")
+    d_out = rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])).astype(dtype)
+    gradients = [
+        relative_attention_vjp(part, **one, impl="native")
+        for part, one in zip(np.split(d_out, call.calls), given, strict=True)
+    ]
     expected = relative_attention_vjp(d_out.astype(float), **call.given("float64"), impl="portable")
-    for name, found in gradients._asdict().items():
-        if found is None:
+    for name in expected._fields:
+        if (right := getattr(expected, name)) is None:
             continue
-        if message := differs(f"the gradient of {name}", found, getattr(expected, name), of_gradients):
+        parts = [getattr(one, name) for one in gradients]
+        found = np.concatenate(parts) if name in BY_ITEM else np.sum(parts, axis=0, dtype=float)
+        if message := differs(f"the gradient of {name}", found, right, of_gradients):
             return message
     return None
 
@@ -126,18 +151,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", type=int)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--each", type=int, default=1)
     asked = parser.parse_args(argv)
     if _compiled.kernels is None:
         sys.exit(f"compiled kernels: {availability()}")
     print(f"kernels {availability()}; seed {asked.seed}", flush=True)
-    failures = 0
-    for number in range(asked.calls):
-        rng = np.random.default_rng([asked.seed, number])
-        call = drawn(rng)
+    made = kinds = failures = 0
+    while made < asked.calls:
+        rng = np.random.default_rng([asked.seed, kinds])
+        call = drawn(rng, asked.each)
         if message := wrong(call, rng):
             failures += 1
-            print(f"call {number}: {message}: {call}", flush=True)
-    print(f"{asked.calls} calls, {failures} wrong")
+            print(f"call {kinds}: {message}: {call}", flush=True)
+        made, kinds = made + call.calls, kinds + 1
+    print(f"{made} calls of {kinds} kinds, {failures} wrong")
     return int(failures > 0)
 
 
