@@ -16,7 +16,9 @@ from benchmarks.runner import ROOT, Benchmark, Case, Record, Row, machine, put
 NAMES: dict[str, tuple[str, str]] = {
     "calls": ("calls.Calls", "calls against the textbook's, plain attention and FlexAttention: time, memory, targets"),
     "compiled": ("compiled.Compiled", "calls with and without the compiled kernels"),
+    "peak": ("compiled.Peak", "the share of a processor's multiplications that is reached; needs a C++ compiler"),
     "half": ("compiled.Half", "calls in half precision against float32"),
+    "grids": ("compiled.OverGrids", "calls over grids against the code of SAM, Swin and BEiT"),
     "short": ("short.Short", "one token, small batches and short training against the formula by hand"),
     "first": ("short.First", "first calls of fresh processes, and XLA's time to compile; needs JAX"),
     "options": ("options.OptionsOfCalls", "options of a call against the dense masks that people write"),

@@ -1,11 +1,17 @@
-"""Compiled kernels compared with calls without them, and half precision with float32."""
+"""Compiled kernels compared with calls without them, half precision, peak, and models' code over grids."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import shutil
+import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
@@ -13,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from benchmarks.runner import Benchmark, Call, Case, Record, after, as_time, passes
-from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core import Span, backends, relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core.backends import _compiled
 
 HEADS, WIDTH = 8, 64
@@ -152,3 +158,174 @@ class Half(Benchmark):
             ratio = "" if row.contender == "float32" else f", {row.ratio:.2f}"
             line = f"{f'causal, {m}' if n > 1 else f'one token after {m}'}{after(training)}"
             yield line, row.contender, f"{as_time(row.cpu or 0.0)}{ratio}"
+
+
+LEVELS = {
+    "base": (16, []),
+    "x86-64-v3": (32, ["-mavx2", "-mfma"]),
+    "x86-64-v4": (64, ["-mavx512f", "-mprefer-vector-width=512"]),
+}
+"""The targets of the kernels: bytes of a vector, and the flags of an equivalent loop."""
+REALS: dict[str, Any] = {"float32": ("float", ctypes.c_float), "float64": ("double", ctypes.c_double)}
+PRODUCTS = {False: 3, True: 3 + 8}
+"""The number of products, forward and with backward: queries by keys, queries by the table, weights by values …"""
+
+LOOP = r"""
+typedef REAL Vector __attribute__((vector_size(BYTES)));
+extern "C" REAL loop(long turns, REAL factor, REAL term) {
+    Vector sums[12], a = Vector{} + factor, b = Vector{} + term;
+    for (int j = 0; j < 12; j++) sums[j] = Vector{} + REAL(j);
+    for (long i = 0; i < turns; i++)
+#pragma GCC unroll 12
+        for (int j = 0; j < 12; j++) sums[j] = sums[j] * a + b;
+    for (int j = 1; j < 12; j++) sums[0] += sums[j];
+    return sums[0][0];
+}
+"""
+COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+@cache
+def _loop(level: str, dtype: str) -> Any:
+    size, flags = LEVELS[level]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "loop.so")
+        types = [f"-DREAL={REALS[dtype][0]}", f"-DBYTES={size}"]
+        flags = [*flags, *types, "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
+        command = [str(COMPILER), *flags, "-x", "c++", "-", "-o", str(path)]
+        subprocess.run(command, input=LOOP, text=True, check=True)
+        return ctypes.CDLL(str(path)).loop
+
+
+def peak(level: str, dtype: str) -> float:
+    """Return the multiply-adds per second of one thread."""
+    loop, turns, best, real = _loop(level, dtype), 10**6, 0.0, REALS[dtype][1]
+    for _ in range(5):
+        start = time.process_time()
+        loop(ctypes.c_long(turns), real(0.5), real(0.25))
+        best = max(best, turns / (time.process_time() - start))
+    return best * 12 * LEVELS[level][0] / ctypes.sizeof(real)
+
+
+class Peak(Benchmark):
+    """The share of a processor's multiplications at each level, compared with a loop that does nothing else."""
+
+    page = "development/kernels.md"
+    names = tuple(LEVELS)
+
+    def cases(self) -> Iterator[Case]:
+        lengths = (1024, 2048, 4096, 8192)
+        for dtype, training, length in itertools.product(REALS, (False, True), lengths):
+            yield {"dtype": dtype, "training": training, "length": length}
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        compiled = _compiled.kernels is not None and contender in _compiled.kernels.LEVELS
+        return (None if compiled else "not compiled for this processor") if COMPILER else "there is no compiler"
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        one = passes(attend, drawn(case["length"], case["length"], case["dtype"]), case["training"])
+
+        def call() -> Any:
+            _compiled.kernels.use(contender)
+            try:
+                return one()
+            finally:
+                _compiled.kernels.use(_compiled.kernels.LEVELS[-1])
+
+        return call
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return {"peak": peak(contender, case["dtype"])}
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            length, training, seconds = row.case["length"], row.case["training"], row.cpu or 0.0
+            count = HEADS * WIDTH * PRODUCTS[training] * length * (length + 1) / 2
+            text = f"{as_time(seconds)}, {count / seconds / row.facts['peak']:.2f}"
+            yield f"{row.case['dtype']}, {length}{after(training)}", row.contender, text
+
+
+BARE, RELSKEW, MODULE = "torch's attention, no positions", "relskew", "the module's own code"
+SIZES = ("items", "heads", "width", "side", "tokens")
+MODELS = {
+    "SAM, 64 × 64": (1, 12, 64, 64, 0), "SAM's windows, 14 × 14": (25, 12, 64, 14, 0),
+    "Swin's windows, 7 × 7, 64 of them": (64, 3, 32, 7, 0), "Swin's windows, 7 × 7, 16 of them": (16, 6, 32, 7, 0),
+    "BEiT, 14 × 14 and a class token": (4, 12, 64, 14, 1), "a bias of 64 × 64": (1, 12, 64, 64, 0),
+}  # fmt: skip
+
+
+class OverGrids(Benchmark):
+    """Calls with the sizes of models in float32, on one thread of torch."""
+
+    page = "compiled.md"
+    names = (BARE, RELSKEW, MODULE)
+    measures = frozenset({"time", "memory"})
+    tolerance = 1e-4
+    legend = "Time and how many times that of the first column, and the memory of a call with its results.\n\n"
+    small: ClassVar[Case] = {"items": 1, "heads": 1, "side": 4}
+
+    def cases(self) -> Iterator[Case]:
+        for (model, sizes), training in itertools.product(MODELS.items(), (False, True)):
+            yield {"model": model, **dict(zip(SIZES, sizes, strict=True)), "training": training}
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        torch.manual_seed(0)
+        items, heads, width, side, tokens = (case[x] for x in SIZES)
+        rows, lead = 2 * side - 1, (items, heads, tokens + side * side, width)
+        sam, biases = case["model"].startswith("SAM"), [(heads, rows, rows), (heads, 3)]
+        shapes = [lead] * 3 + ([(rows, width)] * 2 if sam else biases[: 1 + tokens])
+        given = [torch.randn(shape) for shape in shapes]
+        if contender == BARE:
+            return passes(F.scaled_dot_product_attention, given[:3], case["training"])
+        ways: Any = (_by_products, _by_tables) if sam else (_by_matrix, _by_bias)  # two functions of the tables
+        return passes(partial(ways[contender == RELSKEW], side), given, case["training"])
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        expected: Any = self.prepare(case, MODULE)() if contender == RELSKEW else None
+        return super().check(case, contender, result, expected)
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            line = row.case["model"] + after(row.case["training"])
+            ratio = "" if row.contender == BARE else f", {row.ratio:.2f}"
+            yield line, row.contender, f"{as_time(row.cpu or 0.0)}{ratio}, {(row.bytes or 0) / 2**20:.0f} MiB"
+
+
+def _by_tables(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Any:
+    return relative_attention_2d(q, k, v, high, wide, q_grid=(side, side), k_grid=(side, side), rel_scale=1.0)
+
+
+def _by_bias(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Any:
+    prefix, grid = (0, 0) if of_token is None else (1, 1), (side, side)
+    return relative_attention_2d(q, k, v, rel_bias=bias, prefix=prefix, prefix_bias=of_token, q_grid=grid, k_grid=grid)
+
+
+def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Tensor:
+    """Return SAM's attention: products with gathered rows of both tables, materialised and added to the logits."""
+    places = torch.arange(side)
+    apart = places - places[:, None] + side - 1  # the key's minus the query's
+    queries = q.unflatten(-2, (side, side))
+    down = torch.einsum("bnhwc,hkc->bnhwk", queries, high[apart])
+    right = torch.einsum("bnhwc,wkc->bnhwk", queries, wide[apart])
+    bias = (down[..., :, None] + right[..., None, :]).reshape(*q.shape[:-1], side * side)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def _by_matrix(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Tensor:
+    """Return Swin's and BEiT's attention: a bias gathered into a matrix, products, a softmax."""
+    heads = bias.shape[0]
+    matrix = bias.flatten(1).mT[_index(side)].unflatten(0, (side * side, side * side)).permute(2, 0, 1)
+    if of_token is not None:
+        matrix = torch.cat([of_token[:, 0].reshape(heads, 1, 1).expand(-1, side * side, 1), matrix], -1)
+        first = torch.cat([of_token[:, 2:], of_token[:, 1:2].expand(-1, side * side)], -1)
+        matrix = torch.cat([first[:, None], matrix], -2)
+    weights = (q * q.shape[-1] ** -0.5) @ k.mT + matrix.contiguous()
+    return weights.softmax(-1) @ v
+
+
+@cache
+def _index(side: int) -> Tensor:
+    """Return the index of the bias for each pair of cells, which modules keep as a buffer."""
+    cells = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
+    apart = cells[:, None, :] - cells[:, :, None] + side - 1
+    return (apart[0] * (2 * side - 1) + apart[1]).flatten()

@@ -55,7 +55,9 @@ def tiny(name: str) -> list[str]:
     changes, only, who = {
         "calls": ("length=64 block_size=16 window=16", sections, " ".join(set(CONTENDERS) - set(slow))),
         "compiled": ("length=40", some, ""),
+        "peak": ("length=40", ["training=False"], ""),
         "half": ("queries=70 keys=70", ["training=True"], ""),
+        "grids": ("items=1 heads=2 width=8 side=4", ["training=True"], ""),
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
         "first": ("length=32", ["first=relskew --help", "first=None"], ""),
         "options": ("length=96", [], ""),
