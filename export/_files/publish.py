@@ -86,8 +86,10 @@ def publish(folder: Path, files: Sequence[str], weights: Sequence[str], overwrit
     new = [name for name in (*files, *weights) if not os.path.lexists(parent / name)]
     with writing(parent / files[0]):
         try:
-            linked = [_link_weights(folder / name, parent / name) for name in weights]
-            if any(linked):
+            linked = 0
+            for name in weights:
+                linked += _link_weights(folder / name, parent / name)
+            if linked:
                 sync_directory(parent)
             for name in files:
                 if overwrite:

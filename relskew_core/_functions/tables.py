@@ -78,7 +78,7 @@ def sinusoidal_table(
     xp = namespace_of(xp)
     rates = sinusoid_rates(dim, base=base)
     if symbolic(span.left, span.right):
-        there = device(xp.empty(0))
+        there = device(xp.empty(0, dtype=xp.float32))
         if there.type == "mps":  # Apple's GPUs have no float64
             return sinusoids(span, rates, order, direction, xp=xp, dtype=dtype, where="cpu").to(there)
         return sinusoids(span, rates, order, direction, xp=xp, dtype=dtype)

@@ -158,7 +158,7 @@ def test_torch_fx_keeps_attention_whole() -> None:
     assert traced.layer is attention
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.", "ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_torch_jit() -> None:
     ours: Any = replace_attention(Around(vits(0.0).eval()))
