@@ -88,18 +88,22 @@ def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
     assert max(float((x - y).detach().norm() / y.norm()) for x, y in zip(got, whole, strict=True)) > 1e-3
 
 
-def test_parakeet_itself_with_a_mask() -> None:
-    """With a band that is added to its mask."""
-    family, sdpa = FAMILIES["Parakeet"], hf("AttentionInterface")()["sdpa"]
+def with_a_band(theirs: Any) -> Any:
+    """Let Parakeet itself attend with a band that is added to its mask."""
+    sdpa = hf("AttentionInterface")()["sdpa"]
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **more: Any) -> Any:
         mask = attention_mask.masked_fill(outside(WINDOW, query, key), torch.finfo(query.dtype).min)
         return sdpa(module, query, key, value, mask, **more)
 
     hf("AttentionInterface").register("banded", attention)
-    theirs = family.make()
     theirs.config._attn_implementation = "banded"
-    got, want = (outputs(model, family, 30) for model in (local(family), theirs))
+    return theirs
+
+
+def test_parakeet_itself_with_a_mask() -> None:
+    family = FAMILIES["Parakeet"]
+    got, want = (outputs(model, family, 30) for model in (local(family), with_a_band(family.make())))
     check(got, want, family.gate)
 
 
@@ -192,3 +196,41 @@ def test_a_window_exports_for_any_batch_and_length(name: str, window: tuple[int,
             want = ours(**inputs)
             mask = getattr(want, "attention_mask", inputs["attention_mask"])[..., None]
             check(torch.from_numpy(out) * mask, want.last_hidden_state * mask, 1e-4)
+
+
+@pytest.mark.slow
+def test_an_hour_of_sound(tmp_path: Path) -> None:
+    """360,000 frames of 10 ms, half as many after the subsampling, in onnxruntime; the original serves a minute."""
+    theirs = FAMILIES["Parakeet"].make().float()
+    ours = replace_attention(copy.deepcopy(theirs), window=WINDOW)
+    width = theirs.config.num_mel_bins
+    short = {"input_features": torch.randn(2, 400, width), "attention_mask": torch.ones(2, 400, dtype=torch.bool)}
+    torch_to_onnx(ours, short, tmp_path / "parakeet.onnx", tolerance=1e-3)
+    session = opened(tmp_path / "parakeet.onnx")
+    sound = torch.randn(1, 360_000, width, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 360_000, dtype=torch.bool)
+    out, _ = session.run(None, {"input_features": sound.numpy(), "attention_mask": mask.numpy()})
+    factor, minute = theirs.config.subsampling_factor, 6_000
+    assert out.shape[:2] == (1, 360_000 // factor)
+    want = with_a_band(theirs)(sound[:, :minute], mask[:, :minute]).last_hidden_state
+    heard = minute // factor - 20  # the last steps of the minute attend to what follows
+    check(torch.from_numpy(out)[:, :heard], want[:, :heard], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFORMERS)
+def test_an_hour_of_frames(name: str) -> None:
+    """45,000 frames, as after a subsampling by 8, of which the original has the first minute.
+
+    All others are padding, or frames that chunks do not see; with a window, no frame is padding. Legacy positions
+    depend on the length with padding, so that their minute is another.
+    """
+    family, hour, minute = FAMILIES[name], 45_000, 750
+    theirs, ours = family.make(), replace_attention(family.make())
+    whole = {key: x[:1] for key, x in given(family, hour, ours).items()}
+    heard = whole if name == "NeMo chunks" else {**whole, "attention_mask": torch.arange(hour)[None] < minute}
+    got = ours(**heard)
+    replace_attention(ours, window=WINDOW)(**whole)
+    if name != "ESPnet legacy":
+        want = theirs(**{key: x[:, : minute + 40] for key, x in heard.items()})
+        check(got[:, :minute], want[:, :minute], 10 * max(family.gate, 1e-6))
