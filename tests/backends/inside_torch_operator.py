@@ -264,7 +264,7 @@ WITH_OPTIONS = ("positions", "packed documents", "documents in any order", "sink
                 "offsets by item, in blocks")  # fmt: skip
 
 
-@pytest.mark.parametrize("case", map(BY_NAME.get, WITH_OPTIONS), ids=str)
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in WITH_OPTIONS], ids=str)
 def test_vmap_takes_every_option(case: dense.Case) -> None:
     given = tensors(case, grad=True)
     own = given.pop("q")
