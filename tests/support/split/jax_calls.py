@@ -4,7 +4,7 @@ import os
 import sys
 
 DEVICES = 4
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"  # before the imports, which read it
 
 from typing import Any  # noqa: E402
 
