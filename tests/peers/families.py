@@ -284,7 +284,7 @@ SPEECH: dict[str, Family] = {
     "Gemma 3n": Family(built(
         "gemma3n.Gemma3nAudioEncoder", hidden_size=24, input_feat_size=16, conf_num_attention_heads=3,
         conf_num_hidden_layers=2, conf_attention_chunk_size=4, conf_attention_context_left=5,
-        conf_attention_context_right=0, conf_reduction_factor=1, conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
+        conf_attention_context_right=2, conf_reduction_factor=1, conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
     ), mels, gate=1e-5),
     "Gemma 4": Family(in_float32(built(
         "gemma4.Gemma4AudioModel", subsampling_conv_channels=[16, 4], conv_kernel_size=3, attention_chunk_size=4,

@@ -21,7 +21,6 @@ from relskew_core import (
     deberta_buckets,
     merge_attention,
     relative_attention,
-    relative_logits,
     sinusoidal_table,
     t5_buckets,
     toeplitz,
@@ -29,54 +28,17 @@ from relskew_core import (
 from relskew_core.huggingface import replace_attention
 
 
-def t5(*more: Any, decoder: bool) -> Any:
-    return made(
-        "t5.T5Attention", "T5Config", *more, d_model=24, d_kv=4, num_heads=3, relative_attention_num_buckets=8,
-        relative_attention_max_distance=12, is_decoder=decoder, dropout_rate=0.0,
-    )  # fmt: skip
-
-
-def t5_attention(theirs: Any, x: torch.Tensor, memory: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Projections without biases, no scale, a bias by bucket."""
-    weights = theirs.state_dict()
-    q, k, v = (split(y @ weights[f"{name}.weight"].mT, 3) for y, name in ((x, "q"), (memory, "k"), (memory, "v")))
-    out: Any = relative_attention(q, k, v, scale=1.0, **options)
-    return join(out) @ weights["o.weight"].mT
-
-
 def test_t5_encoder(length: int) -> None:
-    theirs = t5(True, decoder=False)
+    theirs = made(
+        "t5.T5Attention", "T5Config", True, d_model=24, d_kv=4, num_heads=3, relative_attention_num_buckets=8,
+        relative_attention_max_distance=12, is_decoder=False, dropout_rate=0.0,
+    )  # fmt: skip
     x, mask = padded(length)
     want, *_ = theirs(x, mask=additive(mask))
     spec, weights = conventions.load_t5(
         theirs.state_dict(), num_heads=3, bidirectional=True, num_buckets=8, max_distance=12
     )
     check(attention_block(x, weights, spec, mask=mask), want)
-
-
-def test_t5_decoder_with_a_cache() -> None:
-    theirs = t5(True, 0, decoder=True)
-    x = randn(2, 20, 24)
-    convention = conventions.T5(bidirectional=False, num_buckets=8, max_distance=12)
-    rel_bias, span = convention.load(theirs.relative_attention_bias.weight)
-    cache = hf("DynamicCache")()
-    for start, stop in itertools.pairwise([0, 7, 8, 9, 20]):
-        mask = additive(torch.arange(stop) <= torch.arange(start, stop)[:, None])[None, None]
-        want, *_ = theirs(x[:, start:stop], mask=mask, past_key_values=cache)
-        got = t5_attention(
-            theirs, x[:, start:stop], x[:, :stop], rel_bias=rel_bias, span=span, causal=True, offset=start
-        )
-        check(got, want)
-
-
-def test_t5_cross_attention_with_a_cache() -> None:
-    theirs = t5(False, 0, decoder=True)
-    x, (memory, mask) = randn(2, 3, 24, seed=2), padded(9)
-    caches = hf("DynamicCache")
-    cache = hf("EncoderDecoderCache")(caches(), caches())
-    for _ in range(2):  # the second time, keys and values come from the cache
-        want, *_ = theirs(x, mask=additive(mask), key_value_states=memory, past_key_values=cache)
-        check(t5_attention(theirs, x, memory, mask=mask), want)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False], ids=["encoder", "decoder"])
@@ -196,20 +158,6 @@ def test_longformer() -> None:
     check(join(torch.cat([of_first[:, :, :1], out[:, :, 1:]], dim=-2)), want, 1e-6)  # its softmax is float32
 
 
-@pytest.mark.parametrize("heads", [2, 3, 4, 6])
-def test_bloom(heads: int) -> None:
-    theirs = made("bloom.BloomAttention", "BloomConfig", 0, hidden_size=8 * heads, num_attention_heads=heads)
-    x = randn(2, 9, 8 * heads)
-    alibi = hf("bloom.build_alibi_tensor")(torch.ones(2, 9), heads, torch.float64)
-    mask = additive(torch.ones(1, 1, 9, 9).tril().bool())
-    want, *_ = theirs(x, torch.zeros_like(x), alibi, mask)
-    q, k, v = (y.transpose(1, 2) for y in theirs.query_key_value(x).unflatten(-1, (heads, 3, 8)).unbind(-2))
-    span = Span.causal(64)
-    bias = alibi_bias(heads, span, xp=torch, dtype=torch.float64)
-    out: Any = relative_attention(q, k, v, rel_bias=bias, span=span, causal=True)
-    check(theirs.dense(join(out)), want, 1e-6)  # Bloom's softmax is float32
-
-
 def test_bloom_in_half_precision_far_from_the_beginning() -> None:
     """The number of a key fits float16, and would not fit divided by the scale."""
     theirs = made("bloom.BloomAttention", "BloomConfig", 0, hidden_size=256, num_attention_heads=2).half()
@@ -225,6 +173,8 @@ def test_mpt_with_a_cache(heads: int) -> None:
     x, cache = randn(2, 9, 8 * heads), hf("DynamicCache")()
     span = Span.causal(64)
     bias = alibi_bias(heads, span, xp=torch, dtype=torch.float64)
+    of_bloom = hf("bloom.build_alibi_tensor")(torch.ones(1, 64), heads, torch.float64)[:, 0]  # by key, not by distance
+    check(bias - bias[:, :1], of_bloom, 1e-6)
     for start, stop in itertools.pairwise([0, 5, 6, 9]):
         alibi = hf("mpt.build_mpt_alibi_tensor")(heads, stop)
         future = torch.arange(stop) > torch.arange(start, stop)[:, None]
@@ -252,30 +202,6 @@ def test_mpt_in_half_precision_far_from_the_end() -> None:
     wrong = (outputs(theirs, 9) - wanted).norm()
     for step in (9, 1):
         assert (outputs(ours, step) - wanted).norm() < 1.5 * wrong
-
-
-@pytest.mark.parametrize("memory", [0, 3])
-def test_xlnet(length: int, memory: int) -> None:
-    """Content and position biases, cached memory, rows for keys plus queries."""
-    config = hf("XLNetConfig")(d_model=24, n_head=3, n_layer=1, d_inner=8, vocab_size=5, dropout=0.0)
-    model = hf("XLNetModel")(config)
-    theirs = randomised(model.layer[0].rel_attn)
-    h, past = randn(length, 2, 24), randn(memory, 2, 24, seed=2)
-    keys = memory + length
-    positions = model.relative_positional_encoding(length, keys, bsz=2).double()
-    want, *_ = theirs(h, None, None, None, positions, None, mems=past)
-    every = torch.cat([past, h])
-    q, k, v = (
-        torch.einsum("lbe,ehd->bhld", y, weight) for y, weight in ((h, theirs.q), (every, theirs.k), (every, theirs.v))
-    )
-    span = Span(keys, length - 1)
-    sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64)
-    rel_k, same = conventions.TRANSFORMER_XL.load(torch.einsum("re,ehd->hrd", sinusoids, theirs.r), left=keys)
-    assert same == span
-    out: Any = relative_attention(
-        q + theirs.r_w_bias[:, None], k, v, rel_k, span, rel_q=q + theirs.r_r_bias[:, None], offset=memory
-    )
-    check(theirs.post_attention(h, torch.einsum("bhld->lbhd", out)), want, 1e-6)
 
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(256, 512), (6, 10), (32, 128), (12, 40)])
@@ -345,17 +271,6 @@ def test_bert(kind: str, length: int) -> None:
     check(join(relative_attention(q[:, :, -1:], k, v, table, offset=length - 1, **options)), want)
 
 
-@pytest.mark.parametrize("past", [0, 4])
-def test_inkling(length: int, past: int) -> None:
-    """Learned relative queries, zero beyond the extent, an offset."""
-    theirs = randomised(hf("inkling.InklingRelativeLogits")(5, 8))
-    states = randn(2, length, 3, 5)
-    want = theirs(states, torch.arange(length) + past, torch.arange(length + past))
-    table, span = conventions.INKLING.load(theirs.proj.mT)
-    got = relative_logits(states.transpose(1, 2), table, span, n_keys=length + past, offset=past, causal=True)
-    check(got, want)
-
-
 def test_bros() -> None:
     """A vector for each pair of boxes, which the queries are multiplied by."""
     theirs = made("bros.BrosSelfAttention", "BrosConfig")
@@ -402,32 +317,22 @@ def test_gpt_oss(window: int | None) -> None:
     check(gradients, expected)
 
 
-def opennmt() -> tuple[Any, Any]:
-    theirs = alone("onmt.modules.multi_headed_attn.MultiHeadedAttention")(
-        3, 24, 0.0, max_relative_positions=4, attn_type="self"
-    )
-    return randomised(theirs), conventions.SHAW.load(theirs.relative_positions_embeddings.weight)
-
-
 def test_opennmt(length: int) -> None:
-    """One table for keys and values."""
-    theirs, (table, span) = opennmt()
+    """One table for keys and values; with a cache, one token at a time."""
+    attention = alone("onmt.modules.multi_headed_attn.MultiHeadedAttention")
+    theirs = randomised(attention(3, 24, 0.0, max_relative_positions=4, attn_type="self"))
+    table, span = conventions.SHAW.load(theirs.relative_positions_embeddings.weight)
     x, mask = padded(length)
     want, _ = theirs(x, x, x, mask=~mask)
     q, k, v = (split(linear(x), 3) for linear in (theirs.linear_query, theirs.linear_keys, theirs.linear_values))
     out: Any = relative_attention(q, k, v, table, span, rel_v=table, mask=mask)
     check(theirs.final_linear(join(out)), want, 1e-6)  # its softmax is float32
-
-
-def test_opennmt_with_a_cache() -> None:
-    theirs, (table, span) = opennmt()
     theirs.layer_cache = True, {"keys": torch.tensor([]), "values": torch.tensor([])}
-    x = randn(2, 9, 24)
-    for stop in range(1, 10):
-        token, seen = x[:, stop - 1 : stop], x[:, :stop]
-        want, _ = theirs(token, token, token, step=stop - 1)
-        q, k, v = split(theirs.linear_query(token), 3), split(theirs.linear_keys(seen), 3), theirs.linear_values(seen)
-        out: Any = relative_attention(q, k, split(v, 3), table, span, rel_v=table, causal=True, offset=stop - 1)
+    order: dict[str, Any] = {"rel_v": table, "causal": True}
+    for place, token in enumerate(x.split(1, dim=1)):
+        want, _ = theirs(token, token, token, step=place)
+        seen = (q[:, :, place : place + 1], k[:, :, : place + 1], v[:, :, : place + 1])
+        out = relative_attention(*seen, table, span, **order, offset=place)
         check(theirs.final_linear(join(out)), want, 1e-6)
 
 
