@@ -11,30 +11,30 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import DriverConfig
+from triton.runtime.jit import JITFunction
 
 from benchmarks.runner import Benchmark, Call, Case, Record, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
+from relskew_core.backends._torch.triton import backward, forward
 from relskew_core.backends._torch.triton import call as launch
-from relskew_core.backends._torch.triton import forward
-from relskew_core.backends._torch.triton.call import Limits, TiledCall
-from relskew_core.backends._torch.triton.kernels import decoding as decoding_kernels
-from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
-from relskew_core.backends._torch.triton.kernels import keys as key_kernels
-from relskew_core.backends._torch.triton.kernels import queries as query_kernels
+from relskew_core.backends._torch.triton.call import Limits
 
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
-TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+Launch = tuple[Any, dict[str, Any]]  # a kernel and its arguments
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+KERNELS = {
+    "forward_kernel": "forward", "key_gradient_kernel": "keys", "query_gradient_kernel": "queries",
+    "table_gradient_kernel": "tables", "decoding_kernel": "decoding", "delta_kernel": "delta", "merge_kernel": "merge",
+}  # fmt: skip
 TERMS = {
     "plain": (None, False), "full": (Span.causal(1024), False), "clipped": (Span.clipped(64), False),
     "clipped, values": (Span.clipped(64), True), "everything": (Span.causal(1024), True),
@@ -51,8 +51,8 @@ SHARED_BYTES: dict[int | str, int] = {
 """Of a program, by compute capability, or by the name of a device of AMD."""
 
 
-def call_of(dtype: torch.dtype, width: int, terms: str, capability: int | str) -> TiledCall:
-    """Return a causal call of 1024 positions with tables for two heads, for a device of this capability."""
+def arguments_of(dtype: torch.dtype, width: int, terms: str) -> Arguments:
+    """Return a causal call of 1024 positions with tables for two heads."""
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
@@ -62,94 +62,47 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int | str) -
         others = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
     others |= {"key_table": table} if "keys" in terms else {}
     others |= {"positions": (places, places.flip(0))} if "positions" in terms else {}
-    return tiled(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others), capability)
+    return Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others)
 
 
-def limits_of(capability: int | str) -> Limits:
-    return Limits(capability // 10 if isinstance(capability, int) else 0, SHARED_BYTES[capability])
+def launches(arguments: Arguments, capability: int | str, pages: Any = None) -> dict[str, Launch]:
+    """Return what a call and its gradients launch on a device of this capability, the last launch of each kernel.
+
+    With ``pages``, the fields of :class:`forward.Pages`, there are no gradients.
+    """
+    found, given = dict[str, Launch](), problem(arguments)
+
+    def run(kernel: Any, *values: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        found[KERNELS[kernel.__name__]] = kernel, dict(zip(kernel.arg_names, values, strict=False)) | named
+
+    divides = arguments.mask is not None or pages is not None  # the keys of a query among several programs
+    major = capability // 10 if isinstance(capability, int) else 0
+    limits = Limits(major, SHARED_BYTES[capability], processors=132 if divides else 1)
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(launch, "limits", lambda device: limits),
+        patch.object(forward, "limits", lambda device: limits),
+    ):
+        out, sums = forward.attention(given.given, given.options, None if pages is None else forward.Pages(*pages))
+        if pages is None:
+            backward.attention_vjp(torch.empty_like(out), given.given, given.options, out=out, sums=sums)
+    return found
 
 
-def tiled(arguments: Arguments, capability: int | str) -> TiledCall:
-    given = problem(arguments)
-    call, device = TiledCall.of(given.given, given.options), limits_of(capability)
-    found = launch.tiles(call.operands.q.dtype, launch.widest(call.operands), device, by_value=call.by_value)
-    assert found is not None
-    return replace(call, forward=found[0], backward=found[1])
+class Elsewhere:
+    """What Triton asks of a device that is not here in order to compile for it."""
 
-
-def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Return the names of a call's kernels with their arguments."""
-    x, numbers = call.operands, torch.empty(1)
-    yield "forward", forward_kernels.forward_kernel, {
-        **call.arguments(call.forward), "out": x.q, "row_sums": numbers,
-        "keys_of_program": None if x.mask is None else 1024,
-    }  # fmt: skip
-    given = {**call.arguments(call.backward), "d_out": x.q, "row_sums": numbers, "delta": numbers}
-    chunk = {"chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048}
-    yield "keys", key_kernels.key_gradient_kernel, {
-        **given, "d_k": x.q, "d_v": x.q, "num_stages": call.key_stages, "d_mask": numbers if call.of_keys else None,
-        "d_logits": None if x.key_table is None else numbers if call.by_value else x.k, "far_logits": numbers, **chunk,
-    }  # fmt: skip
-    buffer = numbers if call.by_value else x.q
-    logits = None if x.rel_k is None and x.rel_bias is None else buffer
-    yield "queries", query_kernels.query_gradient_kernel, {
-        **given, "d_q": x.q, "d_logits": logits, "weights": None if x.rel_v is None else buffer, "far_logits": numbers,
-        "far_weights": numbers, "d_rel_q": x.rel_q, "d_mask": None if call.of_keys else x.mask, **chunk,
-        "num_stages": call.query_stages,
-    }  # fmt: skip
-    if logits is not None:
-        width, tile = x.q.shape[-1], call.backward
-        yield "tables", key_kernels.table_gradient_kernel, {
-            "x": buffer, "rows": launch.rows_of(x.q), "sums": numbers, "batch": 2, "group": 1, "chunk_start": 0,
-            "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048, "slab_rows": 2048, "D": width,
-            "BLOCK_D": launch.block(width), "B": tile.size, "PRECISION": call.precision, "HIDDEN": False,
-            "num_warps": tile.warps, "num_stages": tile.stages,
-        }  # fmt: skip
-
-
-def decoding(
-    dtype: torch.dtype, width: int, capability: int | str, *, paged: bool, queries: int = 1, group: int = 4
-) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel for few queries with its arguments, with tables by head, for keys and for values."""
-    x = torch.empty((2, 2 * group, 4096, width), dtype=dtype)
-    k, table = x[:, :2], torch.empty((2 * group, 4096, width), dtype=dtype)
-    given = problem(Arguments(x[:, :, :queries], k, k, table, Span.causal(4096), rel_v=table, causal=True,
-                              offset=4096 - queries))  # fmt: skip
-    numbers, places = torch.empty(1), torch.empty((2, 256), dtype=torch.int32)
-    pool = torch.empty((512, 16, 2, width), dtype=dtype)
-    pages = forward.Pages(pool, pool, places, places[0, :2]) if paged else None
-    tile = launch.decoding_tile(dtype, width, limits_of(capability))
-    arguments, _ = forward.of_few(TiledCall.of(given.given, given.options), tile, pages)
-    results = {"out": numbers, "row_sums": numbers, "keys_of_program": 1024}
-    return decoding_kernels.decoding_kernel, {**arguments, **results}
+    def __init__(self, capability: int | str) -> None:
+        kind = ("cuda", capability, 32) if isinstance(capability, int) else ("hip", capability, 64)
+        self.get_current_device = lambda: capability
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget(*kind)
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], capability: int | str) -> Any:
-    """Compile a kernel like a launch with these arguments, and return what Triton makes of it."""
-    constants, attributes = {}, {}
-
-    def signed(value: Any, place: tuple[int, ...], free: bool) -> Any:
-        """Return the type of an argument, or of each of a tuple; constants and what is known of others are noted."""
-        if isinstance(value, tuple):
-            return type(value)(*(signed(each, (*place, index), free) for index, each in enumerate(value)))
-        value, constant = (value.value, True) if isinstance(value, tl.constexpr) else (value, False)
-        if constant or value is None or (free and isinstance(value, int) and value == 1):
-            constants[place] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor) or (free and isinstance(value, int) and value % 16 == 0):
-            attributes[place] = [["tt.divisibility", 16]]
-        kind = "fp32" if isinstance(value, float) else "i32"
-        return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else kind
-
-    fixed = set(kernel.do_not_specialize or ())
-    signature = {}
-    for index, parameter in enumerate(kernel.params):
-        value, name = arguments.get(parameter.name), parameter.name
-        signature[name] = signed(tl.constexpr(value) if parameter.is_constexpr else value, (index,), name not in fixed)
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
-    target = GPUTarget(*(("cuda", capability, 32) if isinstance(capability, int) else ("hip", capability, 64)))
-    return triton.compile(source, target=target, options=options)
+    """Return what Triton makes of a kernel for a launch with these arguments."""
+    with patch.object(DriverConfig, "active", Elsewhere(capability)):
+        return kernel.warmup(grid=(1,), **arguments)
 
 
 def resources(binary: Any) -> tuple[int, int, int]:
@@ -196,7 +149,7 @@ class GPURegisters(Benchmark):
         by_place: dict[tuple[Any, ...], list[tuple[str, str, str]]] = {}
         for row in record.measured():
             capability, dtype, width = place = [row.case[key] for key in ("capability", "dtype", "width")]
-            kind = f"{TYPES[getattr(torch, dtype)]}, {width}"
+            kind = f"{TYPES[dtype]}, {width}"
             line = f"{capability / 10} | {kind} | {row.contender} | {row.facts['tile']}"
             cell = line, row.case["terms"], row.facts["uses"]
             by_place.setdefault((*place, row.contender), []).append(cell)
@@ -205,7 +158,6 @@ class GPURegisters(Benchmark):
 
 
 @functools.lru_cache(maxsize=1)
-def _kernels(capability: int, dtype: str, width: int, terms: str, tf32: bool) -> dict[str, tuple[Any, dict[str, Any]]]:
+def _kernels(capability: int, dtype: str, width: int, terms: str, tf32: bool) -> dict[str, Launch]:
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    call = call_of(getattr(torch, dtype), width, terms, capability)
-    return {name: (kernel, given) for name, kernel, given in launches(call)}
+    return launches(arguments_of(getattr(torch, dtype), width, terms), capability)

@@ -91,12 +91,19 @@ def test_tiles_fit_the_device() -> None:
 def test_kernels_compile_for_devices_that_are_not_here(
     dtype: torch.dtype, width: int, terms: str, capability: int | str, gpu_registers: Any
 ) -> None:
-    call = gpu_registers.call_of(dtype, width, terms, capability)
     queries, group = (1, 1) if terms == "full" else (3, 4)
-    few = gpu_registers.decoding(dtype, width, capability, paged=terms == "full", queries=queries, group=group)
-    for name, kernel, arguments in (*gpu_registers.launches(call), ("decoding", *few)):
-        binary = gpu_registers.compiled(kernel, arguments, capability)
-        registers, spilled_bytes, shared_bytes = gpu_registers.resources(binary)
+    x, table = (torch.empty((*lead, 2 * group, 4096, width), dtype=dtype) for lead in ((2,), ()))
+    few = Arguments(x[:, :, :queries], x[:, :2], x[:, :2], table, Span.causal(4096), rel_v=table, causal=True,
+                    offset=4096 - queries)  # fmt: skip
+    pool, places = torch.empty((512, 16, 2, width), dtype=dtype), torch.empty((2, 256), dtype=torch.int32)
+    pages = (pool, pool, places, places[0, :2]) if terms == "full" else None
+    launched = gpu_registers.launches(few, capability, pages)
+    launched |= gpu_registers.launches(gpu_registers.arguments_of(dtype, width, terms), capability)
+    assert {"decoding", "forward", "delta", "keys", "queries"} <= set(launched)
+    for name, (kernel, given) in launched.items():
+        registers, spilled_bytes, shared_bytes = gpu_registers.resources(
+            gpu_registers.compiled(kernel, given, capability)
+        )
         assert shared_bytes <= gpu_registers.SHARED_BYTES[capability]
         assert registers <= (255 if isinstance(capability, int) else 512)
         if name in ("forward", "decoding") and terms == "full":
@@ -129,12 +136,12 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
     }  # fmt: skip
     arrays |= {"rel_q": x} if "rel_q" in given else {}
     arrays |= {"mask": masks[given["mask"]]} if "mask" in given else {}
-    call = gpu_registers.tiled(Arguments(x, x, x, **{**given, **arrays}), 90)
-    assert call.forward.shuffles
-    for name, kernel, arguments in gpu_registers.launches(call):
+    launched = gpu_registers.launches(Arguments(x, x, x, **{**given, **arrays}), 90)
+    assert launched["forward"][1]["x"].SHUFFLES.value
+    for name, (kernel, arguments) in launched.items():
         code = gpu_registers.compiled(kernel, arguments, 90).asm["ttgir"]
         assert not overwritten(code)
-        if name == "tables":
+        if name in ("delta", "merge", "tables"):
             continue
         layouts = dict(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<(.*)>$", code, re.MULTILINE))
         used = re.findall(r"elementwise_inline_asm .*?\} %.*? : (.*?) loc\(", code, re.DOTALL)
@@ -171,8 +178,7 @@ def overwritten(code: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(gpu_registers: Any) -> None:
     x, table = torch.empty((1, 2, 1024, 64), dtype=torch.bfloat16), torch.empty((2, 9, 64), dtype=torch.bfloat16)
-    call = gpu_registers.tiled(Arguments(x, x, x, table, Span.clipped(4)), 90)
-    ((kernel, arguments),) = ((kernel, given) for name, kernel, given in gpu_registers.launches(call) if name == "keys")
+    kernel, arguments = gpu_registers.launches(Arguments(x, x, x, table, Span.clipped(4)), 90)["keys"]
     for stages in (1, 2):
         code = gpu_registers.compiled(kernel, {**arguments, "num_stages": stages}, 90).asm["ttgir"]
         assert bool(overwritten(code)) == (stages == 2)
