@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import ROOT, Benchmark, Case, Record, Row, machine, put
+from benchmarks.runner import ROOT, Benchmark, Case, Record, Row, machine, mark, put
 
 NAMES: dict[str, tuple[str, str]] = {
     "calls": ("calls.Calls", "calls against the textbook's, plain attention and FlexAttention: time, memory, targets"),
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(text, end="\n\n")
     if options.docs:
         for part, text in texts.items():
-            put(ROOT / "docs" / benchmark.page, options.name, part, text)
+            put(ROOT / "docs" / benchmark.page, mark(options.name, part), text)
     wrong = [line(row) for row in record.rows if str(row.skipped).startswith("wrong")]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import timeit
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -25,10 +26,10 @@ from relskew_core.backends import _compiled
 HEADS, WIDTH = 8, 64
 
 
-def drawn(queries: int, keys: int, dtype: str = "float32", heads: int = HEADS) -> list[Any]:
+def drawn(queries: int, keys: int, dtype: str) -> list[Any]:
     """Return queries, keys, values and a table of the keys."""
     torch.manual_seed(0)
-    sizes = ((1, heads, queries, WIDTH), (1, heads, keys, WIDTH), (1, heads, keys, WIDTH), (keys, WIDTH))
+    sizes = ((1, HEADS, queries, WIDTH), (1, HEADS, keys, WIDTH), (1, HEADS, keys, WIDTH), (keys, WIDTH))
     return [torch.randn(size).to(getattr(torch, dtype)) for size in sizes]
 
 
@@ -199,12 +200,10 @@ def _loop(level: str, dtype: str) -> Any:
 
 def peak(level: str, dtype: str) -> float:
     """Return the multiply-adds per second of one thread."""
-    loop, turns, best, real = _loop(level, dtype), 10**6, 0.0, REALS[dtype][1]
-    for _ in range(5):
-        start = time.process_time()
-        loop(ctypes.c_long(turns), real(0.5), real(0.25))
-        best = max(best, turns / (time.process_time() - start))
-    return best * 12 * LEVELS[level][0] / ctypes.sizeof(real)
+    turns, real = 10**6, REALS[dtype][1]
+    call = partial(_loop(level, dtype), ctypes.c_long(turns), real(0.5), real(0.25))
+    seconds = min(timeit.repeat(call, timer=time.process_time, number=1))
+    return turns / seconds * 12 * LEVELS[level][0] / ctypes.sizeof(real)
 
 
 class Peak(Benchmark):

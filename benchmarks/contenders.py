@@ -120,21 +120,20 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
     rows = torch.linspace(shape.first, shape.length - 1, min(count, shape.length), device=x.q.device).long().unique()
     k, v = x.k[0].double(), x.v[0].double()
     table, left = (x.clipped, CLIP) if kind == "clipped" else (x.table, shape.span.left)
-    outs, d_qs, scale = [], [], shape.dim**-0.5
+    outs, d_qs, scale = list[Tensor](), list[Tensor](), shape.dim**-0.5
     for i in rows.tolist():  # one query at a time, because its table rows are as large as the keys
         r = torch.arange(shape.length, device=rows.device) - i
         columns = (r + left).clamp(0, table.shape[-1 if shape.bias else -2] - 1)
-        q, d_out = (y[0, :, i - shape.first].double() for y in (x.q, x.d_out))
+        q, d_out = (y[0, :, i - shape.first].double() for y in (x.q.detach(), x.d_out))
+        q.requires_grad_()
         keys = k if kind == "plain" or shape.bias else k + table.double()[..., columns, :]
         logits = (keys @ q[..., None])[..., 0] * scale
         if shape.bias and kind != "plain":
             logits = logits + table.double()[:, columns]
         weights = logits.masked_fill(~visible(shape, i, r), -math.inf).softmax(-1)
-        out = (weights[:, None] @ v)[:, 0]
-        d_logits = weights * ((v @ d_out[..., None])[..., 0] - (d_out * out).sum(-1, keepdim=True))
-        outs.append(out)
-        d_qs.append((d_logits[:, None] @ keys)[:, 0] * scale)
-    return Expected(rows - shape.first, torch.stack(outs, 1), torch.stack(d_qs, 1))
+        outs.append((weights[:, None] @ v)[:, 0])
+        d_qs += torch.autograd.grad(outs[-1], q, d_out)
+    return Expected(rows - shape.first, torch.stack(outs, 1).detach(), torch.stack(d_qs, 1))
 
 
 def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:
@@ -197,15 +196,15 @@ def x_transformers(x: Inputs) -> Any:
         return attend(x.q, x.k, x.v, attn_bias=bias(x.shape.length, x.shape.length))[0]
 
 
-def flex(x: Inputs, attention: Any = None) -> Any:
-    """FlexAttention, compiled if no other is given: a score modification reads the product of queries and table."""
+def flex(x: Inputs) -> Any:
+    """Compiled FlexAttention: a score modification reads the product of queries and table."""
     product, left, last = x.q @ x.table.mT * x.shape.dim**-0.5, x.shape.span.left, x.shape.span.rows - 1
 
     def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score + product[b, h, i, (j - i + left).clamp(0, last)]
 
     mask = _causal_blocks(x.shape.length, str(x.q.device)) if x.shape.causal else None
-    return (attention or _compiled_flex(x.shape))(x.q, x.k, x.v, score_mod=add, block_mask=mask)
+    return _compiled_flex(x.shape)(x.q, x.k, x.v, score_mod=add, block_mask=mask)
 
 
 def relskew(x: Inputs, impl: Any = "auto", **other: Any) -> Any:

@@ -177,11 +177,9 @@ MODELS: dict[str, Model] = {
     "VITS": family(
         "vits.VitsTextEncoder", lambda n: {**tokens(n), "padding_mask": torch.ones(1, n, 1), **masked(n)},
         hidden_size=192, num_attention_heads=2, num_hidden_layers=2, ffn_dim=768, vocab_size=100, flow_size=192),
-    "Wav2Vec2-BERT, relative_key": family(
-        "wav2vec2_bert.Wav2Vec2BertEncoder", sounds, "sdpa", **BY_KEY, **SIZES),
+    "Wav2Vec2-BERT, relative_key": family("wav2vec2_bert.Wav2Vec2BertEncoder", sounds, "sdpa", **BY_KEY, **SIZES),
     "Wav2Vec2-BERT, relative": family("wav2vec2_bert.Wav2Vec2BertEncoder", sounds, "sdpa", **RELATIVE, **SIZES),
-    "Wav2Vec2-Conformer": family(
-        "wav2vec2_conformer.Wav2Vec2ConformerEncoder", sounds, "sdpa", **RELATIVE, **SIZES),
+    "Wav2Vec2-Conformer": family("wav2vec2_conformer.Wav2Vec2ConformerEncoder", sounds, "sdpa", **RELATIVE, **SIZES),
     "WavLM": family("wavlm.WavLMEncoder", sounds, **SIZES),
     "DeBERTa-v2": family(
         "DebertaV2Model", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm", **DEBERTA),
@@ -196,10 +194,8 @@ MODELS: dict[str, Model] = {
         "ParakeetEncoder", features("input_features", 2), "sdpa", num_mel_bins=16, subsampling_conv_channels=16,
         subsampling_factor=2, **SIZES),
     "MPNet": family("MPNetModel", vocab_size=100, max_position_embeddings=5000, **SIZES),
-    "SeamlessM4T": family(
-        "seamless_m4t.SeamlessM4TConformerEncoder", sounds, "sdpa", **RELATIVE, **SEAMLESS),
-    "SeamlessM4T-v2": family(
-        "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder", sounds, "sdpa", **BY_KEY, **SEAMLESS),
+    "SeamlessM4T": family("seamless_m4t.SeamlessM4TConformerEncoder", sounds, "sdpa", **RELATIVE, **SEAMLESS),
+    "SeamlessM4T-v2": family("seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder", sounds, "sdpa", **BY_KEY, **SEAMLESS),
     "SpeechT5": family(
         "speecht5.SpeechT5Encoder", sounds, "eager", hidden_size=WIDTH, encoder_layers=2,
         encoder_attention_heads=HEADS, encoder_ffn_dim=1024),

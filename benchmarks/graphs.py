@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import time
+import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from benchmarks.runner import Benchmark, Call, Case, Record, Row, as_time, distance, left_out, pivot, verdicts
 from benchmarks.textbook import attended, columns, gathered, joined, picked, projected, shifted, skewed
 from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core._reference import reference_block
 from relskew_core.export import custom_ops_library, quantize, save, to_onnx
 from relskew_core.export._nodes.functions import all_graphs
 
@@ -103,22 +105,18 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     }
 
 
-def as_bytes(make: Callable[..., onnx.ModelProto], *given: Any, **options: Any) -> bytes:
-    return make(*given, **options).SerializeToString()
-
-
-def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
+def from_torch(model: Textbook, example: int, *, dynamo: bool) -> onnx.ModelProto:
     """Export a module with dynamic batch and length, following torch's documentation."""
     x, stream, axes = (torch.zeros(2, example, model.spec.embed_dim),), io.BytesIO(), {0: "batch", 1: "length"}
     if dynamo:
         vary = {"x": dict.fromkeys(axes, torch.export.Dim.DYNAMIC)}
         program = torch.onnx.export(model, x, dynamo=True, opset_version=23, dynamic_shapes=vary, verbose=False)
         assert program is not None
-        return program.model_proto.SerializeToString()
+        return program.model_proto
     options: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": axes, "y": axes}}
     # torch's annotations only list file names; this exporter documents streams.
     torch.onnx.export(model, x, stream, dynamo=False, opset_version=18, **options)  # type: ignore[arg-type]
-    return stream.getvalue()
+    return onnx.load_from_string(stream.getvalue())
 
 
 def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> onnx.ModelProto:
@@ -144,10 +142,12 @@ def open_session(
     return onnxruntime.InferenceSession(content, options, providers=[provider])
 
 
-def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_place: bool, wanted: str) -> Call:
+def bound(
+    session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_place: bool, wanted: str, device: str = "cpu"
+) -> Call:
     """Return a call with all inputs bound; ``in_place``, each present is written into the buffer of its past."""
     binding, names = session.io_binding(), [output.name for output in session.get_outputs()]
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in given.items()}
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0) for name, x in given.items()}
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for name in names:
@@ -155,11 +155,12 @@ def bound(session: onnxruntime.InferenceSession, given: Mapping[str, Any], in_pl
         if (past := next(filter(None, pasts), None)) is not None and in_place:
             binding.bind_ortvalue_output(name, past)
         else:
-            binding.bind_output(name)
+            binding.bind_output(name, device, 0)
 
     def call() -> Any:
         session.run_with_iobinding(binding)
-        return binding.get_outputs()[names.index(wanted)].numpy()
+        binding.synchronize_outputs()
+        return binding.get_outputs()[names.index(wanted)]
 
     return call
 
@@ -174,19 +175,16 @@ DECODING_TARGET = 1.6
 
 
 @functools.lru_cache(maxsize=1)
-def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], dict[str, Callable[[], bytes]]]:
-    """Return a block, its weights, and functions that make each graph as the bytes of its file, by label."""
+def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], dict[str, partial[onnx.ModelProto]]]:
+    """Return a block, its weights, and functions that make each graph, by label."""
     form = forms(reach, width, max(2, width // 64))[name]
     weights: dict[str, Any] = dict(init_weights(form.spec, seed=0))
-    relskew = partial(as_bytes, to_onnx, form.spec, weights)
-    bare = partial(as_bytes, without_positions, replace(form.spec, block_size=None), weights)
+    relskew = partial(to_onnx, form.spec, weights)
+    bare = partial(without_positions, replace(form.spec, block_size=None), weights)
     if name == DECODING:
-        grows = partial(relskew, past=True)
-        made: dict[str, Callable[[], bytes]] = {
-            BARE: partial(bare, past=True),
-            "relskew `ort`, a cache that grows": grows,
-        }
-        return form, weights, made | {IN_PLACE: partial(grows, in_place=True)}
+        grows, in_place = partial(relskew, past=True), partial(relskew, past=True, in_place=True)
+        made = {BARE: partial(bare, past=True), "relskew `ort`, a cache that grows": grows, IN_PLACE: in_place}
+        return form, weights, made
     made = {BARE: bare, "relskew `ort`": partial(relskew, chunk_size=None)}
     made |= {CHUNKED: partial(relskew, chunk_size=CHUNK)} if name != "blocks" else {}
     made["relskew `portable`"] = partial(relskew, profile="portable")
@@ -202,9 +200,10 @@ def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporters warn about what the rows show
-        content = form_of(name, width, reach)[2][label]()
+        model = form_of(name, width, reach)[2][label]()
+        content = model.SerializeToString()
     seconds = time.perf_counter() - began
-    nodes = sum(len(graph.node) for graph in all_graphs(onnx.load_from_string(content).graph))
+    nodes = sum(len(graph.node) for graph in all_graphs(model.graph))
     return content, {"nodes": nodes, "file_bytes": len(content), "export_seconds": seconds}
 
 
@@ -235,7 +234,8 @@ class Export(Benchmark):
                 pasts = [np.ascontiguousarray(cache[:, :, : case["length"]]) for cache in caches]
             given = {"x": x, "past_key": pasts[0], "past_value": pasts[1]}
             given |= {"past_lengths": np.array([case["length"]])} if in_place else {}
-            return bound(session, given, in_place, "y")
+            run = bound(session, given, in_place, "y")
+            return lambda: run().numpy()
         name = session.get_inputs()[0].name
         return lambda: session.run(None, {name: x})[0]
 
@@ -356,34 +356,24 @@ class GPUGraphs(Benchmark):
         dtype, length, provider = case["dtype"], case["length"], case["provider"]
         spec = forms(length)[case["form"]].spec
         weights = init_weights(spec, seed=0, dtype=dtype)
-        model = as_bytes(without_positions if contender == BARE else to_onnx, spec, weights, **GRAPHS[contender])
+        make = without_positions if contender == BARE else to_onnx
+        model = make(spec, weights, **GRAPHS[contender]).SerializeToString()
         device = "cuda" if provider.startswith("CUDA") else "cpu"
         x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
 
-        def opened(**settings: Any) -> tuple[Any, Any]:
+        def opened(**settings: Any) -> tuple[Any, Call]:
             # errors alone are printed, which are what remains of a process that fails
             session = open_session(model, threads=0, provider=provider, log_severity_level=3, **settings)
             if (found := session.get_providers())[0] != provider:
                 raise SystemExit(f"onnxruntime {onnxruntime.__version__} has no {provider} here: {found}")
-            binding = session.io_binding()
-            binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
-            binding.bind_output("y", device, 0)
-            return session, binding
+            return session, bound(session, {"x": x}, False, "y", device)
 
-        session, binding = opened()
-
-        def call() -> float:
-            start = time.perf_counter()
-            session.run_with_iobinding(binding)
-            binding.synchronize_outputs()
-            return time.perf_counter() - start
-
-        call()
-        seconds = median(call() for _ in range(case["rounds"]))
-        finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
+        _, call = opened()
+        finite = bool(np.isfinite(call().numpy()).all())
+        seconds = median(timeit.repeat(call, number=1, repeat=case["rounds"]))
         with TemporaryDirectory() as folder:  # in a second session: a profile costs time at every node
-            session, binding = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
-            session.run_with_iobinding(binding)
+            session, call = opened(enable_profiling=True, profile_file_prefix=f"{folder}/profile")
+            call()
             events = json.loads(Path(session.end_profiling()).read_text())
         ran = Counter(event["args"]["provider"] for event in events if event.get("args", {}).get("provider"))
         return {"seconds": seconds, "placement": dict(ran), "finite": finite}
@@ -467,11 +457,8 @@ def block(form: str, width: int, rows: int) -> tuple[BlockSpec, dict[str, Any], 
         sizes = [(2, min(rows, 256), width)]
     *past, x = (draw.standard_normal(size).astype(np.float32) for size in sizes)
     x = np.float32(LARGE) * x if form == LOGITS else x
-    wide = {key: w.astype(np.float64) for key, w in weights.items()}
-    wide_past = tuple(y.astype(np.float64) for y in past) or None
-    right: Any = attention_block(x.astype(np.float64), wide, spec, past=wide_past)  # type: ignore[arg-type]
     feeds = {"x": x, **dict(zip(("past_key", "past_value"), past, strict=False))}
-    return spec, weights, feeds, right[0] if past else right
+    return spec, weights, feeds, reference_block(spec, weights, x, past=(past[0], past[1]) if past else None).out
 
 
 @functools.lru_cache(maxsize=len(KINDS))

@@ -52,14 +52,13 @@ def mark(name: str, part: str = "") -> str:
     return f"<!-- measured: python -m benchmarks {name} --docs{f', {part}' if part else ''} -->"
 
 
-def put(page: Path, name: str, part: str, text: str) -> None:
-    """Put the text of a benchmark between its comments on a page."""
-    begin = mark(name, part)
+def put(page: Path, begin: str, text: str, end: str = END) -> None:
+    """Put a text between two comments on a page."""
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, ended, after = rest.partition(END)
+    _, ended, after = rest.partition(end)
     if not found or not ended:
-        raise ValueError(f"{page} must have the lines {begin} and {END}")
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{page} must have the lines {begin} and {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def as_time(seconds: float) -> str:

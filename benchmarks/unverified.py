@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.runner import ROOT, machine, markdown
+from benchmarks.runner import ROOT, machine, markdown, put
 
 PAGE = ROOT / "docs" / "development" / "gpu.md"
 MARKS = "<!-- results of make gpu -->", "<!-- end of results -->"
@@ -60,9 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(lines[-1], flush=True)
         (options.out / "unverified.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         (options.out / "unverified.md").write_text(table + "\n", encoding="utf-8")
-        page = options.page.read_text(encoding="utf-8")
-        before, _, rest = page.partition(MARKS[0])
-        options.page.write_text(f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", "utf-8")
+        put(options.page, MARKS[0], table, MARKS[1])
     return int(any(not result.startswith("passed") for _, result, _ in lines))
 
 
