@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 import relskew_core
 from relskew_core._array.checks import explains
@@ -13,19 +14,15 @@ from relskew_core._array.extras import warn_deprecated
 from tracked import ROOT, tracked
 
 
-def version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
-
-
 def complaints(source: str, current: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "warn_deprecated":
             given = {one.arg: ast.literal_eval(one.value) for one in node.keywords if one.arg != "instead"}
-            since, removed_in = version(given["since"]), version(given["removed_in"])
-            if removed_in <= version(current):
+            since, removed_in = Version(given["since"]), Version(given["removed_in"])
+            if removed_in <= Version(current):
                 found.append(f"line {node.lineno}: to be removed in {given['removed_in']}, this is {current}")
-            if since[:1] == removed_in[:1] and removed_in[1] - since[1] < 2:
+            if since.major == removed_in.major and removed_in.minor - since.minor < 2:
                 found.append(f"line {node.lineno}: no minor version between {given['since']} and {given['removed_in']}")
     return found
 
@@ -39,15 +36,6 @@ def test_nothing_outlives_its_deprecation() -> None:
     assert sources
     for name in sources:
         assert complaints((ROOT / name).read_text(), relskew_core.__version__) == [], name
-
-
-@pytest.mark.parametrize(("since", "removed_in", "current", "wrong"), [
-    ("0.3", "0.5", "0.4.9", 0), ("0.3", "0.5", "0.5.0", 1), ("0.3", "0.5", "0.10.0", 1), ("0.9", "1.0", "0.10.0", 0),
-    ("0.3", "0.4", "0.3.0", 1), ("0.3.1", "0.3.2", "0.4", 2),
-])  # fmt: skip
-def test_versions_are_compared_as_numbers(since: str, removed_in: str, current: str, wrong: int) -> None:
-    source = f"def old():\n    warn_deprecated('`old`', since='{since}', removed_in='{removed_in}', instead='`new`')"
-    assert len(complaints(source, current)) == wrong
 
 
 @pytest.mark.parametrize("decorator", [lambda function: function, explains])

@@ -412,14 +412,6 @@ def test_words_of_the_list_become_fewer() -> None:
     assert total <= CEILING, f"{total} words of the list in CONTRIBUTING, more than {CEILING}: {worst}"
 
 
-def test_code_and_names_are_no_prose(tmp_path: Path) -> None:
-    (page := tmp_path / "page.md").write_text(
-        "It meets a\ntable of its\nown.\n```python\nmeets\n```\n`stands` and <https://stands>, Standing."
-    )
-    found = counted(prose(page), ["meets", "of its own", "stands", "standing"])
-    assert found == {"meets": 1, "of its own": 1, "standing": 1}
-
-
 # The tutorials as they lie in git: with the outputs of their code, a title, a reader, and extras that exist
 
 NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))

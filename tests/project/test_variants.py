@@ -188,16 +188,6 @@ def test_every_comparison_is_a_test() -> None:
     assert not unnamed, f"tests/project/variants.json does not name {sorted(unnamed)}"
 
 
-def test_a_wrong_call_would_be_seen() -> None:
-    """The loops are no copy of the call: another offset is another number."""
-
-    def elsewhere(*arguments: Any, offset: int, **options: Any) -> Any:
-        return oracles.relative_attention(*arguments, offset=offset - 1, **options).out
-
-    call = "relative_attention(q, k, v, table(2 * M - 1, D), Span.full(M), offset=3)"
-    assert oracles.relative_error(evaluate(call), evaluate(call, relative_attention=elsewhere)) > 1e-3
-
-
 # docs/chooser.md line by line: each runs after the page's own setup, or stands in a page that runs elsewhere
 
 DOCS = Path(__file__).parents[2] / "docs"

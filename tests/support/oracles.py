@@ -16,7 +16,6 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 Window = tuple[int | None, int | None]
-Labels = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 class SpanLike(Protocol):
@@ -275,14 +274,6 @@ def relative_attention(
     arrays = {name for name, x in given.items() if np.ndim(x[0] if isinstance(x, tuple) else x)}
     tensors = {name: made(x) if name in arrays else x for name, x in given.items()}
     return Attention(*(x.numpy() for x in attention(**tensors, span=span, pairwise=True)))
-
-
-def of_item(labels: Labels | None, lead: tuple[int, ...], n: int, m: int) -> tuple[list[int], list[int]]:
-    """Integers of one item's queries and keys; zeros where there are none."""
-    pair = (np.zeros(n, int), np.zeros(m, int)) if labels is None else labels
-    both = pair if isinstance(pair, (tuple, list)) else (pair, pair)
-    own = [x if x.ndim == 1 else x[lead[:-1]] for x in map(np.asarray, both)]
-    return [int(x) for x in own[0]], [int(x) for x in own[1]]
 
 
 def merge_attention(outs: list[Floats], lses: list[Floats]) -> Attention:
