@@ -29,6 +29,7 @@ def test_random_calls_are_right(level: str, capsys: pytest.CaptureFixture[str]) 
     try:
         assert differential.main(["60", "--seed", "3"]) == 0
         assert differential.main(["30", "--seed", "3", "--each", "3"]) == 0
+        assert differential.main(["30", "--seed", "3", "--bfloat16"]) == 0
     finally:
         _compiled.kernels.use(_compiled.kernels.LEVELS[-1])
     assert "\n60 calls of 60 kinds, 0 wrong\n" in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """Random calls of the compiled kernels beside the formula in float64: for machines that have NumPy alone.
 
 ``python tests/support/differential.py 200 --seed 1`` tries two hundred; ``.ci/emulated`` does so on other processors.
-``--each 20`` tries every kind of a short call with twenty sets of queries, keys and values, which takes little longer.
+``--each 20`` tries every kind of a short call with twenty sets of queries, keys and values, which takes little longer,
+and ``--bfloat16`` tries that dtype, in torch: some processors have products of it that serve nothing else.
 Outputs and gradients are held to the portable code in float64, and the outputs of short calls to ``by_pairs`` too.
 """
 
@@ -21,7 +22,7 @@ from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.availability import availability
 
 Numbers = NDArray[Any]
-TOLERANCES = {"float32": (1e-4, 1e-4), "float64": (1e-11, 1e-11), "float16": (1e-2, 5e-2)}
+TOLERANCES = {"float32": (2e-5, 1e-4), "float64": (1e-13, 1e-12), "float16": (2e-3, 2e-2), "bfloat16": (1e-2, 8e-2)}
 """Of results and of gradients, as a share of an array's largest number. Gradients take outputs as they were rounded."""
 
 
@@ -36,6 +37,8 @@ class Call(NamedTuple):
     labels: dict[str, tuple[Numbers, Numbers]]
     options: dict[str, Any]
     calls: int = 1
+    bfloat16: bool = False
+    """Whether the numbers, which are stored in float32, are those of this dtype, and torch attends to them."""
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {x.shape} {x.dtype}" for name, x in self.arrays.items())
@@ -43,7 +46,10 @@ class Call(NamedTuple):
 
     def given(self, dtype: str | None = None) -> dict[str, Any]:
         arrays = {name: x if x.dtype == bool else x.astype(dtype or x.dtype) for name, x in self.arrays.items()}
-        return {**arrays, **self.labels, **self.options}
+        given: dict[str, Any] = {**arrays, **self.labels}
+        if self.bfloat16 and dtype is None:
+            given = {name: as_torch(x) for name, x in given.items()}
+        return {**given, **self.options}
 
     def each(self) -> Iterator["Call"]:
         parts = {name: np.split(x, self.calls) for name, x in self.arrays.items() if name in BY_ITEM}
@@ -51,13 +57,31 @@ class Call(NamedTuple):
             yield self._replace(arrays=self.arrays | {name: part[number] for name, part in parts.items()}, calls=1)
 
 
-def drawn(rng: np.random.Generator, each: int = 1) -> Call:
+def as_torch(x: Any) -> Any:
+    import torch  # which other processors may not have
+
+    if isinstance(x, tuple):
+        return tuple(map(as_torch, x))
+    made = torch.from_numpy(x)
+    return made.bfloat16() if made.dtype == torch.float32 else made
+
+
+def as_numpy(x: Any) -> Any:
+    return x.float().numpy() if hasattr(x, "numpy") else x
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, *, bfloat16: bool) -> Numbers:
+    x = rng.standard_normal(shape).astype(dtype)
+    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if bfloat16 else x
+
+
+def drawn(rng: np.random.Generator, each: int = 1, *, bfloat16: bool = False) -> Call:
     """Draw a call that the kernels serve, or ``each``; a sixth is single, and longer than the blocks these work on."""
 
     def maybe(share: float) -> bool:
         return bool(rng.random() < share)
 
-    dtype = str(rng.choice(["float32", "float32", "float64", "float16"]))
+    dtype = str(rng.choice(["float32"] if bfloat16 else ["float32", "float32", "float64", "float16"]))
     long = maybe(1 / 6)
     n, m = map(int, rng.integers(1, 600 if long else 80, 2))
     n = min(n, int(rng.integers(1, 5))) if maybe(0.2) else n
@@ -67,7 +91,7 @@ def drawn(rng: np.random.Generator, each: int = 1) -> Call:
     batch *= calls
 
     def normal(*shape: int) -> Numbers:
-        return rng.standard_normal(shape).astype(dtype)
+        return numbers(rng, shape, dtype, bfloat16=bfloat16)
 
     shapes = {"q": (heads, n, d), "k": (kv_heads, m, d), "v": (kv_heads, m, dv)}
     arrays = {name: normal(batch, *shape) for name, shape in shapes.items()}
@@ -94,7 +118,7 @@ def drawn(rng: np.random.Generator, each: int = 1) -> Call:
     options |= {"window": tuple(map(int, rng.integers(0, m, 2)))} if maybe(0.3) else {}
     options |= {"softcap": 5.0} if maybe(0.2) else {}
     options |= {"rel_scale": 0.3} if maybe(0.2) else {}
-    return Call(arrays, labels, options, calls)
+    return Call(arrays, labels, options, calls, bfloat16)
 
 
 PORTABLE = partial(relative_attention, return_lse=True, impl="portable")
@@ -124,21 +148,23 @@ def wrong(call: Call, rng: np.random.Generator) -> str | None:
 
     Of several calls, the gradients of what they share are added, and their errors with them.
     """
-    dtype = call.arrays["q"].dtype
-    tolerance, of_gradients = TOLERANCES[dtype.name]
+    dtype = call.arrays["q"].dtype.name
+    tolerance, of_gradients = TOLERANCES["bfloat16" if call.bfloat16 else dtype]
     given = [one.given() for one in call.each()]
-    results = zip(*(relative_attention(**one, return_lse=True, impl="native") for one in given), strict=True)
-    for name, found, right in zip(("out", "lse"), map(np.concatenate, results), formula(call), strict=True):
+    each = ([as_numpy(x) for x in relative_attention(**one, return_lse=True, impl="native")] for one in given)
+    results, expectations = [np.concatenate(parts) for parts in zip(*each, strict=True)], formula(call)
+    for name, found, right in zip(("out", "lse"), results, expectations, strict=True):
         if message := differs(name, found, right, tolerance):
             return message
-    d_out = rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])).astype(dtype)
+    d_out = numbers(rng, (*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1]), dtype, bfloat16=call.bfloat16)
     gradients = [
-        relative_attention_vjp(part, **one, impl="native")
+        relative_attention_vjp(as_torch(part) if call.bfloat16 else part, **one, impl="native")
         for part, one in zip(np.split(d_out, call.calls), given, strict=True)
     ]
-    expected = relative_attention_vjp(d_out.astype(float), **call.given("float64"), impl="portable")
+    kept: dict[str, Any] = {"out": results[0].astype(float), "lse": expectations[1]}
+    expected = relative_attention_vjp(d_out.astype(float), **call.given("float64"), **kept, impl="portable")
     for name in expected._fields:
-        right, parts = getattr(expected, name), [getattr(one, name) for one in gradients]
+        right, parts = getattr(expected, name), [as_numpy(getattr(one, name)) for one in gradients]
         if right is None and parts == [None] * call.calls:
             continue
         found = np.concatenate(parts) if name in BY_ITEM else np.sum(parts, axis=0, dtype=float)
@@ -153,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("calls", type=int)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--each", type=int, default=1)
+    parser.add_argument("--bfloat16", action="store_true")
     asked = parser.parse_args(argv)
     if _compiled.kernels is None:
         sys.exit(f"compiled kernels: {availability()}")
@@ -160,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     made = kinds = failures = 0
     while made < asked.calls:
         rng = np.random.default_rng([asked.seed, kinds])
-        call = drawn(rng, asked.each)
+        call = drawn(rng, asked.each, bfloat16=asked.bfloat16)
         if message := wrong(call, rng):
             failures += 1
             print(f"call {kinds}: {message}: {call}", flush=True)
