@@ -47,6 +47,9 @@ class Framework(NamedTuple):
     def wide(self, x: Any) -> Any:
         return self.array(np.asarray(x), dtype=self.library.float64)
 
+    def weights(self, module: Any) -> Any:
+        return module.state_dict() if self.library is torch else module.weights()
+
     def pair(self, spec: BlockSpec, **options: Any) -> tuple[Any, Any]:
         """Return torch's module and this one's, of the same weights."""
         theirs = made(spec)
