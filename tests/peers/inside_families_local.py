@@ -12,7 +12,7 @@ from peers.common import check, hf
 from peers.families import FAMILIES
 from peers.families_conformers import CONFORMERS
 from peers.family import Family
-from peers.test_families_numbers import drop_ins, given, outputs, tensors
+from peers.test_families_numbers import check_gradients, drop_ins, given, gradients_of, outputs, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,19 +70,11 @@ def test_a_wide_window_is_the_original(name: str) -> None:
 @torch.enable_grad()
 def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
     family = FAMILIES[name]
-    found: list[tuple[Any, dict[str, Any]]] = []
-    for model in (local(family), replace_attention(family.make())):
-        if found:
-            request.getfixturevalue("banded")
-        out = outputs(model.train(), family, 30)
-        torch.stack([x.square().sum() for x in out]).sum().backward()
-        found.append((out, {key: parameter.grad for key, parameter in model.named_parameters()}))
-    (got, gradients), (want, expected) = found
+    got, gradients = gradients_of(local(family).train(), family, 30)
+    request.getfixturevalue("banded")
+    want, expected = gradients_of(replace_attention(family.make()).train(), family, 30)
     check(got, want, family.gate)
-    largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
-    for key, gradient in expected.items():
-        if gradient is not None and gradient.norm() > 1e-9 * largest:
-            check(gradients[key], gradient, 1e-7)
+    check_gradients(gradients, expected, 1e-7, 1e-9)
     with torch.no_grad():
         whole = outputs(family.make(), family, 30)
     assert max(float((x - y).detach().norm() / y.norm()) for x, y in zip(got, whole, strict=True)) > 1e-3

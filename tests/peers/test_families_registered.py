@@ -179,11 +179,18 @@ def test_masks_that_do_not_show_where_queries_are() -> None:
     check(ours(ids, attention_mask=padded, cache=kept).logits[:, :9], want)
 
 
-@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
-def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None:
+NONE: dict[str, Any] = {"rel_bias": None, "name": "test_none"}
+
+
+@pytest.mark.parametrize(("name", "options", "bias"), [
+    ("Llama", {}, {}), ("Llama", {}, NONE), ("Qwen3", {"head_dim": 8}, {}), ("Gemma2", {"head_dim": 8}, {}),
+])  # fmt: skip
+def test_instead_of_rotary_positions(name: str, options: dict[str, Any], bias: dict[str, Any]) -> None:
+    """ALiBi, or no positions at all."""
     theirs = model(name, **options)
-    want, ours = set_to(theirs, by_hand(alibi)), replace_rotary(copy.deepcopy(theirs))
-    again: Any = replace_rotary(ours)
+    want = set_to(theirs, by_hand((lambda distance: 0 * alibi(distance)) if bias else alibi))
+    ours: Any = replace_rotary(copy.deepcopy(theirs), **bias)
+    again: Any = replace_rotary(ours, **bias)
     assert again is ours
     for part in want.modules():
         if hasattr(part, "inv_freq"):
@@ -201,17 +208,6 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
     growing = ours.generate(**whole, max_new_tokens=6, do_sample=False)
     fixed = ours.generate(**whole, max_new_tokens=6, do_sample=False, cache_implementation="static")
     assert torch.equal(growing, fixed)
-
-
-def test_no_positions_at_all() -> None:
-    theirs, ids = model(), tokens(LENGTH)["input_ids"]
-    want = set_to(theirs, by_hand(lambda distance: 0 * alibi(distance)))
-    want.model.rotary_emb.inv_freq.zero_()
-    ours: Any = replace_rotary(copy.deepcopy(theirs), rel_bias=None, name="test_none")
-    once = want(ids, use_cache=False).logits
-    check(ours(ids, use_cache=False).logits, once)
-    past = ours(ids[:, :9], use_cache=True).cache
-    check(ours(ids[:, 9:], cache=past).logits, once[:, 9:])
 
 
 def test_alibi_on_both_sides() -> None:

@@ -244,14 +244,6 @@ def test_speechbrain(direction: Literal["both", "past"], value_bias: bool, lengt
     weights = conventions.load_conformer(theirs.state_dict(), num_heads=3)
     ours.load_state_dict(weights)
     check(ours(x, mask=mask), want, 1e-6)
-    # The call of the page, with the scale of all heads.
-    q, k, v = theirs.in_proj_weight.unflatten(0, (3, 3, 8)).unbind(1)
-    q, k, v = (torch.einsum("bte,hde->bhtd", x, part) for part in (q, k, v))
-    v = v if theirs.vbias is None else v + theirs.value_bias_weight.view(3, 1, 8)
-    u, w = (bias.view(3, 1, 8) for bias in (theirs.pos_bias_u, theirs.pos_bias_v))
-    table = split(theirs.linear_pos(sinusoids), 3)
-    out: Any = relative_attention(q + u, k, v, table, span, rel_q=q + w, scale=24**-0.5, mask=mask)
-    check(theirs.out_proj(join(out)), want, 1e-6)
 
 
 def test_speecht5(length: int) -> None:

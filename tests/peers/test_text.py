@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from peers.common import additive, alone, check, definitions, hf, join, made, padded, peer, randn, randomised, split
-from peers.families import INKLING_2
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softplus
 
 from relskew_core import (
@@ -212,37 +211,23 @@ def test_deberta_buckets(buckets: int, furthest: int) -> None:
     assert (theirs.long() + buckets).clamp(0, 2 * buckets - 1).tolist() == list(ours)
 
 
+@pytest.mark.parametrize(("buckets", "rows", "furthest"), [(6, 6, 16), (-1, 16, None)])
 @pytest.mark.parametrize("kinds", [["c2p"], ["p2c"], ["c2p", "p2c"]], ids="-".join)
-def test_deberta_v2(kinds: list[str], length: int) -> None:
+def test_deberta_v2(kinds: list[str], buckets: int, rows: int, furthest: int | None, length: int) -> None:
     theirs = made(
         "deberta_v2.DisentangledSelfAttention", "DebertaV2Config", relative_attention=True, pos_att_type=kinds,
-        position_buckets=6, max_relative_positions=16,
+        position_buckets=buckets, max_relative_positions=16,
     )  # fmt: skip
-    (x, mask), table = padded(length), randn(12, 24, seed=2)
+    (x, mask), table = padded(length), randn(2 * rows, 24, seed=2)
     want, _ = theirs(x, mask, rel_embeddings=table)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
     scale = (8 * (1 + len(kinds))) ** -0.5
-    rel_k, key_table, convention = None, None, conventions.DeBERTa(position_buckets=6, max_distance=16)
+    rel_k, key_table, convention = None, None, conventions.DeBERTa(position_buckets=rows, max_distance=furthest)
     if "c2p" in kinds:
         rel_k, span = convention.load(split(theirs.pos_key_proj(table), 3))
     if "p2c" in kinds:
         key_table, span = convention.load(split(theirs.pos_query_proj(table), 3))
     out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=scale)
-    check(join(out), want, 1e-6)  # its scale is float32
-
-
-def test_deberta_v1(length: int) -> None:
-    options: dict[str, Any] = {"max_relative_positions": 6, "pos_att_type": ["c2p", "p2c"], "relative_attention": True}
-    theirs = made("deberta.DisentangledSelfAttention", "DebertaConfig", **options)
-    (x, mask), table = padded(length), randn(12, 24, seed=2)
-    places = torch.arange(length)
-    want, _ = theirs(x, mask, rel_embeddings=table, relative_pos=(places[:, None] - places)[None])
-    q, k, v = split(theirs.in_proj(x), 3).chunk(3, dim=-1)
-    q, v = q + split(theirs.q_bias[None, None], 3), v + split(theirs.v_bias[None, None], 3)
-    convention = conventions.DeBERTa(position_buckets=6, max_distance=None)
-    rel_k, span = convention.load(split(theirs.pos_proj(table), 3))
-    key_table, _ = convention.load(split(theirs.pos_q_proj(table), 3))
-    out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=24**-0.5)
     check(join(out), want, 1e-6)  # its scale is float32
 
 
@@ -279,21 +264,6 @@ def test_bros() -> None:
     q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
     mask = 8**-0.5 * torch.einsum("bnid,bijd->bnij", q, pairs.permute(2, 0, 1, 3))
     check(join(relative_attention(q, k, v, mask=mask)), want)
-
-
-def test_inkling_2() -> None:
-    """Inkling's relative queries, and a sink for each query of each head."""
-    theirs = made("inkling2.Inkling2FullAttention", "inkling2.Inkling2TextConfig", 1, **INKLING_2).float()
-    x, places = randn(2, 17, 24).float(), torch.arange(17)
-    mask = torch.full((17, 17), -torch.inf).triu(1)
-    want, _ = theirs(x, x, x, mask, places[:, None] - places, position_ids=places[None])
-    q, k, v = theirs.q_proj(x, places[None]), theirs.k_proj(x), theirs.v_proj(x)
-    bias = theirs.relative_position_bias
-    rel_q = bias.norm(bias.linear(x).unflatten(-1, (4, -1)), places[None]).transpose(1, 2)
-    table, span = conventions.INKLING.load(bias.proj.mT)
-    sinks = theirs.sink_proj(x).mT
-    out: Any = relative_attention(q, k, v, table, span, rel_q=rel_q, rel_scale=1.0, causal=True, sinks=sinks)
-    check(theirs.o_proj(join(out), x), want, 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])
