@@ -18,7 +18,6 @@ from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled as of_numpy
 from relskew_core.backends._torch.cpu import compiled as of_torch
-from tracked import ROOT
 
 pytestmark = needs_kernels
 
@@ -108,15 +107,3 @@ def test_wrong_results_are_reported(
     shown = capsys.readouterr().out
     assert f"call 0: {told}" in shown
     assert shown.endswith("3 calls of 3 kinds, 3 wrong\n")
-
-
-def test_without_kernels_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compiled, "kernels", None)
-    with pytest.raises(SystemExit, match="compiled kernels"):
-        differential.main(["3"])
-
-
-def test_an_unknown_processor_is_refused() -> None:
-    ended = subprocess.run([ROOT / ".ci" / "emulated", "vax"], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "vax is none of aarch64" in ended.stderr

@@ -241,21 +241,6 @@ def test_vmap_of_vmap(case: dense.Case, outer: str, inner: str) -> None:
         agree(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), expected)
 
 
-def test_the_gradient_of_a_mapped_call_sums_what_the_items_share() -> None:
-    case = dense.Case("summed", n=5, m=5, lead=(3,), d=8, span=Span.causal(5), tables="rel_k rel_v rel_bias",
-                      options={"causal": True})  # fmt: skip
-    given = on_jax(case.arrays())
-    axes = {name: 0 if name in "qkv" else None for name in given}
-
-    def total(given: Any) -> Any:
-        attend = jax.vmap(lambda x: attention(**x, **case.call()), in_axes=(axes,))
-        return jnp.sum(attend(given) * jnp.asarray(narrow(case.d_out())))
-
-    expected = attention_vjp(case.d_out(), **case.arrays(), **case.call(), impl="portable")
-    for name, x in jax.jit(jax.grad(total))(given).items():
-        close(np.asarray(x), getattr(expected, name), name)
-
-
 def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
     """The gradient of the function of gradients, at results that it is given."""
     out, lse = function(q, rel_k)
@@ -502,10 +487,6 @@ def test_the_interface_is_laid_out_as_xla_has_it() -> None:
     command = [str(kernels_built.COMPILER), *flags]
     ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    wrong = [line.replace("offsetof(XLA_FFI_Buffer, data)", "0") for line in lines]
-    assert wrong != lines
-    ended = subprocess.run(command, input="\n".join(wrong), capture_output=True, text=True)
-    assert "static assertion failed" in ended.stderr
 
 
 SPLIT = """

@@ -180,7 +180,7 @@ def targets(graph: torch.fx.Graph) -> list[str]:
 
 
 @needs_kernels
-def test_the_compiler_sees_one_node_for_every_length() -> None:
+def test_the_compiler_and_export_see_one_node_for_every_length() -> None:
     torch.compiler.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -188,13 +188,17 @@ def test_the_compiler_sees_one_node_for_every_length() -> None:
         graphs.append(module)
         return module.forward
 
-    attention = Attend(64)
+    attention, shape = Attend(64), {2: torch.export.Dim("length", min=2, max=64)}
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=capture)
-    for length in (9, 16, 33):
+    program = torch.export.export(
+        attention, tuple(torch.randn(3, 2, 2, 9, 4)), dynamic_shapes=dict.fromkeys("qkv", shape)
+    )
+    for length in (9, 16, 33, 2, 64):
         q, k, v = torch.randn(3, 2, 2, length, 4)
-        torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+        for called in (compiled, program.module()):
+            torch.testing.assert_close(called(q, k, v), attention(q, k, v))
     assert len(graphs) == 1
-    assert targets(graphs[0].graph) == ["relskew.attention.default"]
+    assert targets(graphs[0].graph) == targets(program.graph) == ["relskew.attention.default"]
 
 
 PLAIN = ("clipped", "blocks", "all tables, by head", "additive mask of shape (2, 7, 7)")
@@ -210,19 +214,6 @@ def test_the_compiler_takes_every_option(place: int, case: dense.Case, monkeypat
     compiled: Any = torch.compile(relative_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     found = gradients(case, compiled, return_lse=True)
     torch.testing.assert_close(found, gradients(case, relative_attention, return_lse=True), rtol=0, atol=1e-12)
-
-
-@needs_kernels
-def test_export_shows_one_node_and_any_length() -> None:
-    length = torch.export.Dim("length", min=2, max=64)
-    attention = Attend(64)
-    q, k, v = torch.randn(3, 2, 2, 9, 4)
-    shape = {2: length}
-    program = torch.export.export(attention, (q, k, v), dynamic_shapes={"q": shape, "k": shape, "v": shape})
-    assert targets(program.graph) == ["relskew.attention.default"]
-    for n in (2, 17, 64):
-        q, k, v = torch.randn(3, 2, 2, n, 4)
-        torch.testing.assert_close(program.module()(q, k, v), attention(q, k, v))
 
 
 MAPPED: list[tuple[tuple[str, ...], str | None]] = [

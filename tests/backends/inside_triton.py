@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from relskew_core import Span, backends
+from relskew_core import Span
 from relskew_core._kernel.call import Arguments, Operands, Options
-from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
-from relskew_core.backends._path import PORTABLE
 from relskew_core.backends._torch.triton import choice
 from relskew_core.backends._torch.triton.call import Limits, Tile, fitted, tiles
 from relskew_core.backends._torch.triton.kernels import shuffles
@@ -260,11 +258,3 @@ def test_refuses_devices_of_amd_for_which_nothing_was_compiled(monkeypatch: pyte
 @needs_triton
 def test_refuses_where_torch_is_built_without_cuda() -> None:
     assert choice._refusal_of_device(0) == "the fused kernels are for CUDA and ROCm, and this is another build of torch"
-
-
-def test_native_never_falls_back_silently() -> None:
-    x = torch.ones((1, 2, 3), device="meta")
-    call = problem(Arguments(x, x, x))
-    assert backends.path("attention", call, "auto") is PORTABLE
-    with pytest.raises(ValueError, match="no native path for this call: torch has one for arrays on CPUs and CUDA"):
-        backends.path("attention", call, "native")

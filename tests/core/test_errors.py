@@ -284,12 +284,6 @@ def test_the_good_call_is_good(function: str) -> None:
     call(**arguments)
 
 
-def test_a_table_of_one_head_goes_where_there_is_no_heads_axis() -> None:
-    q = np.ones((N, D))
-    one, none = (relskew_core.relative_attention(q, q, q, table) for table in (np.ones((1, 5, D)), np.ones((5, D))))
-    np.testing.assert_array_equal(one, none)
-
-
 @pytest.mark.parametrize("function", list(CALLS))
 def test_every_argument_can_be_bad(function: str) -> None:
     call, _, bads = CALLS[function]

@@ -80,6 +80,7 @@ VALUES = [
 
 BLOCKS = {
     "causal": BlockSpec(8, 2, Span.causal(9), causal=True),
+    "causal, grouped, a cache": BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2),
     "full, shared table, no bias": BlockSpec(8, 2, Span.full(9), shared_table=True, bias=False),
     "clip with values, grouped": BlockSpec(8, 4, Span.clipped(3), num_kv_heads=2, rel_values=True),
     "cross, own head width": BlockSpec(8, 2, Span.full(9), cross=True, head_dim=3),
@@ -139,7 +140,7 @@ def accumulated_in(dtype: str) -> str:
     return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
-@everywhere("case", {case.name: case for case in dense.CASES if case.name in ATTENTION})
+@everywhere("case", {name: {case.name: case for case in dense.CASES}[name] for name in ATTENTION})
 def test_relative_attention(library: Library, dtype: str, case: dense.Case) -> None:
     drawn = case.arrays()
     floating = dense.floating(drawn)
@@ -153,10 +154,6 @@ def test_relative_attention(library: Library, dtype: str, case: dense.Case) -> N
     expected = oracles.relative_attention(**numbers, **case.call())
     check(library, out, expected.out, dtype=dtype)
     check(library, lse, expected.lse, dtype=accumulated_in(dtype), gate=dtype)
-
-
-def test_every_case_is_there() -> None:
-    assert ATTENTION.keys() <= {case.name for case in dense.CASES}
 
 
 @cases(LOGITS)
@@ -202,24 +199,17 @@ def test_merge_attention(library: Library, dtype: str) -> None:
 
 @everywhere("spec", BLOCKS)
 def test_attention_block(library: Library, dtype: str, spec: BlockSpec) -> None:
-    shapes = {"x": (2, 7, spec.embed_dim), **({"memory": (2, 9, spec.embed_dim)} if spec.cross else {})}
+    shapes: dict[str, tuple[int, ...]] = {"x": (2, 7, spec.embed_dim)}
+    shapes |= {"memory": (2, 9, spec.embed_dim)} if spec.cross else {}
+    cached = spec is BLOCKS["causal, grouped, a cache"]
+    shapes |= dict.fromkeys(("past_k", "past_v"), (2, spec.num_kv_heads, 2, spec.head_dim)) if cached else {}
     arrays, numbers = draw(library, Case("block", {**shapes, **spec.weight_shapes()}), dtype)
-    inputs = {name: arrays.pop(name) for name in shapes}
-    y = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
-    expected, _, _ = oracles.attention_block(**{name: numbers.pop(name) for name in shapes}, weights=numbers, spec=spec)
-    check(library, y, expected, dtype=dtype)
-
-
-@every_dtype
-def test_attention_block_with_a_cache(library: Library, dtype: str) -> None:
-    spec = BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2)
-    shapes = {"x": (2, 3, 8), "past_k": (2, 2, 5, 2), "past_v": (2, 2, 5, 2)}
-    arrays, numbers = draw(library, Case("cache", {**shapes, **spec.weight_shapes()}), dtype)
-    inputs = {"x": arrays.pop("x"), "past": (arrays.pop("past_k"), arrays.pop("past_v"))}
-    y, (keys, values) = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
-    known = {"x": numbers.pop("x"), "past": (numbers.pop("past_k"), numbers.pop("past_v"))}
+    given, known = ({name: x.pop(name) for name in shapes} for x in (arrays, numbers))
+    for own in (given, known) if cached else ():
+        own["past"] = own.pop("past_k"), own.pop("past_v")
+    found = library.call(relskew.attention_block, {**given, "weights": arrays}, spec=spec)
     every = oracles.attention_block(**known, weights=numbers, spec=spec)
-    for actual, expected in zip((y, keys, values), every, strict=True):
+    for actual, expected in zip((found[0], *found[1]) if cached else [found], every, strict=cached):
         check(library, actual, expected, dtype=dtype)
 
 

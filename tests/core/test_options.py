@@ -117,7 +117,9 @@ def test_a_table_of_one_head_is_the_table_where_there_are_no_heads(dtype: str) -
         for found, same in ((relskew.relative_logits(q, table, n_keys=40, **given),
                              relskew.relative_logits(q, table[0], n_keys=40, **given)),
                             (relskew.relative_values(weights, table, **given),
-                             relskew.relative_values(weights, table[0], **given))):  # fmt: skip
+                             relskew.relative_values(weights, table[0], **given)),
+                            (relative_attention(q, q, q, table, **given),
+                             relative_attention(q, q, q, table[0], **given))):  # fmt: skip
             np.testing.assert_array_equal(found, same, strict=True)
             assert found.dtype == dtype
 

@@ -84,14 +84,6 @@ def test_without_the_mask_the_future_holds_the_next_queries_products() -> None:
     assert skewed[0, 1] == 0  # the padding
 
 
-def test_shaw_table_by_head_is_refused_by_the_split_product() -> None:
-    q = draw(2, 3, 4)
-    with pytest.raises(ValueError, match=r"`rel_k` must have shape \(R, D\)"):
-        papers.shaw_logits(q, q, draw(2, 3, 4), form="split")
-    with pytest.raises(ValueError, match=r"`rel_v` must have shape \(R, Dv\)"):
-        papers.shaw_values(draw(2, 3, 3), q, draw(2, 3, 4), form="split")
-
-
 class Whole(NamedTuple):
     """An algorithm and its options, the sizes of a call, and the options of ours that say the same."""
 
@@ -161,6 +153,8 @@ SQUARE, Q, TABLE = zeros(3, 3), zeros(3, 2), zeros(3, 2)
     (papers.shaw_logits, (Q, zeros(3, 1), TABLE), {}, "k"), (papers.shaw_logits, (Q, zeros(2, 3, 2), TABLE), {}, "k"),
     (papers.shaw_logits, (Q, Q, zeros(3, 1)), {}, "rel_k"), (papers.shaw_logits, (Q, Q, zeros(1, 3, 2)), {}, "rel_k"),
     (papers.shaw_logits, (Q, Q, zeros(2, 2)), {"form": "split"}, "rel_k"),
+    (papers.shaw_logits, (*[zeros(2, 3, 4)] * 3,), {"form": "split"}, "rel_k"),  # by head
+    (papers.shaw_values, (zeros(2, 3, 3), zeros(2, 3, 4), zeros(2, 3, 4)), {"form": "split"}, "rel_v"),
     (papers.shaw_logits, (Q, Q.astype("float32"), TABLE), {"form": "split"}, "k"),
     (papers.shaw_logits, (Q, Q, TABLE), {"form": "split", "offset": "0"}, "offset"),
     (papers.shaw_values, (zeros(3), Q, TABLE), {}, "weights"),
