@@ -12,6 +12,7 @@ from typing import Any
 
 import jedi
 import pytest
+from numpydoc.docscrape import NumpyDocString
 
 import relskew_core
 import stubs
@@ -79,19 +80,19 @@ def arguments(member: Any) -> set[str]:
     return names if names != {"args", "kwargs"} else set(inspect.signature(member.__init__).parameters) - {"self"}
 
 
+def section(member: Any) -> list[str]:
+    """Names in the section Parameters."""
+    parameters = NumpyDocString(inspect.getdoc(member) or "")["Parameters"]
+    return [name.lstrip("*") for one in parameters for name in one.name.split(", ")]
+
+
 def documented_arguments(member: Any) -> set[str]:
     """Names in the section Parameters, there and in the function whose parameters the docstring says are shared."""
     text = inspect.getdoc(member) or ""
     shared = re.search(r"(?:Parameters and result are those|The other arguments) of :func:`(\w+)`", text)
     home = inspect.getmodule(member)
     others = documented_arguments(getattr(home, shared[1], getattr(relskew_core, shared[1], None))) if shared else set()
-    section = re.search(r"^Parameters\n-+\n(.*?)(?:^\w+\n-+$|\Z)", text, re.MULTILINE | re.DOTALL)
-    return others | set(named_in(section[1] if section else ""))
-
-
-def named_in(section: str) -> list[str]:
-    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section, re.MULTILINE)
-    return [name.strip().lstrip("*") for line in lines for name in line.split(",")]
+    return others | set(section(member))
 
 
 @pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
@@ -105,7 +106,7 @@ def test_every_argument_is_documented(member: Any) -> None:
 @pytest.mark.parametrize("name", relskew_core.__all__)
 def test_arguments_are_documented_in_their_order(name: str) -> None:
     function = getattr(relskew_core, name)
-    told = named_in((inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0])
+    told = section(function)
     order = [name for name in inspect.signature(function).parameters if name in told]
     assert order == [name for name in told if name in order]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from dense import Case
+from dense import Case, each
 from relskew_core import Span, relative_attention
 from relskew_core.distributed.torch import (
     _sequence,
@@ -72,19 +72,23 @@ def made(length: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: x.requires_grad_() for name, x in arrays.items()}, options
 
 
+def axis_of(name: str, x: Any) -> int | None:
+    """Return the axis of an argument that is split with the sequence."""
+    if name in (*SEQUENCES, "mask"):
+        return -2
+    return -1 if name == "segments" or (name == "sinks" and x.ndim > 1) else None
+
+
 def own(name: str, x: Any, group: Any, layout: Any) -> Any:
-    if name in (*SEQUENCES, "mask") or (name == "sinks" and x.ndim > 1):
-        return shard_sequence(x, group, axis=-1 if name == "sinks" else -2, layout=layout)
-    if name == "segments":
-        parts = [shard_sequence(part, group, axis=-1, layout=layout) for part in (x if isinstance(x, tuple) else (x,))]
-        return tuple(parts) if isinstance(x, tuple) else parts[0]
-    return x
+    axis = axis_of(name, x)
+    return x if axis is None else each(partial(shard_sequence, group=group, axis=axis, layout=layout), x)
 
 
 def whole(name: str, gradient: Tensor, group: Any, layout: Any) -> Tensor:
     """Return the whole of a gradient of which every process has a share."""
-    if name in (*SEQUENCES, "mask") or (name == "sinks" and gradient.ndim > 1):
-        return unshard_sequence(gradient, group, axis=-1 if name == "sinks" else -2, layout=layout)
+    axis = axis_of(name, gradient)
+    if axis is not None:
+        return unshard_sequence(gradient, group, axis=axis, layout=layout)
     distributed.all_reduce(gradient)
     return gradient
 

@@ -18,7 +18,7 @@ from dense import Case  # noqa: E402
 from relskew_core import Span, relative_attention  # noqa: E402
 from relskew_core.distributed._layout import runs  # noqa: E402
 from relskew_core.distributed.jax import ring_attention  # noqa: E402
-from split.calls import SEQUENCES, case, made  # noqa: E402
+from split.calls import axis_of, case, made  # noqa: E402
 
 CASES = {
     "contiguous": case("contiguous", kv_heads=2, own_tables=True, by_head="sinks",
@@ -45,23 +45,17 @@ class Order:
         return np.concatenate([np.arange(length)[run.positions] for run in parts])
 
     def moved(self, name: str, x: Any) -> Any:
-        if name == "segments":
-            return (x[0][self.queries], x[1][self.keys]) if isinstance(x, tuple) else x[self.keys]
-        if name in SEQUENCES or name == "mask":
-            return x[..., self.keys if name in "kv" else self.queries, :]
-        if name == "sinks" and x.ndim > 1:
-            return x[..., self.queries]
-        return x
+        axis = axis_of(name, x)
+        if axis is None:
+            return x
+        if name == "segments" and isinstance(x, tuple):
+            return x[0][self.queries], x[1][self.keys]
+        return jnp.take(x, self.keys if name in ("k", "v", "segments") else self.queries, axis)
 
 
 def spec(name: str, x: Any) -> Any:
-    if name == "segments":
-        return jax.tree.map(lambda _: PartitionSpec("ring"), x)
-    if name in SEQUENCES or name == "mask":
-        return PartitionSpec(*[None] * (x.ndim - 2), "ring")
-    if name == "sinks" and x.ndim > 1:
-        return PartitionSpec(None, None, "ring")
-    return PartitionSpec()
+    axis = axis_of(name, x)
+    return jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim + axis), "ring") if axis else PartitionSpec(), x)
 
 
 def differentiated(function: Any, d_out: Any, d_lse: Any) -> Any:
