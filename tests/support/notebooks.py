@@ -12,28 +12,24 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import nbformat
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
-class Cell(NamedTuple):
-    kind: str
-    source: str
-    raw: dict[str, Any]
+def cells_of(path: Path) -> list[Any]:
+    cells: list[Any] = nbformat.read(path, 4).cells  # type: ignore[no-untyped-call]
+    return cells
 
 
-def cells_of(path: Path) -> list[Cell]:
-    return [Cell(raw["cell_type"], "".join(raw["source"]), raw) for raw in json.loads(path.read_text())["cells"]]
-
-
-def fingerprint(cells: list[Cell]) -> str:
+def fingerprint(cells: list[Any]) -> str:
     """Return a digest of the code of a notebook: outputs are of it, or old."""
-    return hashlib.sha256("\0".join(cell.source for cell in cells if cell.kind == "code").encode()).hexdigest()
+    return hashlib.sha256("\0".join(cell.source for cell in cells if cell.cell_type == "code").encode()).hexdigest()
 
 
 def store(path: Path) -> None:
-    import nbformat
     from nbclient import NotebookClient
 
     os.environ["PYTHONPATH"] = str(TUTORIALS.parents[1])
@@ -53,7 +49,7 @@ def run(path: Path) -> list[Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for number, cell in enumerate(cells_of(path)):
-        if cell.kind != "code":
+        if cell.cell_type != "code":
             continue
         tree, place = ast.parse(cell.source), f"{path.name}, cell {number}"
         last = tree.body[-1]
