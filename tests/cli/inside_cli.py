@@ -19,9 +19,7 @@ import typer
 from cli.commands import Capture, error_of, output_of, python, relskew
 from rich.console import Console
 from typer.main import get_command
-from typer.testing import CliRunner
 
-from relskew_core import __version__
 from relskew_core._array.extras import compile_line, to_install
 from relskew_core._reference import reference_block
 from relskew_core.backends import _compiled
@@ -32,12 +30,6 @@ from relskew_core.cli._export import advice
 from relskew_core.cli._options import PANELS, BlockOptions
 from relskew_core.cli._verify import Finding, Verification
 from relskew_core.export import Check, Report
-
-
-def test_runs_under_typers_own_runner() -> None:
-    result = CliRunner().invoke(app, ["--version"])
-    assert result.exit_code == 0
-    assert __version__ in result.stdout
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -262,16 +262,6 @@ def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert page.read_text() == shown
 
 
-def test_furthest_look_ignores_near_and_held_notes() -> None:
-    tokens, weights = [30, 31, HELD, 33, 34, 35, 36, 37], np.zeros((2, 8, 8))
-    weights[0, 7, 5] = 0.9  # two steps back, which is near
-    weights[0, 6, 2] = 0.8  # to a held note
-    weights[0, 2, 0] = 0.7  # before the first note that counts
-    weights[1, 5, 0], weights[1, 5, 1] = 0.3, 0.2
-    weights[1, 6, 1] = 0.4
-    assert pictures.furthest_look([weights], tokens, first=3, near=2)[:3] == (0, 1, 5)
-
-
 def test_transposed_tokens_stay_in_range() -> None:
     for tune in tunes():
         for up in transpositions([tune.notes]):
@@ -292,10 +282,3 @@ def test_choice_draws_from_the_likeliest_by_temperature() -> None:
     choose = sample.Choice(seed=0, temperature=1.0, top=2)
     drawn = np.bincount([choose(logits) for _ in range(3000)], minlength=3) / 3000
     np.testing.assert_allclose(drawn, [0, 2 / 3, 1 / 3], atol=0.03)
-
-
-def test_tables_learn_at_ten_times_the_rate() -> None:
-    others, tables = Decoder("relative", SMALL).parameter_groups(1e-3)
-    assert tables["lr"] == 10 * others["lr"] == 1e-2
-    assert [x.shape for x in tables["params"]] == [(2, 9, 8)] * 2
-    assert not any(x is y for x in others["params"] for y in tables["params"])

@@ -150,15 +150,3 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[13] for row in rows[28:]] == ["█"] * 14
     assert [rows[i][n + 4 + i - 28] for i in range(28, n)] == ["█"] * 14
     assert lines[-1].index("^") == 13
-
-
-def test_the_table_counts_recurrences_beyond_chance() -> None:
-    # One feature for each of two pitches and one duration, once for each note of the context.
-    embedded = features(tune_of(60, 62, 60, 62, 60))
-    table = recurrence(embedded)
-    assert table.shape == embedded.shape
-    # r = -2: of the notes 3, 4 and 5, the two with pitch 60 have a 60 two notes earlier; by chance 3 of 5 notes.
-    assert table[2, 0] == pytest.approx((2 + 3 / 5) / (2 + 1) - 3 / 5)
-    # r = -1: no note has one.
-    assert table[3, 0] == pytest.approx(3 / 5 / (2 + 1) - 3 / 5)
-    assert np.all(table[4] == 0)
