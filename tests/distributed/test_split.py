@@ -39,7 +39,7 @@ def printed(*running: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize(("what", "processes", "said"), [
     # calls of every kind, gradients, traffic, half precision, models, DTensors
-    ("everything", 2, ["181 calls agree"] * 2), ("everything", 3, ["181 calls agree"] * 3),
+    ("everything", 2, ["165 calls agree"] * 2), ("everything", 3, ["165 calls agree"] * 3),
     # a ring of groups that exchange heads
     pytest.param("mesh", 4, ["36 calls agree"] * 4, marks=pytest.mark.skipif(
         hasattr(api, "_validate_tp_mesh_dim"),

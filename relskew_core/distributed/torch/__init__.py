@@ -6,7 +6,6 @@ try:
     from relskew_core.distributed.torch._attention import context_parallel_attention
     from relskew_core.distributed.torch._sequence import shard_sequence, unshard_sequence
     from relskew_core.distributed.torch._style import ContextParallel, register_sharding
-    from relskew_core.distributed.torch._tables import shard_table
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.distributed.torch", "torch", error) from error
 
@@ -15,6 +14,5 @@ __all__ = [
     "context_parallel_attention",
     "register_sharding",
     "shard_sequence",
-    "shard_table",
     "unshard_sequence",
 ]

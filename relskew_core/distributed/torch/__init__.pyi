@@ -12,7 +12,6 @@ __all__ = [
     "context_parallel_attention",
     "register_sharding",
     "shard_sequence",
-    "shard_table",
     "unshard_sequence",
 ]
 
@@ -47,7 +46,6 @@ def context_parallel_attention(
     group: Any,
     method: Literal["ring", "gather", "heads"] = "ring",
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous",
-    tables: Literal["whole", "sharded"] = "whole",
     return_lse: Literal[False] = False,
     check: bool = True,
 ) -> Tensor: ...
@@ -82,7 +80,6 @@ def context_parallel_attention(
     group: Any,
     method: Literal["ring", "gather", "heads"] = "ring",
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous",
-    tables: Literal["whole", "sharded"] = "whole",
     return_lse: Literal[True],
     check: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
@@ -117,7 +114,6 @@ def context_parallel_attention(
     group: Any,
     method: Literal["ring", "gather", "heads"] = "ring",
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous",
-    tables: Literal["whole", "sharded"] = "whole",
     return_lse: bool,
     check: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -129,7 +125,6 @@ def shard_sequence(
     axis: int = -2,
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous",
 ) -> Tensor: ...
-def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) -> Tensor: ...
 def unshard_sequence(
     x: Tensor,
     group: Any,

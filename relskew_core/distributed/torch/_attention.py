@@ -21,7 +21,6 @@ from relskew_core._kernel.problem import Problem, problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._parts import Gathered, PartsAttention, PartsPlan, Ring
 from relskew_core.distributed.torch._sequence import Ranks, agreed, groups, joined, taken_apart, whole
-from relskew_core.distributed.torch._tables import as_if_whole, check_sharded
 
 HEADS = -3
 """The axis of the heads, before positions and width."""
@@ -98,7 +97,6 @@ class _Parallel(Arguments):
     group: Any
     method: Method = "ring"
     layout: Layout = "contiguous"
-    tables: Literal["whole", "sharded"] = "whole"
     return_lse: bool = False
     check: bool = True
 
@@ -140,9 +138,6 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
         ranks.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
         As in :func:`shard_sequence`. With the last two, causal attention costs the same on every rank.
-    tables : {"whole", "sharded"}, default "whole"
-        ``"sharded"``, with ``layout="striped"`` and a ring: every rank has the rows that :func:`shard_table` returned,
-        and sends them to all ranks in one round. The gradients of these rows are complete: do not sum them.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
     check : bool, default True
@@ -233,8 +228,7 @@ def _attend(given: _Parallel) -> Any:
         wants_lse = given.return_lse or sinks is not None
         out, sums = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
     else:
-        sharded = given.tables == "sharded"
-        call = problem(replace(as_if_whole(arguments, ring) if sharded else arguments, mask=None))
+        call = problem(replace(arguments, mask=None))
         plan = _plan(arguments, call, ring, given, part)
         pair = arguments.segments if isinstance(arguments.segments, tuple) else (arguments.segments,) * 2
         seed = arguments.seed if is_array(arguments.seed) else None
@@ -270,9 +264,7 @@ def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, pa
         rounds = Gathered.of(ranks, layout, given.k.shape[-2])
     nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
     options = replace(given, **nothing, segments=None)
-    return PartsPlan(
-        options, call.options.span, *bounds, queries[ranks.rank], rounds, part, sharded=parallel.tables == "sharded"
-    )
+    return PartsPlan(options, call.options.span, *bounds, queries[ranks.rank], rounds, part)
 
 
 def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
@@ -291,9 +283,6 @@ def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
         raise TypeError(f"`offset` must be an int, the same for all items, got {describe(given.offset)}")
     if given.block_size is not None and method != "heads":
         raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")
-    check_choice("tables", given.tables, ("whole", "sharded"))
-    if given.tables == "sharded":
-        given = check_sharded(given, everyone[0])
     call = problem(replace(_plain(given), mask=None))
     size = prod(ranks.size for ranks in everyone)
     check_whole(_plain(given), call, size, layout, xp=xp, outer=everyone[0].size)

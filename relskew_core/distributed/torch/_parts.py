@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,20 +13,19 @@ from torch import Tensor
 
 from relskew_core._array.precision import undisturbed
 from relskew_core._functions.attention import Backward, attend, pull_back
-from relskew_core._kernel.call import BY_KEY, DIFFERENTIABLE, TABLES, Arguments, Part
+from relskew_core._kernel.call import BY_KEY, DIFFERENTIABLE, TABLES, Arguments, Part, kind_of_table
 from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
 from relskew_core.distributed._layout import Layout, runs
 from relskew_core.distributed.torch._sequence import Ranks, joined, taken_apart
-from relskew_core.distributed.torch._tables import RankTables, ShardedTables
 
 Held = Sequence[Tensor]
 """The tensors that travel: those by key, such as keys and values, and the labels of keys if there are any."""
 
-Step = Callable[[int | None, Sequence[Run], Held], Any]
-"""``step(distance, keys, held)``: the distance that the held keys have travelled, and their positions."""
+Step = Callable[[Sequence[Run], Held], Any]
+"""``step(keys, held)``: the positions of the held keys, and the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Ring:
     def forward(self, held: Held, step: Step) -> Held:
         """Attend to the keys of every rank; return what the backward pass needs."""
         for distance, _, given in self._rounds(held):
-            step(distance, self._keys(distance), given)
+            step(self._keys(distance), given)
         return held
 
     def backward(self, held: Held, like: Held, step: Step) -> Held:
@@ -54,7 +53,7 @@ class Ring:
         own: Held | None = None
         travelling: Held | None = None
         for distance, ahead, given in self._rounds(held):
-            found = step(distance, self._keys(distance), given)
+            found = step(self._keys(distance), given)
             if distance == 0:
                 own = found
             else:
@@ -101,11 +100,11 @@ class Gathered:
 
     def forward(self, held: Held, step: Step) -> Held:
         held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
-        step(None, self.keys, held)
+        step(self.keys, held)
         return held
 
     def backward(self, held: Held, like: Held, step: Step) -> Held:
-        size, found = self.ranks.size, step(None, self.keys, held)
+        size, found = self.ranks.size, step(self.keys, held)
         return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]
 
 
@@ -122,12 +121,41 @@ class PartsPlan:
     queries: Sequence[Run]  # of this rank
     rounds: Ring | Gathered
     part: Part  # which heads
-    sharded: bool  # whether the rows of the tables are sharded over the ranks
 
-    def tables(self, x: dict[str, Any]) -> RankTables:
-        if not self.sharded:
-            return RankTables.of(x, self.span)
-        return ShardedTables.of_rows(x, self.span, self.rounds.ranks, self.offset)
+
+@dataclass(slots=True)
+class PartTables:
+    """The rows that a part of a call uses of its tables, and the sums of their gradients."""
+
+    span: Span
+    given: dict[str, Tensor]  # biases get an axis of length 1
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: dict[str, Any], span: Span) -> PartTables:
+        given = {name: x[name] for name in TABLES if x[name] is not None}
+        return cls(span, {name: kind_of_table(name).with_width(table) for name, table in given.items()})
+
+    def part(self, name: str, rows: Rows) -> Tensor:
+        found: Tensor = rows.of_table(self.given[name], self.span.beyond, xp=xp)
+        return kind_of_table(name).without_width(found)
+
+    def want(self, names: set[str], dtype: torch.dtype) -> None:
+        self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
+
+    def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
+        """Add the gradient of the rows of a part; rows that repeat an edge add to the edge."""
+        total, edges = self.sums[name], rows.span.beyond == "clip"
+        gradient = kind_of_table(name).with_width(gradient)
+        if edges and rows.before:
+            total[..., 0, :] += gradient[..., : rows.before, :].sum(-2)
+        if rows.count:
+            total[..., rows.here, :] += gradient[..., rows.before : rows.before + rows.count, :]
+        if edges and rows.after:
+            total[..., -1, :] += gradient[..., -rows.after :, :].sum(-2)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: kind_of_table(name).without_width(x) for name, x in self.sums.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +170,12 @@ class OnePart:
 
     @classmethod
     def of(
-        cls, plan: PartsPlan, x: dict[str, Any], tables: RankTables, held: Held, queries: Run, keys: Run
+        cls, plan: PartsPlan, x: dict[str, Any], tables: PartTables, held: Held, queries: Run, keys: Run
     ) -> OnePart | None:
         pairs = Pairs.of(queries, keys, plan.offset, plan.left, plan.right)
         if pairs is None:
             return None
-        rows = tables.rows(pairs)
+        rows = pairs.rows(plan.span)
         names = _by_key(x)
         labels = held[len(names) :]
         arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
@@ -197,8 +225,7 @@ class PartsAttention(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         sums = q.new_full((*q.shape[:-1], 2), -torch.inf, dtype=wide)
 
-        def step(distance: int | None, keys: Sequence[Run], held: Held) -> None:
-            tables.begin(distance)
+        def step(keys: Sequence[Run], held: Held) -> None:
             for run in plan.queries:
                 for other in keys:
                     call = OnePart.of(plan, x, tables, held, run, other)
@@ -208,7 +235,7 @@ class PartsAttention(torch.autograd.Function):
                         out[rows], sums[rows] = merged([out[rows], more], [sums[rows], more_sums], xp=xp)
 
         with undisturbed(q):
-            tables = plan.tables(x)
+            tables = PartTables.of(x, plan.span)
             held = plan.rounds.forward(_held(x), step)
         ctx.save_for_backward(*arrays, *held, out, sums)
         ctx.plan, ctx.count = plan, len(arrays)
@@ -226,8 +253,7 @@ class PartsAttention(torch.autograd.Function):
         sums = {name: torch.zeros_like(x[name], dtype=out.dtype) for name in others}
         by_key = _by_key(x)
 
-        def step(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
-            tables.begin(distance)
+        def step(keys: Sequence[Run], given: Held) -> Held:
             d_given = [torch.zeros_like(part, dtype=out.dtype) for part in given[: len(by_key)]]
             for run in plan.queries:
                 for other in keys:
@@ -245,11 +271,10 @@ class PartsAttention(torch.autograd.Function):
                         total[where] += getattr(found, name)
                     for name in wanted.intersection(TABLES):
                         tables.add(name, getattr(found, name), call.rows)
-            tables.end(distance)
             return d_given
 
         with undisturbed(q):
-            tables = plan.tables(x)
+            tables = PartTables.of(x, plan.span)
             tables.want(wanted, out.dtype)
             d_held = plan.rounds.backward(held, _like(x, out.dtype), step)
             sums |= {**tables.gradients(), **dict(zip(by_key, d_held, strict=True))}

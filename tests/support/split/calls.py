@@ -19,7 +19,6 @@ from relskew_core.distributed.torch import (
     _sequence,
     context_parallel_attention,
     shard_sequence,
-    shard_table,
     unshard_sequence,
 )
 
@@ -27,7 +26,6 @@ distributed: Any = torch.distributed
 H, D = 6, 4
 METHODS, LAYOUTS = ("ring", "gather", "heads"), ("contiguous", "zigzag", "striped")
 SEQUENCES = ("q", "k", "v", "rel_q")
-TABLES = ("rel_k", "rel_v", "rel_bias", "key_table")
 
 case = partial(Case, n=0, m=0, heads=H, d=D, own_tables=False)  # of any length
 CASES = [
@@ -100,7 +98,7 @@ def gradients(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, arrays: di
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, arrays.values(), strict=True)]
 
 
-def agrees(group: Any, length: int, case: Case, *, layout: Any, method: Any, tables: Any = "whole") -> None:
+def agrees(group: Any, length: int, case: Case, *, layout: Any, method: Any) -> None:
     """Compare a call in parts with the whole: output, log-sum-exp, every gradient."""
     torch.manual_seed(0)
     arrays, options = made(length, case)
@@ -111,22 +109,15 @@ def agrees(group: Any, length: int, case: Case, *, layout: Any, method: Any, tab
     def row(x: Tensor) -> Tensor:
         return shard_sequence(x, group, axis=-1, layout=layout)
 
-    parts = {name: own(name, x.detach(), group, layout) for name, x in arrays.items()}
-    sharded = [name for name in TABLES if name in arrays] if tables == "sharded" else []
-    for name in sharded:
-        parts[name] = shard_table(parts[name], group, options["span"], bias=name == "rel_bias")
-    parts = {name: x.requires_grad_() for name, x in parts.items()}
+    parts = {name: own(name, x.detach(), group, layout).requires_grad_() for name, x in arrays.items()}
     options = {name: own(name, x, group, layout) for name, x in options.items()}
-    how: dict[str, Any] = {"group": group, "layout": layout, "method": method, "tables": tables}
+    how: dict[str, Any] = {"group": group, "layout": layout, "method": method}
     part, part_lse = context_parallel_attention(**parts, **options, **how, return_lse=True)
     torch.testing.assert_close(part, own("q", out, group, layout), rtol=0, atol=1e-12)
     torch.testing.assert_close(part_lse, row(lse), rtol=0, atol=1e-12)
     actual = gradients(part, part_lse, own("q", d_out, group, layout), row(d_lse), parts)
     for name, one, other in zip(parts, actual, expected, strict=True):
-        if name in sharded:
-            other = shard_table(other, group, options["span"], bias=name == "rel_bias")
-        else:
-            one = whole(name, one, group, layout)
+        one = whole(name, one, group, layout)
         error = float((one - other).abs().max()) if other.numel() else 0.0
         assert error < 1e-11, f"the gradient of {name}: {error}"
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from relskew_core import Span
-from relskew_core.distributed.torch import context_parallel_attention, shard_sequence, shard_table, unshard_sequence
+from relskew_core.distributed.torch import context_parallel_attention, shard_sequence, unshard_sequence
 
 distributed: Any = torch.distributed
 
@@ -53,13 +53,6 @@ def errors_are_everyones(p: int) -> None:
         shard_sequence(torch.zeros(1, 5, 8), group, layout="zigzag")
     with pytest.raises(TypeError, match="`x` must be a Tensor"):
         unshard_sequence([1, 2], group)  # type: ignore[arg-type]
-    sharded: dict[str, Any] = {"tables": "sharded", "layout": "striped"}
-    for options, name in (({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"), (sharded, "span"),
-                          (sharded | {"span": Span.causal(1, "clip")}, "span"),
-                          (sharded | {"span": Span.causal(4 * p)}, "rel_k")):  # fmt: skip
-        refused(f"`{name}`", x, x, x, kind=both, rel_k=table, **options)
-    with pytest.raises(ValueError, match="`table` must have the 3 rows"):
-        shard_table(table, group, Span.full(2))
     call(x, x, x, table)  # and all ranks are still in step
 
 

@@ -21,8 +21,6 @@ def everything(p: int) -> None:
         tried += _agrees(world, 6 * p, case, layout, method)
     for layout in calls.LAYOUTS:
         tried += _agrees(world, 6 * p, calls.WITH_BLOCKS, layout, "heads")
-    for case in (case for case in calls.CASES if case.tables):
-        tried += _agrees(world, 6 * p, case, "striped", "ring", tables="sharded")
     calls.sends_what_theory_says(world, p)
     calls.merges_in_float32(world, p)
     models.modules_agree(p)
@@ -44,11 +42,11 @@ def all_faults(p: int) -> None:
     faults.a_death_is_noticed(p)
 
 
-def _agrees(group: Any, length: int, case: Case, layout: str, method: str, tables: str = "whole") -> int:
+def _agrees(group: Any, length: int, case: Case, layout: str, method: str) -> int:
     try:
-        calls.agrees(group, length, case, layout=layout, method=method, tables=tables)
+        calls.agrees(group, length, case, layout=layout, method=method)
     except BaseException as error:
-        error.add_note(f"{case}, {layout}, {method}, {tables}")
+        error.add_note(f"{case}, {layout}, {method}")
         raise
     return 1
 
