@@ -53,6 +53,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 libraries = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 
 
+def drawn(*shapes: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
 def watch(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
     """Call other functions in place of the kernels'."""
     monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), **functions}))
@@ -232,9 +237,7 @@ def test_gradients_of_masks_are_made_where_they_are_wanted(
         kernels.pull_back(*args)
 
     watch(monkeypatch, pull_back=pull_back)
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 4, n, 8)).astype(np.float32) for _ in range(3))
-    mask = rng.standard_normal((*shape, n, n)).astype(np.float32)
+    q, k, v, mask = drawn(*[(2, 4, n, 8)] * 3, (*shape, n, n))
     with on_threads(2):
         relative_attention_vjp(q, q, k, v, mask=mask)
         assert found == [mask.shape]
@@ -310,10 +313,7 @@ def test_torch_tensors_may_be_there_lazily(n: int) -> None:
 @pytest.mark.parametrize("name", ["rel_k", "rel_v", "key_table"])
 @pytest.mark.parametrize("n", [2, 64], ids="{} queries".format)
 def test_tables_may_have_very_many_rows(name: str, rows: int, n: int) -> None:
-    rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((1, 2, m, 16)).astype(np.float32) for m in (n, 64))
-    v = rng.standard_normal((1, 2, 64, 1)).astype(np.float32)
-    table = rng.standard_normal(1 if name == "rel_v" else 16).astype(np.float32)
+    q, k, v, table = drawn((1, 2, n, 16), (1, 2, 64, 16), (1, 2, 64, 1), (1 if name == "rel_v" else 16,))
     long, short = (np.broadcast_to(table, (count, *table.shape)) for count in (rows, 128))
     tables: list[dict[str, Any]] = [{name: long}, {name: short}]
     found = relative_attention(q, k, v, **tables[0], span=Span(rows - 1, 0, "clip"), offset=64 - n)
@@ -323,10 +323,9 @@ def test_tables_may_have_very_many_rows(name: str, rows: int, n: int) -> None:
 @dtypes
 def test_heads_that_lie_side_by_side_give_the_same_numbers(dtype: str) -> None:
     """Rows that lie apart are copied where enough queries read them; each result has the same bits."""
-    rng = np.random.default_rng(0)
-    apart = [rng.standard_normal((2, 130, 3, 16)).astype(dtype).swapaxes(1, 2) for _ in range(4)]
+    *side_by_side, table = drawn(*[(2, 130, 3, 16)] * 4, (21, 16), dtype=dtype)
+    apart = [x.swapaxes(1, 2) for x in side_by_side]
     together = [np.ascontiguousarray(x) for x in apart]
-    table = rng.standard_normal((21, 16)).astype(dtype)
     ways: tuple[dict[str, Any], ...] = ({"window": (9, 5)}, {"segments": np.arange(130) // 40})
     for options in ways:
         found, expected = (
@@ -393,8 +392,7 @@ def arguments_of(q: Any, k: Any, v: Any) -> list[Any]:
 
 
 def test_other_threads_run_during_a_call() -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 1, 3000, 64)).astype(np.float32) for _ in range(3))
+    q, k, v = drawn(*[(1, 1, 3000, 64)] * 3)
     counted, done = [0], threading.Event()
 
     def count() -> None:
@@ -649,9 +647,7 @@ def test_kernels_refuse_arguments_that_they_cannot_read(changed: dict[int, Any],
 def test_kernels_serve_integers_far_apart_and_no_long_table_for_few_keys(
     library: Any, name: str, far: int, left: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = (library(rng.standard_normal((1, 2, 50, 8)).astype(np.float32)) for _ in range(3))
-    table = library(rng.standard_normal((left + 1, 8)).astype(np.float32))
+    q, k, v, table = map(library, drawn(*[(1, 2, 50, 8)] * 3, (left + 1, 8)))
     labels = np.arange(50) // 3
     labels[7] = far
     options: dict[str, Any] = {"span": Span(left, 0, "clip"), "causal": True, name: (library(labels), library(labels))}
@@ -693,8 +689,7 @@ def test_kernels_serve_positions_any_distance_apart(library: Any, options: dict[
 def test_a_table_reaches_positions_wherever_they_begin(library: Any, first: Any) -> None:
     """Those of every item, however far the items are from one another."""
     places = tuple(library(np.asarray(first) + np.array(x)) for x in ([3, 0, 8], [7, 2, 4, 1]))
-    rng, shapes = np.random.default_rng(0), ((3, 1, 3, 8), (3, 1, 4, 8), (15, 8))
-    q, k, table = (library(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    q, k, table = map(library, drawn((3, 1, 3, 8), (3, 1, 4, 8), (15, 8)))
     found, expected = (
         relative_attention(q, k, k, table, Span(7, 7), positions=places, impl=impl) for impl in ("native", "portable")
     )
@@ -740,17 +735,6 @@ def test_the_environment_may_limit_threads(monkeypatch: pytest.MonkeyPatch, give
     backends.set_numpy_threads(7)
     assert _threads.numpy_threads() == 7
     backends.set_numpy_threads(None)
-
-
-def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = np.ones((3, 9, 8))
-    call = problem(Arguments(q, q, q, mask=np.zeros((9, 9)), softcap=2.0))
-    x, options = call.operands(), call.options
-    assert _compiled.refusal(x, options) is None
-    names = _compiled.refusal(x, options, _compiled.SUPPORTED - {"mask", "softcap"})
-    assert names == "the compiled kernels do not take `mask` and `softcap`"
-    monkeypatch.setattr(_compiled, "kernels", None)
-    assert _compiled.refusal(x, options) == "no kernels were compiled at installation"
 
 
 def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:

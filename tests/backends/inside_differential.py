@@ -1,4 +1,4 @@
-"""Random calls compared with the formula, for other processors: they pass, and find planted errors."""
+"""Random calls compared with the formula, for other processors: they pass, and find a planted error."""
 
 import subprocess
 import sys
@@ -84,26 +84,13 @@ def test_the_kernels_leave_the_gil_off() -> None:
     assert not ended.stderr
 
 
-WRONG: dict[str, tuple[str, Any]] = {
-    "out is wrong by": ("relative_attention", lambda found: (found[0] + 1, found[1])),
-    "lse has another shape or another infinity": ("relative_attention", lambda found: (found[0], np.nan * found[1])),
-    "the gradient of k is wrong by": ("relative_attention_vjp", lambda found: found._replace(k=found.k + 1)),
-}
-
-
-@pytest.mark.parametrize("told", WRONG)
-def test_wrong_results_are_reported(
-    told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, wrongly = WRONG[told]
-    right = getattr(differential, name)
+def test_wrong_results_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = relative_attention
 
     def call(*given: Any, **options: Any) -> Any:
-        found = right(*given, **options)
-        return wrongly(found) if options["impl"] == "native" else found
+        out, lse = right(*given, **options)
+        return out + (options["impl"] == "native"), lse
 
-    monkeypatch.setattr(differential, name, call)
+    monkeypatch.setattr(differential, "relative_attention", call)
     assert differential.main(["3", "--seed", "3"]) == 1
-    shown = capsys.readouterr().out
-    assert f"call 0: {told}" in shown
-    assert shown.endswith("3 calls of 3 kinds, 3 wrong\n")
+    assert "call 0: out is wrong by" in capsys.readouterr().out
