@@ -286,46 +286,36 @@ def left_out(path: Path, target: Path) -> None:
     """Make no link, as an sdist does."""
 
 
+ALONE = (
+    "import os, site, sys; sys.meta_path[:] = [x for x in sys.meta_path if 'ditable' not in repr(x)];"
+    "sys.path[1:] = [x for x in sys.path[1:] if not os.path.exists(os.path.join(x, 'relskew_core'))]"
+)
+"""Begins a program that sees no other relskew than that of its folder, or that it looks for."""
+
+
 @pytest.mark.parametrize("link", [written_as_text, left_out])
 def test_links_that_were_not_unpacked_are_named(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
     copy_to(tmp_path, link)
     for module in ("relskew_core", "relskew_core.backends", "relskew_core.export"):
-        # Without the finder of an editable install, which locates backends/.
-        code = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)]; import {module}"
-        error = run_in(tmp_path, "-c", code, code=1).splitlines()[-1]
+        error = run_in(tmp_path, "-c", f"{ALONE}; import {module}", code=1).splitlines()[-1]
         assert error.startswith(f"ImportError: {tmp_path / 'relskew_core' / 'backends'} must be a link to the folder")
         assert "pip install --editable ." in error
 
 
-def test_an_editable_install_needs_no_links(tmp_path: Path) -> None:
-    """Its finder maps the folders: then nothing is missing."""
-    copy_to(tmp_path, written_as_text)
-    code = (
-        "import sys, importlib.util\n"
-        "class Mapped:\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        "        path = {'relskew_core.backends': 'backends', 'relskew_core.export': 'export'}.get(name)\n"
-        "        return path and importlib.util.spec_from_file_location(name, f'{sys.argv[1]}/{path}/__init__.py')\n"
-        "sys.meta_path.insert(0, Mapped)\n"
-        "import relskew_core, relskew_core.export\n"
-        "print(relskew_core.backends.__file__)"
-    )
-    assert run_in(tmp_path, "-c", code, str(tmp_path)) == f"{tmp_path / 'backends' / '__init__.py'}\n"
-
-
 @pytest.mark.parametrize("link", [pytest.param(Path.symlink_to, marks=with_links), written_as_text])
-def test_an_editable_install_is_a_path_where_there_are_links(link: Any, tmp_path: Path) -> None:
-    """Type checkers and editors follow a path, and no hook."""
-    source = tmp_path / "source"
+def test_an_editable_install_is_a_path_where_there_are_links_and_else_a_hook(link: Any, tmp_path: Path) -> None:
+    """Type checkers and editors follow a path, and no hook, whose finder maps the folders: then nothing is missing."""
+    source, there = tmp_path / "source", tmp_path / "there"
     copy_to(source, link)
     code = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
     run_in(source, "-c", code, str(tmp_path), env={"RELSKEW_PURE": "1"})
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as wheel:
-        hooks = [name for name in wheel.namelist() if name.endswith("finder.py")]
-        (path,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth"))
-    assert bool(hooks) == (link is written_as_text)
-    assert hooks or Path(path.strip()).samefile(source)
+        wheel.extractall(there)
+    assert bool([*there.glob("*finder.py")]) == (link is written_as_text)
+    code = f"{ALONE}; site.addsitedir(sys.argv[1]); import relskew_core.export; print(relskew_core.backends.__file__)"
+    (imported,) = run_in(tmp_path, "-c", code, str(there)).splitlines()
+    assert Path(imported).samefile(source / "backends" / "__init__.py")
 
 
 def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
