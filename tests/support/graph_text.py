@@ -108,10 +108,10 @@ def _lines(model: onnx.ModelProto) -> Iterator[str]:
     for tensor in model.graph.initializer:
         yield _told(f"{tensor.name}: {_type(tensor.data_type)} {_shape(tensor.dims)}", tensor.doc_string)
     yield ""
-    yield from _graph(model.graph)
+    yield from of_graph(model.graph)
     for function in model.functions:
         yield ""
-        inputs, outputs = ", ".join(map(short, function.input)), ", ".join(map(short, function.output))
+        inputs, outputs = ", ".join(map(_short, function.input)), ", ".join(map(_short, function.output))
         yield _told(f"function {function.domain}.{function.name}({inputs}) → {outputs}", function.doc_string)
         yield f"    {_opsets(function)}"
         types = {value.name: _typed(value) for value in function.value_info}
@@ -119,28 +119,29 @@ def _lines(model: onnx.ModelProto) -> Iterator[str]:
             yield from _node(node, types, "    ")
 
 
-def _graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
+def of_graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
     types = {value.name: _typed(value) for value in (*graph.input, *graph.output)}
     types |= {value.name: _told(_typed(value), value.doc_string) for value in graph.value_info}
     for value in graph.input:
-        yield indent + _told(f"input {short(value.name)}: {types[value.name]}", value.doc_string)
+        yield indent + _told(f"input {_short(value.name)}: {types[value.name]}", value.doc_string)
     for node in graph.node:
         yield from _node(node, types, indent)
     for value in graph.output:
-        yield indent + _told(f"output {short(value.name)}: {types[value.name]}", value.doc_string)
+        yield indent + _told(f"output {_short(value.name)}: {types[value.name]}", value.doc_string)
 
 
 def _node(node: onnx.NodeProto, types: dict[str, str], indent: str) -> Iterator[str]:
     plain = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute if not a.HasField("g")}
-    given = [*map(short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
-    named = "" if list(node.output) == [node.name] else f" as {short(node.name)}"
+    given = [*map(_short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
+    named = "" if list(node.output) == [node.name] else f" as {_short(node.name)}"
     domain = f"{node.domain}." if node.domain else ""
-    made = ", ".join(f"{short(name)}: {types[name]}" if name in types else short(name) for name in node.output)
-    yield f"{indent}{made} = {domain}{node.op_type}({', '.join(given)}){named}"
+    made = ", ".join(f"{_short(name)}: {types[name]}" if name in types else _short(name) for name in node.output)
+    notes = "".join(f" -- {entry.key} = {entry.value}" for entry in node.metadata_props)
+    yield f"{indent}{made} = {domain}{node.op_type}({', '.join(given)}){named}{notes}"
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            yield _told(f"{indent}    {attribute.name} {short(attribute.g.name)}", attribute.g.doc_string)
-            yield from _graph(attribute.g, indent + "        ")
+            yield _told(f"{indent}    {attribute.name} {_short(attribute.g.name)}", attribute.g.doc_string)
+            yield from of_graph(attribute.g, indent + "        ")
 
 
 def _plain(value: Any) -> Any:
@@ -151,7 +152,7 @@ def _told(line: str, doc: str) -> str:
     return f"{line} -- {doc}" if doc else line
 
 
-def short(name: str) -> str:
+def _short(name: str) -> str:
     """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
     for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
         name = name.replace(start, mark)

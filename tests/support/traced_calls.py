@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxscript
 import pytest
 
-from graph_text import short, write
+from graph_text import of_graph, write
 from onnx_sessions import NOTHING_OPTIMISED, opened
 from relskew_core import Span
 from relskew_core._kernel import forward, problem
@@ -402,33 +402,16 @@ def exporting(opset: int) -> Iterator[Translate]:
 
 
 def text(traced: Traced) -> str:
-    """Write what a call becomes, a line for each tensor that our side knows."""
-    return "\n".join(_lines(traced)) + "\n"
-
-
-def _lines(traced: Traced) -> Iterator[str]:
-    names: dict[Any, str] = {}
-    for tensor, value in traced.values:
-        names.setdefault(tensor, _short(value.name))
-        node, told = tensor.producer(), f"{_short(value.name)}: {value.dtype} ({', '.join(map(str, value.shape))})"
-        if node is None or node.name is None or not node.name.startswith("relskew/"):
-            if node is None or node.op_type != "Constant":
-                yield f"{told} is given"
-            continue
-        given = ["-" if x is None else names[x] for x in node.inputs]
-        given += [f"{name}={_plain(a.value)}" for name, a in sorted(node.attributes.items())]
-        named = "" if node.name == value.name else f" as {_short(node.name)}"
-        notes = "".join(f" -- {key} = {note}" for key, note in node.metadata_props.items())
-        yield f"{told} = {node.op_type}({', '.join(given)}){named}{notes}"
-    yield f"→ {', '.join(names[x] for x in traced.results)}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
-def _short(name: str) -> str:
-    return re.sub("([@#])attention_1/", r"\1", short(name))
+    """Write what a call becomes, with the names, dtypes and shapes for which our side takes its tensors."""
+    for number, node in enumerate(traced.graph):  # releases name what is not ours differently
+        node.outputs[0].name = f"{number}"
+    for tensor, value in reversed(traced.values):  # a tensor of several names keeps the first one
+        tensor.name, tensor.dtype = value.name, ir.DataType.from_numpy(value.dtype)
+        tensor.shape = ir.Shape(value.shape)
+    for node in traced.graph:
+        node.name = node.name if node.name.startswith("relskew/") else node.outputs[0].name
+    traced.graph.outputs[:] = traced.results
+    return "\n".join(of_graph(ir.to_proto(traced.graph))) + "\n"
 
 
 def written(name: str) -> str:
