@@ -83,21 +83,6 @@ def test_rows_are_those_that_the_pairs_meet(
     np.testing.assert_array_equal(table[:, rows.here], part[:, rows.before : rows.span.rows - rows.after])
 
 
-def test_rows_of_a_call_begin_at_its_zero() -> None:
-    pairs = Pairs.of(Run(7, 2, 3), Run(2, 2, 4), 1, None, None)
-    assert pairs is not None
-    assert pairs.rows(Span(20, 20)) == Rows.of(pairs.zero + 20, 2, -2, 3, Span(20, 20))
-    by_head = np.random.default_rng(0).standard_normal((2, 41, 3))
-    part = pairs.rows(Span(20, 20)).of_table(by_head, "error", xp=XP)
-    np.testing.assert_array_equal(part, by_head[:, [20 + 2 - 7 - 1 + 2 * step for step in range(-2, 4)]])
-
-
-def test_the_entries_of_a_run_lie_side_by_side() -> None:
-    run = Run(start=2, step=3, count=4, place=5)
-    assert list(range(20)[run.here]) == [5, 6, 7, 8]
-    assert list(range(20)[run.positions]) == [2, 5, 8, 11]
-
-
 def test_every_number_comes_from_its_column_and_goes_back_there() -> None:
     rng = np.random.default_rng(0)
     for n, m, first, spare in itertools.product((1, 2, 4), (1, 3), (0, 1, 2, 4), (1, 2, 5)):
