@@ -393,7 +393,7 @@ def test_every_kind_of_reader_has_a_notebook() -> None:
 
 @each_notebook
 def test_outputs_are_those_of_the_code(path: Path) -> None:
-    """``python tests/support/notebooks.py --store`` writes them."""
+    """``python tests/support/notebooks.py`` writes them."""
     cells = cells_of(path)
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert {cell.cell_type for cell in cells} == {"code", "markdown"}

@@ -1,16 +1,14 @@
 """Notebooks without Jupyter: their cells, and running them one after the other as a notebook does.
 
-``python tests/support/notebooks.py --store`` lets Jupyter run them and keep what their cells show; do that after each
-change of a cell. With paths, those notebooks alone; without ``--store`` it only says how long each took.
+``python tests/support/notebooks.py`` lets Jupyter run them, or some that are named, and keep what their cells show; do
+that after each change of a cell.
 """
 
-import argparse
 import ast
 import hashlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +62,6 @@ def run(path: Path) -> list[Any]:
     return shown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("paths", nargs="*", type=Path, default=sorted(TUTORIALS.glob("*.ipynb")))
-    parser.add_argument("--store", action="store_true", help="keep what the cells show in the notebooks")
-    given = parser.parse_args()
-    for path in given.paths:
-        start = time.perf_counter()
-        (store if given.store else run)(path.resolve())
-        print(f"{path.name}: {time.perf_counter() - start:.1f} s")
-
-
 if __name__ == "__main__":
-    main()
+    for path in map(Path, sys.argv[1:] or sorted(TUTORIALS.glob("*.ipynb"))):
+        store(path.resolve())
