@@ -61,9 +61,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/inside_torch_operator.py tests/export/test_model.py \
 	tests/export/inside_save.py tests/export/test_torch.py tests/export/inside_translation.py
 
-# Vectors as short and products as high as on ARM, and fresh memory full of NaN.
-SANITIZERS := -DHIGH_ROWS=12 -DPOISON -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined \
-	-fno-omit-frame-pointer $(if $(findstring clang,$(SANITIZER)),-fno-sanitize=function -shared-libasan)
+SANITIZERS := $(shell sed '/^\#/d' .ci/sanitizers) -fno-omit-frame-pointer \
+	$(if $(findstring clang,$(SANITIZER)),-fno-sanitize=function -shared-libasan)
 SANITIZER ?= g++
 RUNTIMES = $(if $(findstring clang,$(SANITIZER)),libclang_rt.asan-$(shell uname -m).so,libasan.so libubsan.so)
 SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 KERNELS_COMPILER= \
