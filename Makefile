@@ -195,6 +195,7 @@ check-style: .venv/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror backends/_compiled/source/*.?pp
+	$(BIN)/zizmor --offline --no-progress --quiet .github
 
 check-mypy: .venv/dev.stamp
 	$(BIN)/mypy
@@ -252,7 +253,7 @@ $(BIN)/python:
 	@touch $@
 
 .venv/lint.stamp: $(BIN)/python requirements/pins.txt
-	$(PIP) clang-format ruff
+	$(PIP) clang-format ruff zizmor
 	@touch $@
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS) | .venv/lint.stamp
