@@ -145,16 +145,15 @@ class GPURegisters(Benchmark):
         tile = ", ".join(map(str, (size, given["num_warps"], given["num_stages"])))
         return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
 
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for place, rows in itertools.groupby(record.measured(), lambda row: list(row.case.values())[:3]):
+            capability, dtype, width = place
+            for row in sorted(rows, key=lambda row: self.names.index(row.contender)):
+                where = f"{capability / 10} | {TYPES[dtype]}, {width} | {row.contender} | {row.facts['tile']}"
+                yield where, row.case["terms"], row.facts["uses"]
+
     def texts(self, record: Record) -> dict[str, str]:
-        by_place: dict[tuple[Any, ...], list[tuple[str, str, str]]] = {}
-        for row in record.measured():
-            capability, dtype, width = place = [row.case[key] for key in ("capability", "dtype", "width")]
-            kind = f"{TYPES[dtype]}, {width}"
-            line = f"{capability / 10} | {kind} | {row.contender} | {row.facts['tile']}"
-            cell = line, row.case["terms"], row.facts["uses"]
-            by_place.setdefault((*place, row.contender), []).append(cell)
-        cells = itertools.chain(*by_place.values())
-        return {"": pivot(cells, "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
+        return {"": pivot(self.cells(record), "compute capability | dtype, width | kernel | tile, warps, stages", "")}
 
 
 @functools.lru_cache(maxsize=1)

@@ -89,10 +89,8 @@ class Form(NamedTuple):
 
 def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     """Return the blocks, whose tables, if limited, are for inputs up to ``longest``."""
-    causal, full = (
-        BlockSpec(width, heads, Span.causal(longest), causal=True),
-        BlockSpec(width, heads, Span.full(longest)),
-    )
+    causal = BlockSpec(width, heads, Span.causal(longest), causal=True)
+    full = BlockSpec(width, heads, Span.full(longest))
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
     blocks = BlockSpec(width, heads, Span.causal(2 * BLOCK), causal=True, block_size=BLOCK)
     selected: dict[str, Relative] = {GATHER: by_pair(picked)}

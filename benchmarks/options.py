@@ -92,8 +92,7 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "sinks": ("sinks=(H,)", lambda x: _causal(x, sinks=x.sinks), _dense_sinks),
     "softcap": ("softcap=30", lambda x: _causal(x, softcap=SOFTCAP),
                 lambda x: attended((_sums(x) / SOFTCAP).tanh() * SOFTCAP, x.v, x.future)),
-    "padding": ("mask=(B, 1, 1, L), not causal",
-                lambda x: _relskew(x, mask=x.padding), lambda x: _sdpa(x, ~x.padding)),
+    "padding": ("mask=(B, 1, 1, L), not causal", lambda x: _relskew(x, mask=x.padding), lambda x: _sdpa(x, ~x.padding)),
     "key_table": ("key_table=(R, D), not causal", lambda x: _relskew(x, key_table=x.table), _dense_key_table),
     "offsets": ("offset, by item", _offsets, _dense_offsets),
     "segments": ("segments, 64 documents", lambda x: _causal(x, segments=x.documents),
@@ -104,8 +103,7 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
                   lambda x: _sdpa(x, x.stamps[None, :] > x.stamps[:, None], _rows(x.stamps, x.stamps))),
     "scale": ("scale=(H,)", lambda x: _causal(x, scale=x.scale),
               lambda x: _sdpa(but(x, q=x.q * x.scale[:, None, None] * DIM**0.5))),
-    "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1),
-                lambda x: _sdpa(x, dropout_p=DROPOUT)),
+    "dropout": ("dropout=0.1", lambda x: _causal(x, dropout=DROPOUT, seed=1), lambda x: _sdpa(x, dropout_p=DROPOUT)),
 }  # fmt: skip
 """Every option, as it is written, in relskew, and in its common form."""
 
