@@ -44,17 +44,16 @@ SPECS = {
 }
 
 
-class Blocks(nn.Module):
-    """Gives the results of several blocks, with padding and without."""
+def blocks() -> nn.Module:
+    """Return a model that gives the results of several blocks, with padding and without."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(RelativeMultiheadAttention(spec) for spec in SPECS.values())
-        for number, parameter in enumerate(self.parameters()):
-            parameter.data = random(*parameter.shape, seed=number) * 0.5
-
-    def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+    def forward(self: Any, x: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         return tuple(y for block in self.blocks for y in (block(x), block(x, key_padding_mask=padding)))
+
+    model: nn.Module = of(forward, blocks=nn.ModuleList(RelativeMultiheadAttention(spec) for spec in SPECS.values()))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = random(*parameter.shape, seed=number) * 0.5
+    return model.eval()
 
 
 def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +80,7 @@ def exported(model: Any, given: Any, vary: Any, **options: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.key_padding_mask. hides every key of an item")
 def test_blocks_of_any_length_give_the_numbers_of_torch_with_one_warning() -> None:
-    model = Blocks().eval()
+    model = blocks()
     program, told = exported(model, inputs(2, 5), ({0: VARY, 1: VARY}, {0: VARY, 1: VARY}))
     ((message, file),) = told
     assert "relskew_core.export.torch_to_onnx" in message

@@ -27,36 +27,27 @@ VOCABULARY = 30
 REACH = 20
 
 
-class Layer(nn.Module):
-    def __init__(self, heads: int, **options: Any) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        spec = BlockSpec(16, heads, causal=True, num_kv_heads=heads // 2, **options)
-        self.attention = RelativeMultiheadAttention(spec)
-        self.feed = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
-        y, past = self.attention(self.norm(x), past=past)
-        return torch.sin(self.feed(x + y)), past
-
-
 class Decoder(nn.Module):
     """A table by head, and one for all heads that clips; queries in groups, one layer with a window."""
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 16)
+        layers: Any = nn.ModuleList()
         clipped: dict[str, Any] = {"span": Span(3, 0, "clip"), "shared_table": True, "window": (6, None)}
-        self.layers = nn.ModuleList([Layer(heads, span=Span.causal(REACH)), Layer(heads, **clipped)])
-        self.head = nn.Linear(16, VOCABULARY)
+        for options in ({"span": Span.causal(REACH)}, clipped):
+            spec = BlockSpec(16, heads, causal=True, num_kv_heads=heads // 2, **options)
+            parts = {"norm": nn.LayerNorm(16), "attention": RelativeMultiheadAttention(spec), "feed": nn.Linear(16, 16)}
+            layers.append(nn.ModuleDict(parts))
+        self.embedding, self.layers, self.head = nn.Embedding(VOCABULARY, 16), layers, nn.Linear(16, VOCABULARY)
         for x in self.parameters():  # so that every parameter matters
             nn.init.normal_(x, std=0.5, generator=torch.Generator().manual_seed(x.numel()))
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
         x, present = self.embedding(tokens), []
         for layer, cache in zip(self.layers, past, strict=True):
-            x, cache = layer(x, cache)
+            y, cache = layer["attention"](layer["norm"](x), past=cache)
+            x = torch.sin(layer["feed"](x + y))
             present.append(cache)
         return self.head(x), present
 
@@ -73,8 +64,7 @@ def greedy(model: nn.Module, caches: Callable[[int], Any], prompt: Any, n: int, 
 
 
 def caches_of(model: Decoder) -> Callable[[int], list[Any]]:
-    layers: list[Any] = list(model.layers)
-    return lambda batch: [layer.attention.empty_cache(batch) for layer in layers]
+    return lambda batch: [layer["attention"].empty_cache(batch) for layer in model.layers]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from huggingface import stand_ins
 from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, Cache, D, E, rows, x
-from torch import nn
 
 import oracles
 from relskew_core import Span, alibi_bias
@@ -22,6 +21,7 @@ from relskew_core.huggingface import _images, replace_attention
 from relskew_core.huggingface._attend import DropIn, additive
 from relskew_core.huggingface._images import by_cell
 from relskew_core.huggingface._register import _Registered
+from torch_modules import of
 
 Tensor = torch.Tensor
 
@@ -342,20 +342,14 @@ def test_alibi_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(bias, want.to(dtype))
 
 
-class Encoding(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, *states: Tensor) -> Tensor:
-        out: Tensor = self.attention(*states)[0]
-        return out
+def encoding(self: Any, *states: Tensor) -> Tensor:
+    out: Tensor = self.attention(*states)[0]
+    return out
 
 
-class WithPast(Encoding):
-    def forward(self, *states: Tensor) -> Tensor:
-        out: Tensor = self.attention(states[0], cache=Cache(*states[1:]))[0]
-        return out
+def with_past(self: Any, *states: Tensor) -> Tensor:
+    out: Tensor = self.attention(states[0], cache=Cache(*states[1:]))[0]
+    return out
 
 
 WITH_WINDOWS: dict[str, tuple[tuple[Tensor, ...], list[tuple[int, ...]]]] = {
@@ -378,9 +372,9 @@ CASES = WITH_WINDOWS | {
 @pytest.mark.parametrize(("name", "window"), [*((x, None) for x in CASES), *((x, (2, 1)) for x in WITH_WINDOWS)])
 def test_what_varies(name: str, window: tuple[int, int] | None) -> None:
     if name == "with a past":
-        model: nn.Module = WithPast(stand_ins.t5("UMT5Attention", is_decoder=True, is_causal=True))
+        model = of(with_past, attention=stand_ins.t5("UMT5Attention", is_decoder=True, is_causal=True))
     else:
-        model = Encoding(STAND_INS[name][0]())
+        model = of(encoding, attention=STAND_INS[name][0]())
     replace_attention(model, window=window).eval()
     arguments, vary = CASES[name]
     dims = tuple({i: torch.export.Dim.AUTO for i, size in enumerate(given.shape) if size > 1} for given in arguments)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from relskew_core.huggingface import replace_attention
+from torch_modules import of
 
 Tensor = torch.Tensor
 
@@ -131,16 +132,14 @@ def test_sharded_weights() -> None:
         dist.destroy_process_group()
 
 
-class Around(torch.nn.Module):
-    """A model that adds what it is given."""
+def around(layer: Any) -> Any:
+    """Return a model that adds what it is given."""
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, given: Tensor, mask: Tensor) -> Tensor:
+    def forward(self: Any, given: Tensor, mask: Tensor) -> Tensor:
         out = self.layer(given, attention_mask=mask)[0]
         return given + out.relu()
+
+    return of(forward, layer=layer)
 
 
 @torch.no_grad()
@@ -148,7 +147,7 @@ def test_torch_fx_keeps_attention_whole() -> None:
     """With its hooks, and in another dtype and at other lengths than those of an example."""
     attention, seen = vits(0.0).eval(), list[Any]()
     attention.register_forward_pre_hook(lambda part, given: seen.append(given[0].shape))
-    ours = replace_attention(Around(attention))
+    ours = replace_attention(around(attention))
     traced = torch.fx.symbolic_trace(ours)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["layer"]
     assert not seen
@@ -161,7 +160,7 @@ def test_torch_fx_keeps_attention_whole() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.", "ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_torch_jit() -> None:
-    ours: Any = replace_attention(Around(vits(0.0).eval()))
+    ours: Any = replace_attention(around(vits(0.0).eval()))
     given = (x(2, 6, 8), torch.ones(2, 1, 1, 6, dtype=torch.bool))
     traced: Any = torch.jit.trace(ours, given)
     torch.testing.assert_close(traced(*given), ours(*given))

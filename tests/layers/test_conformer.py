@@ -174,16 +174,6 @@ def test_specs_and_caches_that_do_not_fit_are_refused(unlike: str) -> None:
         ConformerAttention(64, 4)  # type: ignore[arg-type, call-arg]
 
 
-class Step(torch.nn.Module):
-    def __init__(self, attention: Any) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, chunk: Any, keys: Any, values: Any, length: Any) -> Any:
-        y, past = self.attention(chunk, past=ChunkCache(keys, values, length))
-        return y, past.keys, past.values, past.length
-
-
 @pytest.mark.no_cover
 @torch.no_grad()
 def test_a_step_of_a_stream_exports_for_any_batch(tmp_path: Path) -> None:
@@ -192,16 +182,22 @@ def test_a_step_of_a_stream_exports_for_any_batch(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     from onnx_sessions import opened
     from relskew_core.export import torch_to_onnx
+    from torch_modules import of
+
+    def step(self: Any, chunk: Any, keys: Any, values: Any, length: Any) -> Any:
+        y, past = self.attention(chunk, past=ChunkCache(keys, values, length))
+        return y, past.keys, past.values, past.length
 
     module = drawn(STREAM).float()
     given, past = x(5 * SIZE, 1).float(), module.empty_cache(2)
     vary = {"chunk": [0], "keys": [0], "values": [0], "length": []}
-    torch_to_onnx(Step(module), (given[:, :SIZE].repeat(2, 1, 1), *past), tmp_path / "step.onnx", vary=vary)
+    chunks = of(step, attention=module)
+    torch_to_onnx(chunks, (given[:, :SIZE].repeat(2, 1, 1), *past), tmp_path / "step.onnx", vary=vary)
     session = opened(tmp_path / "step.onnx")
     state = [part.numpy() for part in module.empty_cache(1)]
-    chunks = []
+    outputs = []
     for chunk in given.split(SIZE, dim=1):
         feed = zip((value.name for value in session.get_inputs()), (chunk.numpy(), *state), strict=True)
         y, *state = session.run(None, dict(feed))
-        chunks.append(torch.from_numpy(y))
-    torch.testing.assert_close(torch.cat(chunks, 1), module(given), rtol=1e-4, atol=1e-5)
+        outputs.append(torch.from_numpy(y))
+    torch.testing.assert_close(torch.cat(outputs, 1), module(given), rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import relskew_core
 from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
+from torch_modules import of
 
 X, SPAN = torch.ones(4, 2, 8), Span.causal(3)
 attend: Any = relskew_core.relative_attention
@@ -79,13 +80,6 @@ def test_a_boolean_is_no_offset(value: Any) -> None:
         relskew_core.relative_logits(q, torch.ones(9, 2), n_keys=3, offset=value)
 
 
-class Doubled(nn.Module):
-    """Cannot be inverted."""
-
-    def forward(self, weight: Any) -> Any:
-        return 2 * weight
-
-
 @pytest.mark.parametrize("how", ["weight_norm", "doubled"])
 @pytest.mark.parametrize("name", MADE)
 def test_parametrised_weights_are_drawn_anew(name: str, how: str) -> None:
@@ -101,7 +95,7 @@ def test_parametrised_weights_are_drawn_anew(name: str, how: str) -> None:
         if how == "weight_norm":
             parametrizations.weight_norm(owner, weight)
         else:
-            parametrize.register_parametrization(owner, weight, Doubled())
+            parametrize.register_parametrization(owner, weight, of(lambda self, x: 2 * x))  # cannot be inverted
     with torch.no_grad():
         for x in (*module.parameters(), *plain.parameters()):
             x.fill_(7.0)

@@ -19,6 +19,7 @@ from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import ConformerAttention, MultiheadAttention, RelativeMultiheadAttention
 from relskew_core.layers.torch.parallel import TableParallel
 from split.notices import without_notices
+from torch_modules import of
 
 
 def test_hooks_fire_once_for_every_projection() -> None:
@@ -43,11 +44,6 @@ def test_dynamic_quantization() -> None:
     torch.testing.assert_close(y, quantized(x))
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
 @pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "parametrised"])
 def test_weights_that_are_computed_take_part(pruned: bool) -> None:
     module = made(SPECS["causal"])
@@ -57,7 +53,7 @@ def test_weights_that_are_computed_take_part(pruned: bool) -> None:
         if pruned:
             prune.l1_unstructured(owner, name, amount=0.5)
         else:
-            nn.utils.parametrize.register_parametrization(owner, name, Doubled())
+            nn.utils.parametrize.register_parametrization(owner, name, of(lambda self, weight: 2 * weight))
     y = module(x)
     assert not torch.allclose(y, before)
     torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-12)
@@ -213,22 +209,17 @@ LAYERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_modules_stay_whole_in_torch_fx(name: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = x.relu()
+        return self.layer(y, y, value=y)[0] if name == "MultiheadAttention" else self.layer(y)
+
     layer = LAYERS[name]()
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            y = x.relu()
-            return self.layer(y, y, value=y)[0] if name == "MultiheadAttention" else self.layer(y)
-
-    traced = torch.fx.symbolic_trace(Model())
+    model = of(forward, layer=layer)
+    traced = torch.fx.symbolic_trace(model)
     assert traced.layer is layer
     for length in (5, 9):
         x = torch.randn(2, length, 8, dtype=torch.float32)
-        torch.testing.assert_close(traced(x), Model()(x))
+        torch.testing.assert_close(traced(x), model(x))
     with pytest.raises(TypeError, match=rf"^torch\.jit\.script cannot compile {name}: use torch\.compile"):
         torch.jit.script(layer)
 

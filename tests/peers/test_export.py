@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from onnx_sessions import grown, opened, shapes
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import register_attention, replace_attention
+from torch_modules import of
 
 OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
 """One family of each form; compiling or exporting all of them takes minutes."""
@@ -103,21 +104,15 @@ def test_the_operator(tmp_path: Path) -> None:
     assert [node.domain for node in onnx.load(path).graph.node].count("relskew") == 1
 
 
-class Called(torch.nn.Module):
-    """A model that is given ids, their mask and, if it has a decoder, the ids that were decoded."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor, *decoded: Tensor) -> list[Tensor]:
-        more = {"decoder_input_ids": decoded[0], "use_cache": False} if decoded else {}
-        return tensors(self.model(input_ids=ids, attention_mask=mask, **more))
+def called(self: Any, ids: Tensor, mask: Tensor, *decoded: Tensor) -> list[Tensor]:
+    """Call a model with ids, their mask and, if it has a decoder, the ids that were decoded."""
+    more = {"decoder_input_ids": decoded[0], "use_cache": False} if decoded else {}
+    return tensors(self.model(input_ids=ids, attention_mask=mask, **more))
 
 
 @pytest.mark.parametrize("name", ["VITS", "T5 sdpa", pytest.param("T5", marks=pytest.mark.slow)])
 def test_torchs_exporter_alone_makes_graphs_of_any_length(name: str) -> None:
-    theirs, ours = (Called(model.float()) for model in both(FAMILIES[name]))
+    theirs, ours = (of(called, model=model.float()) for model in both(FAMILIES[name]))
 
     def arguments(batch: int, length: int, decoded: int) -> tuple[Tensor, ...]:
         more = [tokens(decoded)["input_ids"]] if name != "VITS" else []
@@ -160,15 +155,10 @@ def test_t5_in_one_call() -> None:
 def test_memory(name: str) -> None:
     """At 4096 tokens less than a tenth of one tensor of logits, of which the original's graph has at least one."""
 
-    class Encoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = encoder(name)
+    def forward(self: Any, input_ids: Any, attention_mask: Any) -> Any:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
 
-        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
-
-    session = opened(torch_to_onnx(Encoder(), tokens(7), check=False))
+    session = opened(torch_to_onnx(of(forward, model=encoder(name)), tokens(7), check=False))
     given = {key: x[:1].numpy() for key, x in tokens(4096).items()}
     found = grown(lambda: session.run(None, given))
     if found is None:
@@ -203,17 +193,15 @@ def test_encoders(name: str, returned: list[str]) -> None:
     assert [value.name for value in graph.output][1:] == returned
 
 
-class Step(nn.Module):
-    """A step of a decoder that gets the caches of its layers as tensors in lists."""
+def test_pasts_in_lists_have_names_and_lengths() -> None:
+    """Of a step of a decoder that gets the caches of its layers as tensors in lists."""
 
-    def forward(self, ids: Tensor, past: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def step(self: Any, ids: Tensor, past: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         q = ids[:, None, :, None].float().expand(-1, 3, -1, 8)
         return [nn.functional.scaled_dot_product_attention(q, keys, values) for keys, values in past]
 
-
-def test_pasts_in_lists_have_names_and_lengths() -> None:
     past = [(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)) for _ in range(2)]
-    sizes = shapes(torch_to_onnx(Step(), (torch.randint(0, 50, (2, 3)), past)).graph.input)
+    sizes = shapes(torch_to_onnx(of(step), (torch.randint(0, 50, (2, 3)), past)).graph.input)
     assert sizes["ids"] == ["batch", "ids_length"]
     for layer, kind in ((0, 0), (0, 1), (1, 0), (1, 1)):
         assert sizes[f"past_{layer}_{kind}"] == ["batch", 3, f"past_{layer}_0_length", 8]

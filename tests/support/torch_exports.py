@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from onnx_sessions import opened
 from oracles import relative_error
 from relskew_core.export import torch_translation_table
+from torch_modules import of as of
 
 VARY = torch.export.Dim.DYNAMIC
 OPTIMISED = 23
@@ -48,14 +49,6 @@ def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
-    """Return a module that computes a function of itself and its inputs; of its parts, tensors are parameters."""
-    made: nn.Module = type("Module", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        setattr(made, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
-    return made
 
 
 SIZES = ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12))
