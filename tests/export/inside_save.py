@@ -332,14 +332,6 @@ def test_contents_are_flushed_before_and_names_after(tmp_path: Path, monkeypatch
     assert steps == [*3 * ["flush file"], "name .data", "flush folder", "name .onnx", "flush folder"]
 
 
-def test_a_pair_whose_text_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    """Neither models nor weights, if a text that belongs to them has a name that a folder has."""
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(OSError, match=r"config\.json"):
-        save_pair(tmp_path, 0)
-    assert names(tmp_path) == ["config.json"]
-
-
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "block.onnx"
     monkeypatch.setattr(onnx.checker, "check_model", lambda *args: path.write_text("theirs"))

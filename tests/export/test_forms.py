@@ -107,22 +107,16 @@ def test_validate_passes_every_form(form: str, options: dict[str, Any], asked: d
 
 # The portable function traced by ndonnx: graphs for fixed shapes, by another hand, that must agree with ours
 
-TRACED = {
-    "full": BlockSpec(8, 2, Span.full(9)),
-    "full, grouped, shared": BlockSpec(8, 4, Span.full(9), num_kv_heads=2, shared_table=True),
-    "clip, values": BlockSpec(8, 2, Span.clipped(2), rel_values=True),
-    "zero, bias": BlockSpec(8, 2, Span(2, 1, "zero"), rel_bias=True),
-    "causal": BlockSpec(8, 2, Span.causal(9), causal=True),
-    "causal, window": BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)),
-    "blocks": BlockSpec(8, 2, Span.causal(6), causal=True, block_size=3),
-    "cross": BlockSpec(8, 2, Span(8, 6), cross=True),
-}
+TRACED = [
+    "full", "full, values, one key head", "clip, values", "bias, zero, window", "causal", "causal, window", "blocks",
+    "cross",
+]  # fmt: skip
 
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("form", "queries"), [*((form, 7) for form in TRACED), ("clip, values", 1), ("cross", 1)])
 def test_a_graph_traced_by_ndonnx_gives_the_same_numbers(form: str, queries: int) -> None:
-    spec, draw = TRACED[form], np.random.default_rng(0)
+    spec, draw = FORMS[form][0], np.random.default_rng(0)
     shapes = dict.fromkeys("kv", (2, spec.num_kv_heads, 5 if spec.cross else queries, spec.head_dim))
     shapes["q"] = (2, spec.num_heads, queries, spec.head_dim)
     feeds = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}

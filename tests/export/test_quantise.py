@@ -1,7 +1,6 @@
 """Models in fewer bits: stored weights, results, and masks that still hide keys."""
 
 import logging
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-import faults
 from export_forms import change, valid
 from onnx_sessions import opened
 from relskew_core import BlockSpec, Span, init_weights
@@ -359,15 +357,6 @@ def test_wrong_arguments_are_refused(kind: Any, given: Any, message: str, tmp_pa
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "block.onnx"
-    path.write_text("old")
-    told = f"`path` cannot be written: File too large: {str(path)!r}"
-    with faults.full_disk(3000), pytest.raises(OSError, match=re.escape(told)):
-        quantize(to_onnx(SPEC, WEIGHTS), path, overwrite=True)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

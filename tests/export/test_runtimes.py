@@ -11,7 +11,7 @@ import pytest
 from benchmarks.runner import ROOT, Record
 from benchmarks.runtimes import RELEASES, Graph, graphs
 from benchmarks.trial import BEYOND, RUNTIMES, attempt
-from onnx_sessions import BROADCASTS_EMPTY, RELEASE, opened
+from onnx_sessions import RELEASE, opened
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
@@ -112,21 +112,3 @@ def test_the_record_has_every_release() -> None:
 def test_the_releases_are_those_that_make_installs() -> None:
     (web,) = (release for release in RELEASES if release.runtime == "onnxruntime-web")
     assert web.packages[0] in (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("node", "shapes", "message"), [
-    (onnx.helper.make_node("MatMul", ["x", "table"], ["y"]), {"table": [2, 4, 3]}, "cannot broadcast"),
-    (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),
-], ids=["a table by head", "Attention"])  # fmt: skip
-def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
-    """As in `docs/graphs.md`: if it supports one some day, our graphs can, too."""
-    sizes = {"x": [0, 2, 3, 4], **shapes}
-    given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
-    graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])
-    session = opened(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10))
-    feeds = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
-    if node.op_type == "MatMul" and BROADCASTS_EMPTY:
-        assert session.run(None, feeds)[0].shape == (0, 2, 3, 3)
-        return
-    with pytest.raises(Exception, match=message):
-        session.run(None, feeds)

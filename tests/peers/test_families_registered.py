@@ -13,9 +13,8 @@ import pytest
 import torch
 from peers.common import check, hf, peer, randn
 from peers.family import built, padded_on_the_left, tokens
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+import lives
 from relskew_core import Span, t5_buckets
 from relskew_core.export import decoder_to_onnx, generate, torch_to_onnx
 from relskew_core.huggingface import register_attention, replace_rotary
@@ -428,31 +427,13 @@ def test_an_exported_cache_of_a_fixed_length() -> None:
     check(torch.cat(logits, 1), set_to(theirs, by_hand(learned))(ids, use_cache=False).logits)
 
 
-def test_nothing_of_a_traced_call_stays() -> None:
+@pytest.mark.parametrize("step", sorted(lives.TRACED - {"compiled"}))
+def test_nothing_of_a_traced_call_stays(step: str) -> None:
     theirs, ids = model(), tokens(LENGTH)["input_ids"]
-    want = set_to(theirs, by_hand(alibi))(ids, use_cache=False).logits
-
-    def call(x: Tensor) -> Tensor:
-        logits: Tensor = ours(x, use_cache=False).logits
-        return logits
-
-    for number, trace in enumerate(TRACES):
-        ours = set_to(theirs, register_attention(f"test_traced_{number}"))
-        trace(ours, call, ids)
-        check(call(ids), want)
-
-
-def with_fake_tensors(ours: Any, call: Callable[[Tensor], Tensor], ids: Tensor) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        call(torch.ones(2, LENGTH, dtype=torch.int64))
-
-
-TRACES: list[Callable[[Any, Callable[[Tensor], Tensor], Tensor], Any]] = [
-    lambda ours, call, ids: torch.export.export(ours, (ids,), {"use_cache": False}),
-    lambda ours, call, ids: make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(ids),
-    lambda ours, call, ids: torch.func.functionalize(call)(ids),
-    with_fake_tensors,
-]
+    ours = set_to(theirs, register_attention("test_traced"))
+    life = lives.Life(ours, lambda model: model(ids, use_cache=False).logits)
+    life.go(step)
+    check(life(), set_to(theirs, by_hand(alibi))(ids, use_cache=False).logits)
 
 
 def tiny(config: Any) -> None:
