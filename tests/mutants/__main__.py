@@ -102,12 +102,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(stage: Path, mutants: list[Mutant], suite: str, asked: argparse.Namespace) -> list[tuple[Mutant, str]]:
-    (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
+    how = {"torch": suite in TORCH, "workers": asked.workers, "patience": asked.patience}
+    (stage / "mutants.json").write_text(json.dumps({"mutants": [asdict(mutant) for mutant in mutants], **how}))
     command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq"]
-    command += ["--tb=native", "--mutants=mutants.json", "--verdicts=verdicts"]
-    command += [f"--workers={asked.workers}", f"--patience={asked.patience}"]
-    command += ["--torch"] if suite in TORCH else []
-    command += ["-p", "no:anyio", "-m", "not slow"] if suite in PEERS else []
+    command += ["--tb=native", *(["-p", "no:anyio", "-m", "not slow"] if suite in PEERS else [])]
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     paths += [str(ROOT / ".venv-peers")] if suite in PEERS else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-SURVIVING = ("survived", "unreached")
+SURVIVING = ("survived", "no tests")
 SECTION = re.compile(r"^```text\n(.*?)```$", re.MULTILINE | re.DOTALL)
 
 
