@@ -93,12 +93,6 @@ def with_a_band(theirs: Any) -> Any:
     return theirs
 
 
-def test_parakeet_itself_with_a_mask() -> None:
-    family = FAMILIES["Parakeet"]
-    got, want = (outputs(model, family, 30) for model in (local(family), with_a_band(family.make())))
-    check(got, want, family.gate)
-
-
 @pytest.mark.parametrize("name", ["Wav2Vec2-Conformer", "Wav2Vec2-BERT relative", "SeamlessM4T"])
 def test_a_conformer_itself_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions mix frames without any key, which attend to all keys, into frames that count."""

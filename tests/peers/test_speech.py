@@ -254,21 +254,3 @@ def test_speecht5(length: int) -> None:
     rel_k, span = conventions.SPEECHT5.load(positions.pe_k.weight)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     check(theirs.out_proj(join(relative_attention(q, k, v, rel_k, span, mask=mask))), want)
-
-
-@pytest.mark.parametrize("length", [8, 24, 21])
-def test_granite_speech(length: int) -> None:
-    """Shaw's keys in blocks of eight; the last block may be shorter."""
-    theirs = made(
-        "granite_speech.GraniteSpeechConformerAttention", "granite_speech.GraniteSpeechEncoderConfig", hidden_dim=24,
-        num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0,
-    )  # fmt: skip
-    x, places = randn(2, length, 24), torch.arange(8)
-    want = theirs(x, places[:, None] - places + 10)
-    rel_k, span = conventions.DISTANCE.load(theirs.rel_pos_emb.weight)
-    got = []
-    for block in theirs.pre_norm(x).split(8, dim=1):
-        k, v = theirs.to_kv(block).chunk(2, dim=-1)
-        out: Any = relative_attention(split(theirs.to_q(block), 3), split(k, 3), split(v, 3), rel_k, span)
-        got.append(theirs.to_out(join(out)))
-    check(torch.cat(got, dim=1), want)

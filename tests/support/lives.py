@@ -184,6 +184,17 @@ def lost_by(step: str, model: nn.Module) -> nn.Module:
     return other
 
 
+def check_step(step: str, make: Callable[[], Any], call: Callable[[Any], Any]) -> None:
+    """Compare a module after a step, whether it was called before or not, with one that nothing has happened to."""
+    untouched = lost_by(step, make())
+    for called_before in (False, True):
+        life = Life(make(), call)
+        if called_before:
+            life()
+        life.go(step)
+        torch.testing.assert_close(life(), call(untouched), rtol=0, atol=1e-12)
+
+
 LASTING = (
     on_meta, emptied, copied, pickled, saved, averaged, averaged_exponentially, rounded, widened, hooked, parametrised,
     offloaded,
