@@ -30,7 +30,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
     "gpu": ("gpu.GPU", "calls on a GPU; needs only torch"),
     "gpu_graphs": ("graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
-    "gpu_registers": ("gpu_registers.GPURegisters", "registers and shared memory of the fused kernels; needs no GPU"),
 }
 
 

@@ -1,6 +1,7 @@
 """The fused kernels without a GPU: interpreted, compiled, and which calls they take."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -25,11 +26,11 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @pytest.fixture
-def gpu_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what compiles kernels for devices that are not here, into a separate cache."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return importlib.import_module("benchmarks.gpu_registers")
+    return importlib.import_module("triton_elsewhere")
 
 
 @needs_triton
@@ -87,7 +88,7 @@ def test_tiles_fit_the_device() -> None:
     (torch.float16, 256, "everything", "gfx950"),
 ], ids=str)  # fmt: skip
 def test_kernels_compile_for_devices_that_are_not_here(
-    dtype: torch.dtype, width: int, terms: str, capability: int | str, gpu_registers: Any
+    dtype: torch.dtype, width: int, terms: str, capability: int | str, elsewhere: Any
 ) -> None:
     queries, group = (1, 1) if terms == "full" else (3, 4)
     x, table = (torch.empty((*lead, 2 * group, 4096, width), dtype=dtype) for lead in ((2,), ()))
@@ -95,17 +96,29 @@ def test_kernels_compile_for_devices_that_are_not_here(
                     offset=4096 - queries)  # fmt: skip
     pool, places = torch.empty((512, 16, 2, width), dtype=dtype), torch.empty((2, 256), dtype=torch.int32)
     pages = (pool, pool, places, places[0, :2]) if terms == "full" else None
-    launched = gpu_registers.launches(few, capability, pages)
-    launched |= gpu_registers.launches(gpu_registers.arguments_of(dtype, width, terms), capability)
+    launched = elsewhere.launches(few, capability, pages)
+    launched |= elsewhere.launches(elsewhere.arguments_of(dtype, width, terms), capability)
     assert {"decoding", "forward", "delta", "keys", "queries"} <= set(launched)
     for name, (kernel, given) in launched.items():
-        registers, spilled_bytes, shared_bytes = gpu_registers.resources(
-            gpu_registers.compiled(kernel, given, capability)
-        )
-        assert shared_bytes <= gpu_registers.SHARED_BYTES[capability]
+        registers, spilled_bytes, shared_bytes = elsewhere.resources(elsewhere.compiled(kernel, given, capability))
+        assert shared_bytes <= elsewhere.SHARED_BYTES[capability]
         assert registers <= (255 if isinstance(capability, int) else 512)
         if name in ("forward", "decoding") and terms == "full":
             assert spilled_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_calls_of_other_lengths_need_no_other_programs(elsewhere: Any) -> None:
+    """Of one and of several queries, after keys whose number is a multiple of 16 or not."""
+    compiled, table = dict[str, set[str]](), torch.empty((4, 300, 64), dtype=torch.bfloat16)
+    for keys, few in itertools.product((255, 256, 257), (True, False)):
+        k = torch.empty((1, 2, keys, 64), dtype=torch.bfloat16)
+        q = k.new_empty((1, 4, 1 if few else keys - 100, 64))
+        call = Arguments(q, k, k, table, Span.causal(300), causal=True, offset=keys - q.shape[2])
+        for name, (kernel, given) in elsewhere.launches(call, 90).items():
+            if name in ("decoding", "forward"):
+                compiled.setdefault(name, set()).add(elsewhere.compiled(kernel, given, 90).hash)
+    assert {name: len(programs) for name, programs in compiled.items()} == {"decoding": 1, "forward": 1}
 
 
 LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape = [16, 64, 16]}"
@@ -123,7 +136,7 @@ LAYOUT = "{versionMajor = 3, versionMinor = 0, warpsPerCTA = [4, 1], instrShape 
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 40), (torch.bfloat16, 128)])
 def test_shuffles_get_the_layout_that_they_are_written_for(
-    given: dict[str, Any], dtype: torch.dtype, width: int, gpu_registers: Any
+    given: dict[str, Any], dtype: torch.dtype, width: int, elsewhere: Any
 ) -> None:
     heads, length = 2, 1024
     x = torch.empty((1, heads, length, width), dtype=dtype)
@@ -134,10 +147,10 @@ def test_shuffles_get_the_layout_that_they_are_written_for(
     }  # fmt: skip
     arrays |= {"rel_q": x} if "rel_q" in given else {}
     arrays |= {"mask": masks[given["mask"]]} if "mask" in given else {}
-    launched = gpu_registers.launches(Arguments(x, x, x, **{**given, **arrays}), 90)
+    launched = elsewhere.launches(Arguments(x, x, x, **{**given, **arrays}), 90)
     assert launched["forward"][1]["x"].SHUFFLES.value
     for name, (kernel, arguments) in launched.items():
-        code = gpu_registers.compiled(kernel, arguments, 90).asm["ttgir"]
+        code = elsewhere.compiled(kernel, arguments, 90).asm["ttgir"]
         assert not overwritten(code)
         if name in ("delta", "merge", "tables"):
             continue
@@ -174,11 +187,11 @@ def overwritten(code: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(gpu_registers: Any) -> None:
+def test_the_check_of_buffers_finds_what_two_stages_of_keys_overwrite(elsewhere: Any) -> None:
     x, table = torch.empty((1, 2, 1024, 64), dtype=torch.bfloat16), torch.empty((2, 9, 64), dtype=torch.bfloat16)
-    kernel, arguments = gpu_registers.launches(Arguments(x, x, x, table, Span.clipped(4)), 90)["keys"]
+    kernel, arguments = elsewhere.launches(Arguments(x, x, x, table, Span.clipped(4)), 90)["keys"]
     for stages in (1, 2):
-        code = gpu_registers.compiled(kernel, {**arguments, "num_stages": stages}, 90).asm["ttgir"]
+        code = elsewhere.compiled(kernel, {**arguments, "num_stages": stages}, 90).asm["ttgir"]
         assert bool(overwritten(code)) == (stages == 2)
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from relskew_core.export._files.library import found_library
 from tracked import IN_GIT
 
 ROOT = Path(__file__).parents[2]
-PAGES = [name for name in cli.NAMES if (name != "gpu_registers" or find_spec("triton")) and cli.load(name).page]
+PAGES = [name for name in cli.NAMES if cli.load(name).page]
 NO_MEMORY = pytest.mark.skipif(resident_peak(lambda: None) is None, reason="the system does not count peak memory")
 
 
@@ -61,7 +60,6 @@ def tiny(name: str) -> list[str]:
                 "torch torch-clipped torch-plain torch-portable sdpa-flash sdpa-cudnn sdpa-bias huang"),
         "gpu_graphs": ("provider=CPUExecutionProvider length=16 rounds=1 dtype=float32",
                        ["form=full", "kernels=usual"], ""),
-        "gpu_registers": ("", ["capability=90", "width=64", "dtype=bfloat16", "terms=plain"], ""),
     }[name]  # fmt: skip
     options = [part for each in changes.split() for part in ("--set", each)]
     options += [part for each in only for part in ("--only", each)]
@@ -114,14 +112,11 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # the default changes with Triton 3.10
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", cli.NAMES)
 def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if name in ("operator", "jobs") and found_library() is None:
         pytest.skip("no operator library was compiled at installation")
-    if name == "gpu_registers":
-        pytest.importorskip("triton")
     path, options = tmp_path / "record.json", tiny(name)
     if name in FEW:
         options += ["--contenders", *FEW[name]]

@@ -277,7 +277,7 @@ class TiledCall:
             low if clip else max(low, -span.left), high if clip else min(high, span.right), band_low, band_high,
             threshold(options.dropout),
         )  # fmt: skip
-        return {"x": call, "n": numbers, "num_warps": tile.warps, "num_stages": tile.stages}
+        return {"x": call, **numbers._asdict(), "num_warps": tile.warps, "num_stages": tile.stages}
 
     def met(self, size: int) -> tuple[Any, Any]:
         """Return for each tile of queries the first and the end of the tiles of keys that its labels may let it see.

@@ -17,7 +17,14 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from relskew_core.backends._torch.triton.kernels.tiles import ADDITIVE, LOG2E, load_rows, softcapped, store_rows
+from relskew_core.backends._torch.triton.kernels.tiles import (
+    ADDITIVE,
+    LOG2E,
+    Numbers,
+    load_rows,
+    softcapped,
+    store_rows,
+)
 
 Pages = namedtuple("Pages", "table row lengths last k v SIZE")
 """The pages and the length of each item, the last page of the pool, and the strides from page to page."""
@@ -52,9 +59,10 @@ def with_values(sums, p, member, h, first, lowest, highest, x, HEADS: tl.constex
     return sums
 
 
-@triton.jit(do_not_specialize=["n", "keys_of_program"])
+@triton.jit(do_not_specialize=[*Numbers._fields, "keys_of_program"])
 def decoding_kernel(
-    x, n, pages, out, row_sums, keys_of_program,
+    x, n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold,
+    pages, out, row_sums, keys_of_program,
     M: tl.constexpr, HEADS: tl.constexpr, ONE: tl.constexpr, REACHES: tl.constexpr,
 ):  # fmt: skip
     """Attend for ``M`` pairs of a query and a head of one group to a run of ``keys_of_program`` keys.
@@ -62,6 +70,7 @@ def decoding_kernel(
     ``HEADS`` is the number of tables of a group, ``ONE`` says that there is one query, ``REACHES`` that the table has a
     row for every position: otherwise the others are NaN.
     """
+    n = Numbers(n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold)
     key_heads = x.heads // x.group
     program = tl.program_id(1).to(tl.int64)
     b, h0 = program // key_heads, program % key_heads * x.group

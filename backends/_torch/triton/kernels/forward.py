@@ -21,9 +21,13 @@ import triton.language as tl
 from relskew_core.backends._torch.triton.kernels import tiles
 
 
-@triton.jit(do_not_specialize=["n", "keys_of_program"])
-def forward_kernel(x, n, out, row_sums, keys_of_program):
+@triton.jit(do_not_specialize=[*tiles.Numbers._fields, "keys_of_program"])
+def forward_kernel(
+    x, n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold,
+    out, row_sums, keys_of_program,
+):  # fmt: skip
     """Attend for ``B`` queries of one head, to all keys or to a run of ``keys_of_program`` of them, if not ``None``."""
+    n = tiles.Numbers(n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold)
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * x.B  # with a causal pattern, the longest rows come first
     program = tl.program_id(1).to(tl.int64)
     b, h = program // x.heads, program % x.heads

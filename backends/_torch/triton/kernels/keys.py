@@ -14,9 +14,10 @@ from relskew_core.backends._torch.triton.kernels import tiles
 from relskew_core.backends._torch.triton.kernels.queries import add_tile, end_part, load_sums, tile_gradient
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=[*tiles.Numbers._fields])
 def key_gradient_kernel(
-    x, n, d_out, row_sums, delta, d_k, d_v, d_mask, d_logits, far_logits,
+    x, n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold,
+    d_out, row_sums, delta, d_k, d_v, d_mask, d_logits, far_logits,
     chunk_start, chunk_stop, first_position, width,
 ):  # fmt: skip
     """Compute the gradients of ``B`` keys and values of one key head, from all heads of its group in turn.
@@ -25,6 +26,7 @@ def key_gradient_kernel(
     ``x.key_table``, is (batch · heads, chunk, width) by keys, column ``c`` for the position ``first_position + c`` of a
     query as seen from a key, or for the table's row ``c``; ``far_logits`` is (2, batch · heads, n_keys).
     """
+    n = tiles.Numbers(n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold)
     j0 = chunk_start + tl.program_id(0) * x.B
     program = tl.program_id(1).to(tl.int64)
     key_heads = x.heads // x.group

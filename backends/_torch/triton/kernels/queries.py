@@ -130,9 +130,10 @@ def delta_kernel(
     tl.store(delta + first + row, x, mask=here)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=[*tiles.Numbers._fields])
 def query_gradient_kernel(
-    x, n, d_out, row_sums, delta, d_q, d_rel_q, d_mask, d_logits, weights, far_logits, far_weights,
+    x, n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold,
+    d_out, row_sums, delta, d_q, d_rel_q, d_mask, d_logits, weights, far_logits, far_weights,
     chunk_start, chunk_stop, first_position, width,
 ):  # fmt: skip
     """Compute the gradient of ``B`` queries, and store their gradients of logits in relative layout.
@@ -144,6 +145,7 @@ def query_gradient_kernel(
     ``first_position + c``, or for the table's row ``c`` where positions are not consecutive; ``far_logits`` and
     ``far_weights`` are (2, batch · heads, n_queries), the sums before and after the band.
     """
+    n = tiles.Numbers(n_queries, n_keys, offset, lowest, highest, band_low, band_high, threshold)
     i0 = chunk_start + (tl.num_programs(0) - 1 - tl.program_id(0)) * x.B
     program = tl.program_id(1).to(tl.int64)
     b, h = program // x.heads, program % x.heads

@@ -49,7 +49,10 @@ Call = namedtuple(
 """What all kernels of a call get: arrays, which may be ``None``, numbers and constants."""
 
 Numbers = namedtuple("Numbers", "n_queries n_keys offset lowest highest band_low band_high threshold")
-"""Numbers that change from call to call, for which nothing is compiled anew."""
+"""Numbers that change from call to call, for which nothing is compiled anew.
+
+Kernels take them one by one: Triton 3.9 specialises the items of a tuple despite ``do_not_specialize``.
+"""
 
 
 @triton.jit

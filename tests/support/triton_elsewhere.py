@@ -1,16 +1,15 @@
-"""Registers, spills and shared memory of the fused kernels, without a GPU.
+"""Compiles the fused kernels for devices that are not here, as calls launch them.
 
-Every launch configuration is compiled for every kernel; the table is the one in ``docs/development/gpu.md``.
+``python tests/support/triton_elsewhere.py bfloat16 64 full 90`` prints what each kernel uses: for a dtype, a width, the
+terms of the logits (``TERMS``), and a compute capability or the name of a device of AMD.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import DriverConfig
 from triton.runtime.jit import JITFunction
 
-from benchmarks.runner import Benchmark, Call, Case, Record, pivot
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -30,7 +28,6 @@ from relskew_core.backends._torch.triton import call as launch
 from relskew_core.backends._torch.triton.call import Limits
 
 Launch = tuple[Any, dict[str, Any]]  # a kernel and its arguments
-TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 KERNELS = {
     "forward_kernel": "forward", "key_gradient_kernel": "keys", "query_gradient_kernel": "queries",
     "table_gradient_kernel": "tables", "decoding_kernel": "decoding", "delta_kernel": "delta", "merge_kernel": "merge",
@@ -119,44 +116,13 @@ def resources(binary: Any) -> tuple[int, int, int]:
     return int(registers), int(stack), int(binary.metadata.shared)
 
 
-class GPURegisters(Benchmark):
-    page = "development/gpu.md"
-    names = ("forward", "keys", "queries", "tables")
-    measures = frozenset[str]()
-
-    def cases(self) -> Iterator[Case]:
-        """Return capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` set others."""
-        terms = list(TERMS)[:4]
-        for capability, (half, width), term in itertools.product((90, 80), launch.TILES, terms):
-            dtype = "bfloat16" if half else "float32"
-            yield {"capability": capability, "dtype": dtype, "width": width, "terms": term, "tf32": False}
-
-    def skip(self, case: Case, contender: str) -> str | None:
-        return None if contender in _kernels(*case.values()) else "no table"
-
-    def prepare(self, case: Case, contender: str) -> Call:
-        kernel, given = _kernels(*case.values())[contender]
-        return lambda: resources(compiled(kernel, given, case["capability"]))
-
-    def facts(self, case: Case, contender: str, result: Any) -> Case:
-        registers, spilled, shared = result
-        given = _kernels(*case.values())[contender][1]
-        size = given["B"] if "B" in given else given["x"].B.value
-        tile = ", ".join(map(str, (size, given["num_warps"], given["num_stages"])))
-        return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
-
-    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        for place, rows in itertools.groupby(record.measured(), lambda row: list(row.case.values())[:3]):
-            capability, dtype, width = place
-            for row in sorted(rows, key=lambda row: self.names.index(row.contender)):
-                where = f"{capability / 10} | {TYPES[dtype]}, {width} | {row.contender} | {row.facts['tile']}"
-                yield where, row.case["terms"], row.facts["uses"]
-
-    def texts(self, record: Record) -> dict[str, str]:
-        return {"": pivot(self.cells(record), "compute capability | dtype, width | kernel | tile, warps, stages", "")}
+def main(dtype: str, width: str, terms: str, device: str) -> None:
+    """Print, for each kernel, its registers, the bytes that it spills, and those that a program shares."""
+    capability = int(device) if device.isdigit() else device
+    launched = launches(arguments_of(getattr(torch, dtype), int(width), terms), capability)
+    for name, (kernel, given) in launched.items():
+        print(name, *resources(compiled(kernel, given, capability)))
 
 
-@functools.lru_cache(maxsize=1)
-def _kernels(capability: int, dtype: str, width: int, terms: str, tf32: bool) -> dict[str, Launch]:
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    return launches(arguments_of(getattr(torch, dtype), width, terms), capability)
+if __name__ == "__main__":
+    main(*sys.argv[1:])
