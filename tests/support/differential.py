@@ -28,8 +28,8 @@ TOLERANCES = {
 }  # fmt: skip
 """Of results, of gradients by item, and of those that add up what all items and queries have, with its errors.
 
-They are shares of an array's largest number. Gradients take outputs as they were rounded, but for calls with sinks, whose
-outputs stay in float32.
+They are shares of an array's largest number. Gradients take outputs as they were rounded, unless there are sinks, with
+which outputs stay in float32.
 """
 
 
