@@ -63,5 +63,5 @@ def run(path: Path) -> list[Any]:
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:] or sorted(TUTORIALS.glob("*.ipynb"))):
+    for path in [Path(name) for name in sys.argv[1:]] or sorted(TUTORIALS.glob("*.ipynb")):
         store(path.resolve())
