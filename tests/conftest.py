@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 psutil: Any = importlib.import_module("psutil")  # has no types
-GROWTH, MOST = 150e6, 3e9
+GROWTH, MOST = 80e6, 3e9
 """Bytes by which a process grows until its caches are emptied, and those that a worker may take at most."""
 _after_emptying = [0]
 _peaks = pytest.StashKey[dict[str, int]]()
