@@ -17,7 +17,7 @@ EVERY = COMMON | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "seed",
     "softcap", "blocks_before", "by_value", "offset_by_item", "dropout",
 }  # fmt: skip
-"""All arrays and options by name, so that a path that supports them refuses those that are added later."""
+"""The names of all arrays and options, so that a path that supports them refuses those that are added later."""
 
 FUSED = EVERY - {"offset_by_item"}
 """The arrays and options that the fused kernels support."""

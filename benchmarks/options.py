@@ -21,7 +21,7 @@ LENGTHS = (1024, 4096)
 
 
 def drawn(length: int, *, gradients: bool) -> Any:
-    """Draw the arrays of all options, by name."""
+    """Draw the arrays of all options, under their names."""
     generator, steps = torch.Generator().manual_seed(0), torch.arange(length)
     sizes: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (1, HEADS, length, DIM))
     sizes |= {"table": (2 * REACH + 1, DIM), "sinks": (HEADS,), "scale": (HEADS,)}

@@ -56,7 +56,7 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 _EXACT = ("Add", "Sub", "Mul", "Div")
-"""Float32 has so many more bits that these results, rounded to bfloat16, are the same as those in bfloat16."""
+"""Float32 has enough bits that these results, rounded to bfloat16, are the same as those in bfloat16."""
 
 
 def compute_in_float32(model: Any) -> None:

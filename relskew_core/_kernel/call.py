@@ -236,7 +236,7 @@ def shape_of_out(x: Operands) -> tuple[int, ...]:
 CHECKS: dict[str, Callable[..., Any]] = {
     option.name: option.metadata["check"] for option in fields(Options) if "check" in option.metadata
 }
-"""The checks of the options that are passed on unchanged, by name."""
+"""The names of the options that are passed on unchanged, with their checks."""
 
 
 def _default(option: Field[Any]) -> Any:

@@ -21,7 +21,7 @@ FAILURES = 6
 DEVICES = ("cpu", "cuda")
 ADVICE = {
     "file": "the file is broken or incomplete: copy it again, together with its .data file if it has one",
-    "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
+    "standard": "some nodes are not of the standard: only runtimes that support their domain run this file",
     "interface": "inputs or outputs were changed by another tool, or the file holds another block",
     "weights": "the file was made with other weights: name those with --weights (and --prefix) or --seed",
     "unread": "the file holds tensors that have no part in any result: another tool added them",

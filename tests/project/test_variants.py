@@ -176,7 +176,7 @@ def test_every_comparison_is_a_test() -> None:
     assert named <= tests
     inside_models = (
         "test_conformers.", "test_families_", "test_keras.",
-        "test_export.", "test_exporters.", "test_tutorials.",
+        "test_export.", "test_exporters.",
         "test_decoders.",
         "test_libraries.",
     )  # fmt: skip

@@ -18,7 +18,7 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
 def cells_of(path: Path) -> list[Any]:
-    cells: list[Any] = nbformat.read(path, 4).cells  # type: ignore[no-untyped-call]
+    cells: list[Any] = nbformat.read(path, 4).cells  # type: ignore[no-untyped-call]  # has no types
     return cells
 
 
@@ -31,7 +31,7 @@ def store(path: Path) -> None:
     from nbclient import NotebookClient
 
     os.environ["PYTHONPATH"] = str(TUTORIALS.parents[1])
-    notebook: Any = nbformat.read(path, 4)  # type: ignore[no-untyped-call]
+    notebook: Any = nbformat.read(path, 4)  # type: ignore[no-untyped-call]  # has no types
     NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

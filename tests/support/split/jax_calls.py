@@ -4,7 +4,8 @@ import os
 import sys
 
 DEVICES = 4
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"  # before the imports, which read it
+# JAX reads this when it is imported, so that the imports come later (E402).
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 from typing import Any  # noqa: E402
 
