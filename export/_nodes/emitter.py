@@ -30,6 +30,7 @@ class Value:
 
 Dim: TypeAlias = "int | Value"  # a length: an int if it is known at export, else an int64 tensor of shape (1,)
 INT64 = np.dtype(np.int64)
+INT32 = np.dtype(np.int32)
 BFLOAT16 = DTYPES["bfloat16"]  # the type in which onnxruntime has no ``Pad``
 BOOL = np.dtype(np.bool_)
 

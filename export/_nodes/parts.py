@@ -192,18 +192,25 @@ def with_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
     return g.compute("Mul", [out, kept], "sinks/out", out.shape)
 
 
-def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None) -> Value:
-    """Return ``logits`` where ``condition``, if there is one, else a number that the softmax makes zero."""
+def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None, added: Value | None = None) -> Value:
+    """Return ``logits`` where ``condition``, if there is one, else a number that the softmax makes zero.
+
+    ``added`` is an additive mask, which needs a condition.
+    """
     if condition is None:
         return logits
     hidden = g.constant(plan.masked_value, g.dtype)
-    if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
-        # A hidden logit of half precision may have overflowed, so it is replaced; for one head, Where is cheaper.
+    by_head = logits.shape[1] in (1, *condition.shape[-3:-2])
+    if g.dtype.itemsize == 2 or (plan.dead_rows and not plan.fused) or by_head:
+        if added is not None:
+            logits = g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
         return g.compute(
             "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
         )
-    bias = g.compute("Where", [condition, g.constant(0.0, g.dtype), hidden], "attention/hidden", condition.shape)
-    return g.compute("Add", [logits, bias], "attention/mask", broadcast(logits.shape, condition.shape))
+    shape = condition.shape if added is None else broadcast(condition.shape, added.shape)
+    seen = g.constant(0.0, g.dtype) if added is None else added
+    bias = g.compute("Where", [condition, seen, hidden], "attention/hidden", shape)
+    return g.compute("Add", [logits, bias], "attention/mask", broadcast(logits.shape, shape))
 
 
 def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim, name: str, shape: Shape) -> Value:

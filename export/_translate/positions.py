@@ -13,7 +13,7 @@ from relskew_core._positions.span import Span
 from relskew_core.export._form.plan import GraphPlan, make_plan
 from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.attend import guarded
-from relskew_core.export._nodes.emitter import BOOL, INT64, Shape, Value
+from relskew_core.export._nodes.emitter import BOOL, INT32, INT64, Shape, Value, element_type
 from relskew_core.export._nodes.visible import broadcast, by_pair, of_own_segment, visible
 from relskew_core.export._nodes.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._translate.call import (
@@ -125,10 +125,7 @@ class LookedUp:
         return self._poisoned(whole)
 
     def condition(self) -> Value | None:
-        segments = self._call.labels(self._operands, "segments")
-        conditions = [] if segments is None else [of_own_segment(self._g, segments)]
-        conditions += [x for x in (self._seen, self._call.mask) if x is not None]
-        return self._all("visible/seen", conditions)
+        return self._condition
 
     def values(self, weights: Value) -> Value:
         g, shape = self._g, (*self._pairs[:3], self._width)
@@ -191,10 +188,11 @@ class LookedUp:
         """Put NaN beyond a table with ``beyond="error"``: positions are values, which no check of lengths covers."""
         if self._options.span.beyond != "error":
             return logits
-        g, seen = self._g, self._seen
+        g, seen = self._g, self._condition
         beyond = g.compute("Not", [self._there], "relative/beyond", self._loose, BOOL)
         if seen is not None:
-            beyond = g.compute("And", [beyond, seen], "relative/unreached", self._loose, BOOL)
+            shape = broadcast(self._loose, seen.shape)
+            beyond = g.compute("And", [beyond, seen], "relative/unreached", shape, BOOL)
         return g.compute("Where", [beyond, g.constant(np.nan, g.dtype), logits], "relative/poisoned", self._pairs)
 
     def _table(self, name: str) -> Value:
@@ -246,14 +244,15 @@ class LookedUp:
         return g.index("Clip", [first, g.constant(0), g.constant(self._width - 1)], "positions/column", self._loose)
 
     def _wide(self, column: Value, *, of_keys: bool = False) -> Value:
-        """Return the column of each pair in every head, in rows of queries or of keys."""
-        g, sizes, shape = self._g, self._sizes, self._pairs
+        """Return the column of each pair in every head, in rows of queries or of keys: with less to read as int32."""
+        g, sizes, shape, scope = self._g, self._sizes, self._pairs, "keys" if of_keys else "positions"
+        column = g.index("Cast", [column], f"{scope}/int32", column.shape, INT32, to=element_type(INT32))
         if of_keys:
             order = [0, 1, 3, 2]
             loose, shape = (tuple(given[axis] for axis in order) for given in (column.shape, shape))
-            column = g.index("Transpose", [column], "keys/column", loose, perm=order)
+            column = g.index("Transpose", [column], "keys/column", loose, INT32, perm=order)
             sizes = g.index("Gather", [sizes, g.constant(order)], "keys/pairs", (4,))
-        return g.index("Expand", [column, sizes], "keys/columns" if of_keys else "positions/columns", shape)
+        return g.index("Expand", [column, sizes], f"{scope}/columns", shape, INT32)
 
     @cached_property
     def _there(self) -> Value:
@@ -263,6 +262,13 @@ class LookedUp:
             g.compute(op, [self._r, g.constant(bound)], f"positions/{op}", self._loose, BOOL) for op, bound in pairs
         ]
         return g.compute("And", ends, "positions/there", self._loose, BOOL)
+
+    @cached_property
+    def _condition(self) -> Value | None:
+        segments = self._call.labels(self._operands, "segments")
+        conditions = [] if segments is None else [of_own_segment(self._g, segments)]
+        conditions += [x for x in (self._seen, self._call.mask) if x is not None]
+        return self._all("visible/seen", conditions)
 
     @cached_property
     def _seen(self) -> Value | None:

@@ -183,14 +183,16 @@ def _attention(
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
-        logits = parts.hide(g, plan, _with_additive(g, plan, call, logits), condition)
+        logits = parts.hide(g, plan, logits, condition, _additive(g, plan, call))
         attributes = parts.fused_attributes(g, plan, options.scale)
         out = g.compute("Attention", [call.q, call.k, call.v, logits], "attention", call.out_shape, **attributes)
         return call.result(parts.without_dead_rows(g, plan, out, condition), "out"), nothing
     n = call.lengths.queries
     keys = g.transpose(call.k, "attention/keys")
     logits = parts.content_logits(g, plan, parts.scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
-    logits = _with_additive(g, plan, call, _capped(g, logits, options.softcap))
+    logits, added = _capped(g, logits, options.softcap), _additive(g, plan, call)
+    if added is not None:
+        logits = g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
     out, softmax = parts.weighted_values(g, plan, logits, condition, call.v, n, related.values)
     if not options.return_lse:
         return call.result(out, "out"), nothing
@@ -271,15 +273,14 @@ def _plan(
     return replace(plan, local=local, profile=form, in_parts=in_parts)
 
 
-def _with_additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall, logits: Value) -> Value:
+def _additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall) -> Value | None:
     added = call.additive
     if added is None:
-        return logits
+        return None
     # A key at the lowest number is visible if no other key is. It must stay above the number that hides keys, and
     # onnxruntime's Attention treats the lowest number as hidden.
     low = -3e4 if g.dtype == np.float16 else max(plan.masked_value / 10, -1e38)
-    added = g.compute("Max", [added, g.constant(low, g.dtype)], "mask/finite", added.shape)
-    return g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
+    return g.compute("Max", [added, g.constant(low, g.dtype)], "mask/finite", added.shape)
 
 
 def _capped(g: TracedEmitter, logits: Value, softcap: float | None) -> Value:
