@@ -389,9 +389,10 @@ class Record:
         return cls(stored["machine"], [Row(**row) for row in stored["rows"]])
 
     @classmethod
-    def newest(cls, name: str) -> Record:
-        newest = max(RECORDS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:], default=None)
-        return cls({}, []) if newest is None else cls.load(newest)
+    def newest(cls, name: str, wanted: Callable[[Record], bool] = lambda _: True) -> Record:
+        """Return the newest record of a benchmark that is wanted, an empty one if there is none."""
+        paths = sorted(RECORDS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:], reverse=True)
+        return next(filter(wanted, map(cls.load, paths)), cls({}, []))
 
     def path(self, name: str) -> Path:
         """Return the path of a benchmark's record, by device and date."""
