@@ -202,8 +202,8 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None, ad
     hidden = g.constant(plan.masked_value, g.dtype)
     by_head = logits.shape[1] in (1, *condition.shape[-3:-2])
     if g.dtype.itemsize == 2 or (plan.dead_rows and not plan.fused) or by_head:
-        if added is not None:
-            logits = g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
+        # A hidden logit of half precision may have overflowed, so it is replaced; with as many heads, Where is cheaper.
+        logits = with_additive(g, logits, added)
         return g.compute(
             "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
         )
@@ -211,6 +211,12 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None, ad
     seen = g.constant(0.0, g.dtype) if added is None else added
     bias = g.compute("Where", [condition, seen, hidden], "attention/hidden", shape)
     return g.compute("Add", [logits, bias], "attention/mask", broadcast(logits.shape, shape))
+
+
+def with_additive(g: Emitter, logits: Value, added: Value | None) -> Value:
+    if added is None:
+        return logits
+    return g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
 
 
 def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim, name: str, shape: Shape) -> Value:

@@ -20,7 +20,6 @@ from relskew_core.export._nodes import parts
 from relskew_core.export._nodes.emitter import Value
 from relskew_core.export._nodes.local import attend_blocks
 from relskew_core.export._nodes.operator_nodes import read_side_by_side
-from relskew_core.export._nodes.visible import broadcast
 from relskew_core.export._translate.call import (
     Ends,
     Reach,
@@ -190,9 +189,7 @@ def _attention(
     n = call.lengths.queries
     keys = g.transpose(call.k, "attention/keys")
     logits = parts.content_logits(g, plan, parts.scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
-    logits, added = _capped(g, logits, options.softcap), _additive(g, plan, call)
-    if added is not None:
-        logits = g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
+    logits = parts.with_additive(g, _capped(g, logits, options.softcap), _additive(g, plan, call))
     out, softmax = parts.weighted_values(g, plan, logits, condition, call.v, n, related.values)
     if not options.return_lse:
         return call.result(out, "out"), nothing
