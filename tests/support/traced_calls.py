@@ -156,7 +156,7 @@ def _mask(batch: int, n: int, m: int) -> Array:
 
 
 def _added(batch: int, n: int, m: int) -> Array:
-    return np.where(_mask(batch, n, m), random(batch, 1, n, 1, seed=5), -np.inf).astype(np.float32)
+    return np.where(_mask(batch, n, m), random(batch, 1, n, m, seed=5), -np.inf).astype(np.float32)
 
 
 def _rel_q(batch: int, n: int, m: int) -> Array:
